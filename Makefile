@@ -1,0 +1,68 @@
+# make demo, make test, make lint: each makes its own virtual environment first; python3 >= 3.11 with venv is enough.
+#
+#   make demo EXTRAS=cuda13                                        the demo on an NVIDIA GPU
+#   make test PYTHON=python3.12 JAX=0.11.2 VENV=.venv-3.12-0.11.2  another end of the supported range
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?=
+# The newest JAX that this Python can have; constraints/ says what else fits it.
+JAX ?= $(shell $(PYTHON) -c 'import sys; print("0.10.2" if sys.version_info < (3, 12) else "0.12.0.1")')
+PYTEST_ARGS ?=
+
+ifeq ($(findstring cuda,$(EXTRAS)),)
+DEMO ?= m=256 n=256 k=256 dtype=float32
+DEMO_BUDGET ?= 16
+else
+DEMO ?= m=4096 n=4096 k=4096 dtype=bfloat16
+DEMO_BUDGET ?= 64
+endif
+
+comma := ,
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints/jax-$(JAX).txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+install = $(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".$(if $(1),[$(1)])"
+stamp = $(VENV)/.installed-$(JAX)$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
+
+.PHONY: demo test lint clean
+
+demo: export TILE_SCHEDULER_CACHE = $(VENV)/demo/cache.db
+demo: $(stamp)
+	rm -rf $(VENV)/demo
+	@echo "== an empty cache: search the tile sizes of a Pallas matmul, check and time them, store the best"
+	$(BIN)/tile-scheduler tune matmul $(DEMO) --budget $(DEMO_BUDGET)
+	@echo "== tuned_matmul(a, b) finds it"
+	$(BIN)/python examples/demo.py $(DEMO)
+	@echo "== and so does a second search"
+	$(BIN)/tile-scheduler tune matmul $(DEMO) --budget $(DEMO_BUDGET)
+
+test: $(stamp)-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(stamp)-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is too old: Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(stamp): pyproject.toml constraints/common.txt $(CONSTRAINTS) | $(BIN)/python
+	$(PIP) install -c $(CONSTRAINTS) hatchling editables
+	$(call install,$(EXTRAS))
+	touch $@
+
+$(stamp)-test: $(stamp)
+	$(call install,$(if $(EXTRAS),$(EXTRAS)$(comma))test)
+	touch $@
+
+$(stamp)-dev: $(stamp)
+	$(call install,$(if $(EXTRAS),$(EXTRAS)$(comma))dev)
+	touch $@
