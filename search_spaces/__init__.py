@@ -1,0 +1,130 @@
+"""What could run: operations, their problems, and the kernels with their spaces of schedules."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from search_spaces.kernel import (
+        Footprint,
+        Kernel,
+        Library,
+        LibraryKernel,
+        Operand,
+        Operation,
+        Problem,
+        Target,
+        Tolerance,
+    )
+    from search_spaces.space import Columns, Space
+
+__all__ = [
+    "OPERATIONS",
+    "Columns",
+    "Footprint",
+    "Kernel",
+    "Library",
+    "LibraryKernel",
+    "Operand",
+    "Operation",
+    "Problem",
+    "Space",
+    "Target",
+    "Tolerance",
+    "load",
+]
+
+_OWN = {"matmul": "search_spaces.matmul:MATMUL"}
+OPERATIONS = tuple(_OWN)
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first used: records are read, listed and copied without the half second that JAX takes to import.
+    if name not in __all__:
+        raise AttributeError(f"module 'search_spaces' has no attribute {name!r} (it has: {', '.join(__all__)})")
+    module = importlib.import_module(f"search_spaces.{'space' if name in ('Columns', 'Space') else 'kernel'}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def load(name: str) -> Operation[Any]:
+    """An operation by its own name ("matmul"), as ``package.module:NAME``, or as ``path/to/file.py:NAME``.
+
+    Raises:
+      ValueError: there is none of that name; the message says what was looked for and names those shipped here.
+    """
+    from search_spaces.kernel import Operation
+
+    place = _OWN.get(name, name)
+    module_name, _, attribute = place.rpartition(":")
+    if not module_name:
+        raise ValueError(
+            f"no operation {name!r} (here: {', '.join(_OWN)}; your own: package.module:NAME or file.py:NAME)"
+        )
+    try:
+        module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        operation = getattr(module, attribute)
+    except Exception as error:  # whatever a user's file raises; one bad problem of a job must not stop the others
+        raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(operation, Operation):
+        raise ValueError(f"{name!r} is a {type(operation).__name__}, not an Operation")
+    return operation
+
+
+def locate(operation: Operation[Any]) -> str | None:
+    """The name under which another process can `load` this operation, or None (defined in a notebook, say)."""
+    script: str | None = None
+    for module_name, module in list(sys.modules.items()):
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is operation:
+                file = getattr(module, "__file__", None)
+                if module_name != "__main__" and not module_name.startswith(_FILE_PREFIX):
+                    return f"{module_name}:{attribute}"
+                # Only where no module holds it: loading a script runs it.
+                script = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
+    return script
+
+
+_FILE_PREFIX = "tile_scheduler_file_"
+_loading = contextvars.ContextVar("loading", default=False)
+
+
+class _EndOfLoad(BaseException):
+    """Ends the run of a file that is loaded for its operation; no error, so that nothing on the way handles it."""
+
+
+def end_load() -> None:
+    """Ends the run of a script that is being loaded, with what it has defined so far; else does nothing.
+
+    Workers load the script that an operation is defined in, and one without a `__main__` guard goes on to the call that
+    started them: whoever would search for schedules asks here first.
+    """
+    if _loading.get():
+        raise _EndOfLoad
+
+
+def _load_file(path: Path) -> Any:
+    name = f"{_FILE_PREFIX}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    token = _loading.set(True)
+    try:
+        spec.loader.exec_module(module)
+    except _EndOfLoad:
+        pass
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _loading.reset(token)
+    return module

@@ -1,0 +1,152 @@
+"""The one file that knows JAX versions apart: every name or behaviour that differs between 0.10.2 and the newest."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+# Its annotations differ between versions and in part contradict its use; its names, as used here, do not.
+plgpu: Any = mosaic_gpu
+
+# From here on JAX can run a whole Mosaic GPU kernel on a CPU: copies, barriers and races included.
+HAS_GPU_INTERPRETER = JAX_VERSION >= (0, 11)
+
+
+def gpu_interpreter(*, detect_races: bool = False) -> AbstractContextManager[None]:
+    """Within this context Mosaic GPU kernels are interpreted on the CPU.
+
+    A race, where looked for, raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED".
+
+    Raises:
+      NotImplementedError: on JAX below 0.11 (see `HAS_GPU_INTERPRETER`).
+    """
+    if not HAS_GPU_INTERPRETER:
+        raise NotImplementedError(f"interpreting GPU kernels needs jax 0.11 or newer, this is {jax.__version__}")
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races))
+
+
+# What lowering and compiling raise for a kernel that cannot be built; anything else is a defect of the program.
+COMPILER_ERRORS: tuple[type[Exception], ...] = (
+    ValueError,
+    NotImplementedError,
+    AssertionError,  # SMEM tiles that a transform does not divide raise it bare
+    jax.errors.JaxRuntimeError,
+    ir.MLIRError,
+)
+
+
+def writing_over(run: Callable[..., jax.Array]) -> Any:
+    """`run`, jitted, as a function of a buffer and of its own arguments: the result takes the buffer's place.
+
+    What `run` leaves unwritten keeps the buffer's content, provided that it writes its result directly: what it slices
+    or casts afterwards was written elsewhere. The buffer is donated although nothing reads it, which costs no time. JAX
+    donates on CPUs, GPUs and TPUs; on another platform it warns, and the result gets memory of its own.
+    """
+    return jax.jit(lambda buffer, *args: run(*args), donate_argnums=0, keep_unused=True)
+
+
+def device_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
+    """Kernel time of each of `repetitions` calls through CUPTI, in seconds, summed over the kernels of a call.
+
+    CUPTI stays attached between calls (attaching takes longer than measuring), so a process that uses this can use no
+    other profiler.
+
+    Raises:
+      RuntimeError: no kernel was recorded, or calls differ in their number of kernels.
+    """
+    from jax._src.lib import mosaic_gpu
+
+    extension: Any = getattr(mosaic_gpu, "_mosaic_gpu_ext")  # noqa: B009 (private, and unknown to type checkers)
+    jax.block_until_ready(call())
+    extension._cupti_init()
+    try:
+        result = None
+        for _ in range(repetitions):
+            result = call()
+        jax.block_until_ready(result)
+    finally:
+        kernels = extension._cupti_get_timings(False)
+    if not kernels or len(kernels) % repetitions:
+        raise RuntimeError(f"CUPTI recorded {len(kernels or ())} kernels in {repetitions} calls")
+    each = len(kernels) // repetitions
+    return [sum(ms for _, ms in kernels[i * each : (i + 1) * each]) * 1e-3 for i in range(repetitions)]
+
+
+def cuda_wanted() -> bool:
+    """Whether JAX would use an NVIDIA GPU here if there is one, found out without starting any device."""
+    config: Any = jax.config  # its options are no attributes to a type checker in 0.10
+    platforms = config.jax_platforms or os.environ.get("JAX_PLATFORMS") or ""
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return False
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+
+
+def alike(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments, cast where needed so that all vary over the same manual mesh axes, as inside a `shard_map`."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in args]
+    union = frozenset[Any]().union(*varying)
+    return tuple(
+        x if axes == union else lax.pcast(x, tuple(sorted(union - axes)), to="varying")
+        for x, axes in zip(args, varying, strict=True)
+    )
+
+
+def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.ShapedArray:
+    """An abstract value that varies over the same manual mesh axes as the abstract value `like`."""
+    unsharded = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    aval: jax.core.ShapedArray = like.update(shape=shape, dtype=dtype, weak_type=False, sharding=unsharded)
+    return aval
+
+
+def has_explicit_axes(args: Sequence[Any]) -> bool:
+    """Whether the type of an argument names a mesh with explicit axes: its operations must say how they shard."""
+    return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in args)
+
+
+def is_partitioned(axis_context: Any) -> bool:
+    """Whether XLA will divide the computation over devices by itself: only what it knows can stand in there."""
+    if (devices := getattr(axis_context, "num_devices", None)) is not None:  # jit
+        return bool(devices != 1)
+    manual = getattr(axis_context, "manual_axes", None)  # shard_map
+    return manual is None or set(axis_context.mesh.axis_names) != set(manual)
+
+
+def lower(run: Callable[..., jax.Array], ctx: Any, args: Sequence[Any]) -> Any:
+    """Lowers `run` in place of a primitive with one result.
+
+    `run` sees operands that vary over no manual axis, and no check of that: a kernel need not know of `shard_map`.
+    """
+    from jax._src import config
+
+    plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    with config._check_vma(False):
+        return mlir.lower_fun(run, multiple_results=False)(ctx.replace(avals_in=plain), *args)
+
+
+def value_of_first_process(name: str, own: str, *, timeout_s: float = 60.0) -> str:
+    """What process 0 of this JAX job passes here as `own`; every process of the job has to ask.
+
+    Raises:
+      RuntimeError: process 0 did not ask within `timeout_s` (seconds).
+    """
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    if client is None or jax.process_count() == 1:
+        return own
+    if jax.process_index() == 0:
+        client.key_value_set(f"tile-scheduler/{name}", own)
+        return own
+    return str(client.blocking_key_value_get(f"tile-scheduler/{name}", int(timeout_s * 1000)))

@@ -1,0 +1,359 @@
+"""What a tuner may ask of an operation: its problems, its kernels, and what one launch of a schedule demands."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import json
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.space import Column, Columns, Space, unknown
+
+P = TypeVar("P", bound="Problem")
+S = TypeVar("S")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The chip a kernel is asked about: what changes which code can run, and nothing about how much of it fits.
+
+    Attributes:
+      platform: JAX's name of the backend: "cpu", "cuda", "tpu".
+      kind: the device's own name, such as "NVIDIA H200".
+      architecture: "sm_90", "cpu": what machine code it runs.
+      cores: streaming multiprocessors, tensor cores: how many blocks a persistent grid starts.
+    """
+
+    platform: str
+    kind: str
+    architecture: str
+    cores: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """An element is right if ``|actual - expected| <= absolute + relative * |expected|``."""
+
+    absolute: float
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem(abc.ABC):
+    """One instance of an operation: everything that changes which schedule is best, and nothing else.
+
+    A subclass is a frozen dataclass whose fields are int, bool or str. What changes no schedule (an epsilon, a scale)
+    is a parameter of the call instead.
+    """
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls: type[P], *args: Any, **params: Any) -> P:
+        """The problem that a call poses: reads shapes and dtypes only, so arrays and tracers alike.
+
+        Raises:
+          TypeError, ValueError: what a JAX user expects of wrong operands, in one sentence.
+        """
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays that a kernel's `run` gets."""
+
+    @abc.abstractmethod
+    def result(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of what a kernel's `run` returns."""
+
+    @abc.abstractmethod
+    def reference(self, *args: jax.Array) -> jax.Array:
+        """The right answer in float32 or better, by plain XLA at its highest precision."""
+
+    @property
+    @abc.abstractmethod
+    def flops(self) -> float:
+        """Floating-point operations that the answer needs, padding not counted."""
+
+    @property
+    def bytes_moved(self) -> float:
+        """Compulsory device-memory traffic in bytes: each operand read once, each result written once."""
+        arrays = (*self.operands(), self.result())
+        return float(sum(np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in arrays))
+
+    @property
+    def arithmetic(self) -> str:
+        """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
+        return str(self.operands()[0].dtype)
+
+    def tolerance(self) -> Tolerance:
+        """How far from `reference` a right answer may be; follows from dtype and length of reductions."""
+        dtype = self.result().dtype
+        eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+        return Tolerance(absolute=8 * eps, relative=8 * eps)
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Operands drawn from a normal distribution: zeros and small integers run faster than real data."""
+        keys = jax.random.split(jax.random.key(seed), len(self.operands()))
+        return tuple(
+            jax.random.normal(key, s.shape, jnp.float32).astype(s.dtype)
+            for key, s in zip(keys, self.operands(), strict=True)
+        )
+
+    def neighbour(self) -> Problem | None:
+        """A slightly smaller problem whose extents no tile divides, on which a schedule that wins must be right too.
+
+        Of the same dtypes and layouts. None, the default, where there is none, or none is wanted.
+        """
+        return None
+
+    def canonical(self) -> str:
+        """The problem as JSON with sorted names, fields at their defaults left out: what a cache is keyed by."""
+        return json.dumps(self._told(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_canonical(cls: type[P], text: str) -> P:
+        """The inverse of `canonical`.
+
+        Raises:
+          ValueError: `text` is no problem of this type.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a problem is a JSON object, not {text!r}")
+        return cls.parse({name: str(value) for name, value in values.items()})
+
+    @classmethod
+    def parse(cls: type[P], texts: Mapping[str, str]) -> P:
+        """The problem with fields given as text, as on a command line: ``{"m": "4096", "dtype": "bfloat16"}``.
+
+        Raises:
+          ValueError: an unknown, missing or malformed field, with the right names in the message.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        types = _types(cls)
+        values: dict[str, int | bool | str] = {}
+        for name, text in texts.items():
+            if name not in fields:
+                raise ValueError(f"no field {unknown(name, fields)}")
+            values[name] = _parse_value(name, text, types[name])
+        required = [n for n, f in fields.items() if f.default is dataclasses.MISSING]
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"missing {', '.join(missing)} (the fields are: {', '.join(fields)})")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self._told().items())
+
+    def _told(self) -> dict[str, int | bool | str]:
+        """The fields that differ from their defaults; one problem has one spelling, whether 1, a NumPy bool or True."""
+        types = _types(type(self))
+        told: dict[str, int | bool | str] = {}
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                kind = types[field.name]
+                told[field.name] = kind(value) if kind in (int, bool) else value
+        return told
+
+
+@functools.cache
+def _types(problem: type[Problem]) -> dict[str, Any]:
+    return typing.get_type_hints(problem)
+
+
+def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(f"{name}={text} is not true or false")
+        return text.lower() in ("true", "1")
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name}={text} is not a whole number") from None
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What one block loads of one operand in one step.
+
+    Attributes:
+      bytes: bytes loaded, ragged edges averaged in.
+      axes: the axes of `Footprint.grid` that select the block: blocks that agree on them load the same bytes.
+      multicast: blocks of a cluster that one load serves (1 where each loads for itself).
+    """
+
+    bytes: Column
+    axes: tuple[int, ...]
+    multicast: Column | int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What one launch of each schedule demands. Every `Column` has one entry per schedule; a scalar serves all.
+
+    Attributes:
+      arithmetic: whose peak rate applies: a dtype name, "tf32" (see `Problem.arithmetic`).
+      grid: output blocks along each axis; their product is the number of blocks.
+      operands: the loads of one step of one block.
+      flops: floating-point operations of one step of one block, padding included.
+      bytes_written: bytes of output of one block, ragged edges averaged in.
+      onchip_bytes: on-chip memory that one block asks for, exact to the byte.
+      steps: steps of the pipelined loop of one block.
+      minor: the axis of `grid` that advances first (the others follow from the last to the first)...
+      group: ...for so many blocks, before the next axis advances.
+      stages: steps whose loads may be in flight at once.
+      threads: threads of one block that compute.
+      registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
+      registers_per_block: registers of the whole block, helpers included; 0 where unknown.
+      onchip_bytes_read: on-chip bytes that the arithmetic units of one block read in one step; 0 where unknown.
+      special_ops: exponentials and the like of one step of one block.
+      vector_ops: plain float32 lane operations of one step of one block.
+      cluster: blocks that start together and share loads.
+      persistent: blocks stay and take the next output block, so that one's epilogue overlaps the next one's loads.
+      copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
+      launches: device launches in all.
+    """
+
+    arithmetic: str
+    grid: tuple[Column, ...]
+    operands: tuple[Operand, ...]
+    flops: Column
+    bytes_written: Column
+    onchip_bytes: Column
+    steps: Column | int = 1
+    minor: Column | int = 0
+    group: Column | int = 1
+    stages: Column | int = 1
+    threads: Column | int = 128
+    registers: Column | int = 0
+    registers_per_block: Column | int = 0
+    onchip_bytes_read: Column | int = 0
+    special_ops: Column | int = 0
+    vector_ops: Column | int = 0
+    cluster: Column | int = 1
+    persistent: Column | bool = False
+    copied_bytes: Column | float = 0.0
+    launches: Column | int = 1
+
+
+class Kernel(abc.ABC, Generic[P, S]):
+    """One operation on one backend.
+
+    Attributes:
+      backend: what JAX calls it: "mosaic_gpu", "xla", ...
+      version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
+      library: this is the plain XLA implementation, the answer to beat: one schedule, nothing to prune.
+      verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
+        not measured is never taken from it.
+    """
+
+    backend: ClassVar[str]
+    version: ClassVar[int] = 1
+    library: ClassVar[bool] = False
+    verified_on: ClassVar[frozenset[str]] = frozenset()
+
+    def supports(self, problem: P, target: Target) -> str | None:
+        """None, or the reason in words why this kernel cannot do `problem` on `target`."""
+        return None
+
+    @abc.abstractmethod
+    def space(self, problem: P, target: Target) -> Space[S]:
+        """The schedules worth considering. Names no capacity of a chip: what fits is the footprint's matter."""
+
+    @abc.abstractmethod
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
+        """What one launch of each of `schedules` demands."""
+
+    @abc.abstractmethod
+    def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        """Compute: traceable, arguments as in `problem.operands()`. `schedule` is a legal point of `space`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """The one schedule of a library kernel: there is nothing to choose."""
+
+
+class LibraryKernel(Kernel[P, Library]):
+    """The plain XLA implementation as one more backend, with one schedule."""
+
+    backend = "xla"
+    library = True
+
+    def space(self, problem: P, target: Target) -> Space[Library]:
+        return Space(Library, {})
+
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
+        """What is visible from outside: the whole problem as one block that moves only the compulsory bytes."""
+        one = np.ones(len(schedules))
+        return Footprint(
+            arithmetic=problem.arithmetic,
+            grid=(one,),
+            operands=(Operand(bytes=one * (problem.bytes_moved - _nbytes(problem.result())), axes=(0,)),),
+            flops=one * problem.flops,
+            bytes_written=one * _nbytes(problem.result()),
+            onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
+        )
+
+
+def _nbytes(array: jax.ShapeDtypeStruct) -> float:
+    return float(np.prod(array.shape, dtype=np.int64) * array.dtype.itemsize)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation(Generic[P]):
+    """A named operation: its problems, and the kernels that compete to solve them.
+
+    Attributes:
+      name: as a cache and a command line spell it.
+      problem: the type of its problems.
+      kernels: one per backend, exactly one of them a library kernel.
+      params: names of what `Kernel.run` takes besides arrays and changes no schedule (an epsilon, a scale).
+      jvp: ``jvp(call, problem, primals, tangents) -> (result, tangent)``: its derivative in terms of `call`, which
+        poses another problem of this operation: ``call(problem, *args)``; a tangent that is zero is None. Default: the
+        library kernel's derivative.
+      transpose: ``transpose(call, problem, cotangent, args) -> cotangents``: where the operation is linear in the
+        arguments given as None. Default: not transposable (its `jvp` then must not need it).
+      batch: ``batch(call, problem, args, dims) -> (result, dim)``: one call for a vmapped one; a dim that is None is
+        not batched. Default: one call for each element of the batch, in sequence.
+    """
+
+    name: str
+    problem: type[P]
+    kernels: tuple[Kernel[P, Any], ...]
+    params: tuple[str, ...] = ()
+    jvp: Callable[..., Any] | None = None
+    transpose: Callable[..., Any] | None = None
+    batch: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        libraries = [kernel.backend for kernel in self.kernels if kernel.library]
+        if len(libraries) != 1:
+            raise ValueError(f"operation {self.name!r} needs exactly one library kernel, found {libraries or 'none'}")
+        if len(set(self.backends)) != len(self.kernels):
+            raise ValueError(f"operation {self.name!r} has two kernels of one backend: {', '.join(self.backends)}")
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return tuple(kernel.backend for kernel in self.kernels)
+
+    @functools.cached_property
+    def library(self) -> Kernel[P, Any]:
+        return next(kernel for kernel in self.kernels if kernel.library)
+
+    def kernel(self, backend: str) -> Kernel[P, Any]:
+        """The kernel of `backend`.
+
+        Raises:
+          ValueError: there is none; the message names those there are.
+        """
+        for kernel in self.kernels:
+            if kernel.backend == backend:
+                return kernel
+        raise ValueError(f"{self.name} has no backend {backend!r} (it has: {', '.join(self.backends)})")

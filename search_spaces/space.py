@@ -1,0 +1,146 @@
+"""A space of schedules: named choices, and named rules that a legal combination obeys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Choice = int | bool | str
+Column = npt.NDArray[Any]
+S = TypeVar("S")
+
+
+class Columns:
+    """Many schedules at once: one NumPy array per choice, read as attributes.
+
+    ``p.m % s.tile_m == 0`` reads the same whether ``s`` is one schedule or a ``Columns`` of thousands, so rules,
+    footprints and costs are written once and evaluated on whole spaces in milliseconds.
+    """
+
+    __slots__ = ("_arrays", "_length")
+
+    def __init__(self, arrays: Mapping[str, npt.ArrayLike], length: int | None = None) -> None:
+        self._arrays: dict[str, Column] = {name: np.asarray(array) for name, array in arrays.items()}
+        lengths = {len(array) for array in self._arrays.values()} | ({length} if length is not None else set())
+        if len(lengths) != 1:
+            raise ValueError(f"columns of one length are needed, found lengths {sorted(lengths)}")
+        self._length = lengths.pop()
+
+    def __getattr__(self, name: str) -> Column:
+        try:
+            return self._arrays[name]
+        except KeyError:
+            raise AttributeError(f"no column {name!r}; there are {', '.join(self._arrays) or 'none'}") from None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Columns, (self._arrays, self._length)
+
+    def take(self, which: Column) -> Columns:
+        """The rows that a boolean mask or an index array selects."""
+        rows = np.arange(self._length)[which]
+        return Columns({name: array[rows] for name, array in self._arrays.items()}, len(rows))
+
+    def row(self, index: int) -> dict[str, Choice]:
+        """Row `index` as plain Python values, by name."""
+        return {name: array[index].item() for name, array in self._arrays.items()}
+
+    @classmethod
+    def of(cls, schedules: Sequence[Any]) -> Columns:
+        """Columns of dataclass instances of one type."""
+        if not schedules:
+            raise ValueError("at least one schedule is needed to know the columns")
+        names = [field.name for field in dataclasses.fields(schedules[0])]
+        return cls({name: np.array([getattr(s, name) for s in schedules]) for name in names}, len(schedules))
+
+
+Rule = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Space(Generic[S]):
+    """The schedules of one kernel for one problem.
+
+    Attributes:
+      schedule: the frozen dataclass that a point becomes; its field names are the names of `choices`.
+      choices: field -> the values it may take, in the order they are to be tried when all else is equal.
+      rules: the reason in words -> a test that holds for legal points. A test gets one schedule or a `Columns` and is
+        written so that both work (`&`, `|`, `np.where`; no `and`, `or`, `if`).
+    """
+
+    schedule: type[S]
+    choices: Mapping[str, Sequence[Choice]]
+    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of points before any rule."""
+        return math.prod(len(values) for values in self.choices.values())
+
+    def points(self) -> Columns:
+        """The whole product of the choices, the last choice varying fastest."""
+        names = list(self.choices)
+        index = np.indices([len(self.choices[name]) for name in names]).reshape(len(names), self.size)
+        return Columns(
+            {name: np.array(self.choices[name])[index[axis]] for axis, name in enumerate(names)}, length=self.size
+        )
+
+    def legal(self) -> tuple[Columns, dict[str, int]]:
+        """The points that break no rule, and how many the others lost to each rule: the first one each breaks."""
+        points = self.points()
+        dropped: dict[str, int] = {}
+        for reason, rule in self.rules.items():
+            holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
+            lost = len(points) - int(holds.sum())
+            if lost:
+                dropped[reason] = lost
+                points = points.take(holds)
+        return points, dropped
+
+    def schedules(self, points: Columns) -> Iterator[S]:
+        for index in range(len(points)):
+            yield self.schedule(**points.row(index))
+
+    def broken(self, schedule: S) -> str | None:
+        """Why `schedule` is no legal point of this space, in words, or None where it is one."""
+        for name, values in self.choices.items():
+            if (value := getattr(schedule, name)) not in values:
+                return f"{name}={value} is not among {', '.join(map(str, values))}"
+        one = Columns.of([schedule]) if self.choices else Columns({}, length=1)
+        for reason, rule in self.rules.items():
+            if not np.all(rule(one)):
+                return f"breaks the rule {reason!r}"
+        return None
+
+    def decode(self, values: Mapping[str, Choice]) -> S:
+        """The schedule with these field values.
+
+        Raises:
+          ValueError: a field is missing, unknown or of another type, with the right names in the message.
+        """
+        fields = [field.name for field in dataclasses.fields(self.schedule)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in fields:
+                raise ValueError(f"a schedule has no field {unknown(name, fields)}")
+        if missing := [name for name in fields if name not in values]:
+            raise ValueError(f"the schedule lacks {', '.join(missing)}")
+        for name, allowed in self.choices.items():
+            if allowed and type(values[name]) is not type(allowed[0]):
+                raise ValueError(f"{name}={values[name]!r} is not a {type(allowed[0]).__name__}")
+        return self.schedule(**values)
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is none of `known`: it, the one that was meant, and all others."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
