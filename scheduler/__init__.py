@@ -1,0 +1,40 @@
+"""Which schedule to run: predicted, searched on the device, stored, and served at call time."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scheduler.api import predict, reload, target, tune, tuned, tuned_matmul
+    from scheduler.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
+
+__all__ = [
+    "CacheMiss",
+    "IllegalSchedule",
+    "NoCandidate",
+    "SchedulerError",
+    "StoreError",
+    "WorkerError",
+    "predict",
+    "reload",
+    "target",
+    "tune",
+    "tuned",
+    "tuned_matmul",
+]
+
+_ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "StoreError", "WorkerError")
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first used: `import scheduler` costs nothing, and worker processes load only what they run.
+    if name not in __all__:
+        raise AttributeError(f"module 'scheduler' has no attribute {name!r} (it has: {', '.join(__all__)})")
+    value = getattr(importlib.import_module("scheduler.errors" if name in _ERRORS else "scheduler.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,339 @@
+"""The public calls: ``tuned_matmul``, ``tuned`` for any operation, and what steers them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scheduler import decide, hardware, tuner
+from scheduler.decide import OnMiss, Options
+from scheduler.primitive import Params, tuned_call
+from scheduler.record import Record
+from search_spaces import end_load, jax_compat, load
+from search_spaces.kernel import Operation, Problem
+from search_spaces.matmul import MATMUL, MatmulProblem, calculus
+from search_spaces.matmul.problem import DTYPES
+
+if TYPE_CHECKING:
+    from scheduler.store import Store
+
+Backends = str | Sequence[str]
+MOST_COMPILED = 1024
+
+# JAX traces and compiles anew where it differs, in the functions that a user has jitted, too.
+_target: Any = jax.make_user_context("")
+# What a caller asked for -> the jitted function that answers it. JAX keeps that function's compiled versions by shapes,
+# dtypes, placement and default precision, so that an answer found once costs one look-up here and a call of `jax.jit`.
+_compiled: dict[Any, Callable[..., jax.Array]] = {}
+
+
+def tuned_matmul(
+    a: Any,
+    b: Any,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> jax.Array:
+    """``jnp.matmul(a, b)`` by the best known schedule for its shapes on this chip.
+
+    Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
+    tuned calls too. On a mesh outside of manual axes XLA answers, as it does for operands other than two of one
+    float32, bfloat16 or float16 dtype, for empty ones, and where `precision` names an algorithm. Sums are in float32.
+
+    Args:
+      a: ``[..., m, k]`` or ``[k]``.
+      b: ``[..., k, n]`` or ``[k]``; leading axes broadcast.
+      transpose_a: `a` is ``[..., k, m]``: read in that layout, not copied, where the hardware can.
+      transpose_b: `b` is ``[..., n, k]``.
+      precision: as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
+      preferred_element_type: dtype of the result; None is the operands'.
+      on_miss: where no schedule is stored: "model" answers with the cost model's first choice, "tune" searches now and
+        stores what it finds, "xla" answers with XLA, "error" raises. None is TILE_SCHEDULER_ON_MISS, or else "model".
+      backends: "pallas" (all but XLA), a backend's name or several; None allows all.
+      schedule: field -> value of the schedule to use, or an instance of a schedule type; overrides what is stored. It
+        is one of the problem that remains when leading axes are folded into m, n or the batch; backward products do
+        without it.
+
+    Returns:
+      ``[..., m, n]``, without the axes that a 1-D operand lacks.
+
+    Raises:
+      TypeError, ValueError: as `jnp.matmul`; an unknown policy or backend.
+      CacheMiss: nothing is stored and `on_miss` is "error"; names the command that would fill the cache.
+      IllegalSchedule: `schedule` cannot run, with the reason.
+    """
+    question = (transpose_a, transpose_b, precision, preferred_element_type, on_miss, backends, schedule)
+    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return _matmul(question)(a, b)
+    try:
+        compiled = _compiled[question, _target.value]
+    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
+        compiled = _compile(MATMUL, question, _matmul)
+    return compiled(a, b)
+
+
+def tuned(operation: Operation[Any]) -> Callable[..., jax.Array]:
+    """A function that runs `operation` by the best known schedule: the treatment of `tuned_matmul` for any kernel.
+
+    The function is ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. `arrays` are shaped as
+    ``operation.problem.operands()`` says; `params` are fields of the problem that shapes do not tell, and the
+    operation's own `params`, which reach the kernel. The other arguments and errors are those of `tuned_matmul`.
+    It differentiates, batches and shards by the operation's rules, or by their defaults (see `Operation`).
+    """
+
+    def call(
+        *arrays: Any,
+        on_miss: OnMiss | None = None,
+        backends: Backends | None = None,
+        schedule: Any = None,
+        **params: Any,
+    ) -> jax.Array:
+        question = (operation, tuple(params.items()), on_miss, backends, schedule)
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            return _operation(question)(*arrays)
+        try:
+            compiled = _compiled[question, _target.value]
+        except (KeyError, TypeError):
+            compiled = _compile(operation, question, _operation)
+        return compiled(*arrays)
+
+    call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
+    backends_here = ", ".join(operation.backends)
+    call.__doc__ = f"{operation.name} by the best known schedule (backends: {backends_here}); see `scheduler.tuned`."
+    return call
+
+
+@contextlib.contextmanager
+def target(kind: str) -> Iterator[None]:
+    """Answer for a chip that is not here: ``with target("NVIDIA H200"): jitted.trace(a, b).lower(...)``.
+
+    It matters while a call is traced; what `jax.jit` has traced outside of it is traced again here, and the other way
+    round. What is not here cannot be measured: ``on_miss="tune"`` then means "model".
+
+    Raises:
+      ValueError: no such chip is known; the message names those that are.
+    """
+    hardware.find(kind)
+    with _target(kind):
+        yield
+
+
+def reload() -> None:
+    """Forgets the answers given so far, so that the next calls ask the stores and the environment again.
+
+    What the caller's own `jax.jit` has compiled keeps its schedules: clear it with ``jitted.clear_cache()``.
+    """
+    decide.reload()
+    _compiled.clear()
+
+
+def tune(
+    operation: Operation[Any] | str,
+    problem: Problem | Mapping[str, Any],
+    *,
+    store: Store | None = None,
+    backends: Backends | None = None,
+    **search: Any,
+) -> Record:
+    """Searches the best schedule of `problem` on this machine's device, stores it and lets calls use it.
+
+    Args:
+      operation: an `Operation`, or its name as in `search_spaces.load`.
+      problem: of that operation, or its fields.
+      store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
+      search: `budget`, `seconds`, `seed`, `runner`, `progress`: as in `scheduler.tuner.tune`.
+      backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
+
+    Raises:
+      ValueError: an unknown operation, field or backend.
+      NoCandidate, WorkerError: as `scheduler.tuner.tune`.
+    """
+    end_load()
+    operation, posed = _named(operation, problem)
+    recorded = isinstance(search.get("runner"), tuner.Recorded)
+    cache = cast("Store", decide.user_cache()) if store is None and not recorded else store
+    record = tuner.tune(operation, posed, store=cache, backends=decide.allowed(operation, backends), **search)
+    reload()
+    if store is None and not recorded:
+        decide.user_cache().remember(record)
+    return record
+
+
+def predict(
+    operation: Operation[Any] | str,
+    problem: Problem | Mapping[str, Any],
+    *,
+    kind: str | None = None,
+    backends: Backends | None = None,
+) -> tuner.Answer:
+    """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing."""
+    operation, posed = _named(operation, problem)
+    chip = hardware.detect() if kind is None else hardware.find(kind)
+    return tuner.predict(operation, posed, chip, backends=decide.allowed(operation, backends))
+
+
+def _named(operation: Operation[Any] | str, problem: Problem | Mapping[str, Any]) -> tuple[Operation[Any], Problem]:
+    operation = load(operation) if isinstance(operation, str) else operation
+    if isinstance(problem, Problem):
+        return operation, problem
+    return operation, operation.problem.parse({name: _typed(value) for name, value in problem.items()})
+
+
+def _typed(value: Any) -> str:
+    """A field's value as a command line has it; `jnp.float32` is a type, and a dtype by its name."""
+    return jnp.dtype(value).name if isinstance(value, type) else str(value)
+
+
+def _compile(
+    operation: Operation[Any], question: tuple[Any, ...], function: Callable[[Any], Callable[..., jax.Array]]
+) -> Callable[..., jax.Array]:
+    """The jitted function that answers `question`, remembered under it."""
+    key = tuple(map(_frozen, question)), _target.value
+    with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for `function` to refuse
+        return _compiled[key]
+    answer = function(key[0])
+    answer.__name__ = f"tuned_{operation.name}"
+    if len(_compiled) >= MOST_COMPILED:
+        _compiled.clear()
+    compiled = _compiled[key] = jax.jit(answer)
+    return compiled
+
+
+def _frozen(value: Any) -> Any:
+    """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list."""
+    if isinstance(value, Mapping):
+        return tuple(sorted(value.items()))
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _operation(question: Any) -> Callable[..., jax.Array]:
+    operation, params, on_miss, backends, schedule = question
+    options = decide.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
+    fields = [field.name for field in dataclasses.fields(operation.problem)]
+    for name, _ in params:
+        if name not in fields and name not in operation.params:
+            raise TypeError(
+                f"{operation.name} has no parameter {name!r} (it has: {', '.join([*fields, *operation.params])})"
+            )
+    try:
+        hash(params)
+    except TypeError as error:
+        raise TypeError(f"parameters of {operation.name} are part of the compiled program: {error}") from None
+    told = {name: value for name, value in params if name in fields}
+    kept: Params = tuple((name, value) for name, value in params if name not in fields)
+
+    def call(*arrays: Any) -> jax.Array:
+        arrays = tuple(jnp.asarray(x) for x in arrays)
+        return tuned_call(operation, operation.problem.of(*arrays, **told), *arrays, params=kept, options=options)
+
+    return call
+
+
+def _matmul(question: Any) -> Callable[[Any, Any], jax.Array]:
+    transpose_a, transpose_b, precision, preferred_element_type, on_miss, backends, schedule = question
+    options = decide.options(MATMUL, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
+
+    def call(a: Any, b: Any) -> jax.Array:
+        a, b = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (a, b))
+        posed = _pose(a, b, transpose_a, transpose_b, precision, preferred_element_type)
+        if posed is None:
+            a, b = _swapped(a, transpose_a, "a"), _swapped(b, transpose_b, "b")
+            return jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type)
+        return _product(posed, a, b, options)
+
+    return call
+
+
+def _pose(a: Any, b: Any, transpose_a: bool, transpose_b: bool, precision: Any, preferred: Any) -> MatmulProblem | None:
+    """The problem of one matrix of each operand, or None where the product is for `jnp.matmul` to compute or refuse."""
+    if not (isinstance(a, jax.Array) and isinstance(b, jax.Array)) or not (a.ndim and b.ndim):
+        return None
+    if a.dtype != b.dtype or str(a.dtype) not in DTYPES or a.weak_type or b.weak_type:
+        return None
+    if (transpose_a and a.ndim == 1) or (transpose_b and b.ndim == 1):
+        return None
+    if not all(isinstance(extent, int) and extent for extent in (*a.shape, *b.shape)):  # empty, or exported symbols
+        return None
+    out = str(a.dtype) if preferred is None else str(jnp.dtype(preferred))
+    rounding = _rounding(precision)
+    if out not in DTYPES or rounding is None or jax_compat.has_explicit_axes((a, b)):
+        return None
+    m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
+    k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
+    try:
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        return None
+    if k != k_of_b:
+        return None
+    return MatmulProblem(
+        m=m,
+        n=n,
+        k=k,
+        dtype=str(a.dtype),
+        out_dtype=out,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        precision=rounding,
+    )
+
+
+_ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
+    lax.Precision.DEFAULT: "default",
+    lax.Precision.HIGH: "high",
+    lax.Precision.HIGHEST: "highest",
+}
+
+
+def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
+    """The `MatmulProblem.precision` of what `jnp.matmul` accepts, or None for what only XLA can express."""
+    if precision is None:
+        config: Any = jax.config  # its options are no attributes to a type checker in 0.10
+        precision = config.jax_default_matmul_precision or "default"
+    if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
+        precision = precision[0]
+    try:
+        return _ROUNDINGS[lax.Precision(precision)]
+    except (ValueError, TypeError):
+        return None
+
+
+def _product(p: MatmulProblem, a: jax.Array, b: jax.Array, options: Options) -> jax.Array:
+    def call(problem: MatmulProblem, x: jax.Array, y: jax.Array) -> jax.Array:
+        return tuned_call(MATMUL, problem, x, y, options=options)
+
+    one_row, one_column = a.ndim == 1, b.ndim == 1
+    matrix_a, matrix_b = (s.shape for s in p.operands())
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
+    if many_a and many_b:
+        a, b = jnp.broadcast_to(a, (*lead, *matrix_a)), jnp.broadcast_to(b, (*lead, *matrix_b))
+    a = a.reshape((-1, *matrix_a) if many_a else matrix_a)
+    b = b.reshape((-1, *matrix_b) if many_b else matrix_b)
+    if many_a or many_b:
+        c, axis = calculus.batch(call, p, (a, b), (0 if many_a else None, 0 if many_b else None))
+        c = jnp.moveaxis(c, axis, 0)
+    else:
+        c = call(p, a, b)
+    return c.reshape(*lead, *(() if one_row else (p.m,)), *(() if one_column else (p.n,)))
+
+
+def _swapped(x: Any, transpose: bool, name: str) -> Any:
+    if not transpose:
+        return x
+    if jnp.ndim(x) < 2:
+        raise ValueError(f"transpose_{name} needs an operand of at least 2 axes, and {name} has shape {jnp.shape(x)}")
+    return jnp.swapaxes(x, -1, -2)

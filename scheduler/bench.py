@@ -1,0 +1,259 @@
+"""Compile, verify and time candidates of one problem in this process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from scheduler import timer
+from scheduler.cost import CostModel
+from scheduler.hardware import Hardware
+from scheduler.legal import illegal
+from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule
+from scheduler.verify import comparison, mismatch
+from search_spaces import jax_compat
+from search_spaces.jax_compat import COMPILER_ERRORS
+from search_spaces.kernel import Kernel, Operation, Problem
+
+Compiled = Callable[..., jax.Array]
+# What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
+Step = Literal["prepare", "lower", "compile", "wait", "run"]
+
+# Rotating more buffer sets than this costs more memory traffic at set-up than it tells.
+MOST_SETS = 64
+# A candidate this much slower than the fastest so far is not worth timing well.
+SLOW = 1.5
+# No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
+BELIEVED = 0.9
+# What is too fast to be true is measured again with so many times the repetitions.
+DOUBTED = 3
+
+
+class Draw(NamedTuple):
+    """One draw of a problem's operands, and the right answer."""
+
+    inputs: tuple[jax.Array, ...]
+    expected: jax.Array
+
+
+class Bench:
+    """The inputs, the reference and the compiled candidates of one problem on one device.
+
+    Args:
+      hardware: the chip of JAX's default device here.
+      l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same ones.
+      exclusive: entered around everything that runs on the device, so that processes sharing it take turns.
+      seed: of the inputs.
+      announce: told each step before it begins, so that whoever watches knows what a process hangs in.
+    """
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        problem: Problem,
+        hardware: Hardware,
+        *,
+        l2: L2 = "cold",
+        exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        seed: int = 0,
+        announce: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
+        self._exclusive, self._announce = exclusive, announce
+        self._clock, self._l2 = condition(problem, hardware, l2)
+        # What is compiled here is not compiled later, while other processes wait for their turns.
+        timer.attach(self._clock)
+        self._references: dict[Problem, Compiled] = {}
+        self._comparisons: dict[Problem, Compiled] = {}
+        self._draw = self._drawn(problem, seed)
+        self._sets = self._rotation()
+        # Operands in a cache may come faster than memory gives them; no time at all is never right.
+        bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
+        self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
+        self._calls = 0
+        self._results: collections.deque[jax.Array] = collections.deque()
+        self._compiled: dict[tuple[str, tuple[Any, ...]], Compiled] = {}
+
+    def measure(
+        self, backend: str, schedule: Schedule, repetitions: int, *, incumbent_s: float | None = None
+    ) -> Outcome:
+        """Times one candidate once it has been found right, or says at which stage it failed and why.
+
+        Args:
+          repetitions: fewer are taken of a candidate that is clearly slower than `incumbent_s`, seconds.
+        """
+        kernel = self._operation.kernel(backend)
+        compiled = self._build(kernel, self._problem, schedule)
+        if isinstance(compiled, Failure):
+            return compiled
+        if wrong := self._wrong(compiled, self._problem, self._draw):
+            return Failure("verify", wrong)
+        self._compiled[_key(backend, schedule)] = compiled
+        return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
+
+    def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
+        """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
+        compiled = self._compiled.get(_key(backend, schedule))
+        if compiled is None:
+            return self.measure(backend, schedule, repetitions)
+        return self._time(compiled, repetitions)
+
+    def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
+        """Whether a candidate is right for other inputs too, and on the neighbour of the problem; None where it is.
+
+        A library kernel is not asked about the neighbour, for which it may be another program altogether; neither is a
+        schedule that is not legal there.
+        """
+        kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
+        compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
+        if isinstance(compiled, Failure):
+            return compiled
+        if wrong := self._wrong(compiled, self._problem, self._drawn(self._problem, self._seed + 1)):
+            return Failure("verify", f"with other inputs {wrong}")
+        if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
+            return None
+        compiled = self._build(kernel, neighbour, schedule)
+        if isinstance(compiled, Failure):
+            return Failure("verify", f"on {neighbour} {compiled}")
+        if wrong := self._wrong(compiled, neighbour, self._drawn(neighbour, self._seed)):
+            return Failure("verify", f"on {neighbour} {wrong}")
+        return None
+
+    def _build(self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule) -> Compiled | Failure:
+        """The candidate as a function of a buffer for its result, and of the operands."""
+        target, wanted = self._hardware.target, problem.result()
+        point = kernel.space(problem, target).decode(schedule)
+        self._announce("lower")
+        try:
+            run = jax_compat.writing_over(lambda *args: kernel.run(problem, point, target, *args))
+            traced = run.trace(wanted, *problem.operands())
+            if (found := _described(traced.out_info)) != _described(wanted):
+                return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
+            lowered = traced.lower()
+        except COMPILER_ERRORS as error:
+            return Failure("lower", first_line(error))
+        self._announce("compile")
+        # XLA's own choice of an algorithm runs on the device while it compiles, and would disturb others' timing.
+        turn = self._turn if kernel.library else contextlib.nullcontext
+        try:
+            with turn():
+                compiled: Compiled = lowered.compile()
+        except COMPILER_ERRORS as error:
+            return Failure("compile", first_line(error))
+        return compiled
+
+    def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw) -> str | None:
+        """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
+        poison = jax.block_until_ready(_poison(problem))
+        with self._turn():
+            try:
+                actual = compiled(poison, *draw.inputs)
+                return mismatch(actual, draw.expected, problem.tolerance(), self._comparisons[problem])
+            except jax.errors.JaxRuntimeError as error:
+                return first_line(error)
+
+    def _time(self, compiled: Compiled, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
+        def call() -> jax.Array:
+            self._calls += 1
+            result = compiled(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
+            self._results.append(result)
+            return result
+
+        def timed(repetitions: int, slow_s: float | None = None) -> Measurement:
+            return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
+
+        # Results rotate as operands do. A call that fails takes its buffer along.
+        while len(self._results) < max(2, len(self._sets)):
+            self._results.append(jax.block_until_ready(_poison(self._problem)))
+        with self._turn():
+            try:
+                measured = timed(repetitions, slow_s)
+                if measured.median_s <= self._least_s:
+                    measured = timed(DOUBTED * repetitions)
+            except RuntimeError as error:
+                return Failure("time", first_line(error))
+        if measured.median_s <= self._least_s:
+            bound_s = self._least_s / BELIEVED
+            return Failure("suspect", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s")
+        return measured
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._announce("wait")
+        with self._exclusive():
+            self._announce("run")
+            yield
+
+    def _drawn(self, problem: Problem, seed: int) -> Draw:
+        self._announce("prepare")
+        if problem not in self._references:
+            # XLA tries out algorithms on the device while it compiles; a reference needs the first that is right.
+            options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if self._clock == "cupti" else None
+            lowered = jax.jit(problem.reference).lower(*problem.operands())
+            self._references[problem] = lowered.compile(compiler_options=options)
+        inputs = jax.block_until_ready(problem.inputs(seed))
+        with self._turn():
+            draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)))
+        if problem not in self._comparisons:
+            self._comparisons[problem] = comparison(problem.result(), draw.expected)
+        return draw
+
+    def _rotation(self) -> list[tuple[jax.Array, ...]]:
+        """The inputs, and, for a cold cache, as many copies as make a rotation through them miss the last-level one."""
+        sets = [self._draw.inputs]
+        if self._l2 == "cold":
+            needed = _rotating_sets(self._problem, self._hardware)
+            sets += [tuple(jnp.copy(x) for x in self._draw.inputs) for _ in range(needed - 1)]
+        return jax.block_until_ready(sets)
+
+
+def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:
+    """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
+    exceeds = _operand_bytes(problem) * _rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
+    return (
+        "cupti" if hardware.platform == "cuda" else "wall",
+        "cold" if l2 == "cold" and hardware.platform != "cpu" and exceeds else "warm",
+    )
+
+
+def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
+    """How many copies of the operands make a rotation through them miss the last-level cache, as far as it pays."""
+    return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / _operand_bytes(problem)) + 1)
+
+
+def _operand_bytes(problem: Problem) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in problem.operands())
+
+
+def _poison(problem: Problem) -> jax.Array:
+    """A result in which nothing is right: NaN, or the least number of a dtype without one."""
+    wanted = problem.result()
+    if jnp.issubdtype(wanted.dtype, jnp.inexact):
+        return jnp.full(wanted.shape, jnp.nan, wanted.dtype)
+    least = False if wanted.dtype == bool else jnp.iinfo(wanted.dtype).min
+    return jnp.full(wanted.shape, least, wanted.dtype)
+
+
+def _described(result: Any) -> str:
+    return (
+        f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"no array but {type(result).__name__}"
+    )
+
+
+def _key(backend: str, schedule: Schedule) -> tuple[str, tuple[Any, ...]]:
+    return backend, tuple(sorted(schedule.items()))
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says first, its type where it says nothing."""
+    try:
+        text = str(error).strip()
+    except Exception:  # an exception of a kernel's author may fail to say itself
+        text = ""
+    return (text or type(error).__name__).splitlines()[0][:300]

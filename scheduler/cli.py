@@ -1,0 +1,712 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from scheduler.errors import SchedulerError, StoreError
+
+if TYPE_CHECKING:
+    from scheduler.hardware import Hardware
+    from scheduler.jobs import Result, Task
+    from scheduler.record import Record
+    from scheduler.store import Store
+    from scheduler.tuner import Progress
+    from search_spaces.kernel import Operation, Problem
+
+# Everything that takes long to import (JAX, SQLAlchemy, Optuna) is imported by the commands that need it.
+
+T = TypeVar("T")
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, where Ctrl-C may come as well."""
+
+
+class _Commands(TyperGroup):
+    """Ends every command as a shell expects: an error is one sentence on standard error and status 1.
+
+    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _terminable():
+                return super().invoke(ctx)
+        except SchedulerError as error:
+            print(f"tile-scheduler: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            kept = "what was measured so far is kept, and the same command goes on from there"
+            print(f"tile-scheduler: interrupted; {kept}", file=sys.stderr)
+            raise typer.Exit(143 if isinstance(interrupt, _Terminated) else 130) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Search, inspect and carry the tile schedules of JAX Pallas kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
+Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+HardwareName = Annotated[str | None, typer.Option("--hardware", help='A chip by its driver\'s name: "NVIDIA H200".')]
+Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+
+
+@app.command()
+def tune(
+    operation: Annotated[
+        str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
+    ] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Trials.  [default: 64]")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="Propose no trial after so many seconds.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Kernels to try beside XLA: names with commas, or pallas.")
+    ] = None,
+    device: Device = 0,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    replay: Annotated[Path | None, typer.Option(help="Search a recorded sweep; no device is needed.")] = None,
+    keep: Annotated[bool, typer.Option("--store", help="Keep what a recorded sweep gave in the cache.")] = False,
+    l2: Annotated[
+        str, typer.Option(help="Where candidates find operands: cold (in memory) or warm (in the cache).")
+    ] = "cold",
+    force: Annotated[bool, typer.Option("--force", help="Also what is tuned already.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
+    ] = None,
+    compile_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]"),
+    ] = None,
+    run_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search the schedules of a problem, or of every problem of a job, by timing them on the device."""
+    if (operation is None and replay is None) == (job is None):
+        raise typer.BadParameter("name either an operation with its fields, or a job: --job job.toml")
+    if keep and replay is None:
+        raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
+    if job is not None and (budget, seconds, backends) != (None, None, None):
+        raise typer.BadParameter("budget, seconds and backends of a job are written in its file")
+    from scheduler import jobs
+    from scheduler.replay import Replay
+
+    if l2 not in ("cold", "warm"):
+        raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
+    recording = None if replay is None else Replay(replay)
+    with _usage_errors():
+        if job is not None:
+            tasks = jobs.parse(_read(job))
+        else:
+            if recording is not None:
+                operation = operation or recording.sweep.operation
+                fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
+            op, problem = _problem(str(operation), fields or [])
+            tasks = [jobs.Task(op, problem, budget or jobs.BUDGET, seconds, jobs.parse_backends(op, backends))]
+    store = _user_store() if recording is None or keep else _no_store()
+    results: list[Result] = []
+    try:
+        with _progress() as progress:
+            for result in jobs.run(
+                tasks,
+                store=store,
+                runner=recording,
+                device=device,
+                seed=seed,
+                l2="warm" if l2 == "warm" else "cold",
+                force=force,
+                workers=workers,
+                compile_timeout_s=compile_timeout,
+                run_timeout_s=run_timeout,
+                progress=progress,
+            ):
+                results.append(result)
+    finally:
+        if job is not None and results:
+            _print_job(results, store, as_json)
+    if job is None:
+        _print_tuned(results[0], store, as_json)
+    failed = sum(result.state == "failed" for result in results)
+    if failed and job is not None:
+        raise SchedulerError(f"{failed} of {len(results)} problems failed; each row says why")
+    unstored = ", ".join(str(result.task) for result in results if not result.stored)
+    if unstored:
+        raise SchedulerError(f"what was found could not be stored in {store.location}: {unstored}")
+
+
+@app.command()
+def sweep(
+    out: Annotated[Path, typer.Option(help="The file to write (.jsonl.gz), or the directory for the files of a job.")],
+    operation: Annotated[
+        str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
+    ] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="So many schedules, drawn at random.  [default: all]")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the sample and of the order.")] = 0,
+    backends: Annotated[
+        str | None, typer.Option(help="Kernels to sweep beside XLA: names with commas, or pallas.")
+    ] = None,
+    device: Device = 0,
+) -> None:
+    """Measure every legal schedule of a problem, or a sample, into a file that `tune --replay` searches anywhere.
+
+    A sweep that is killed goes on when the same command is given again.
+    """
+    if (operation is None) == (job is None):
+        raise typer.BadParameter("name either an operation with its fields, or a job: --job job.toml")
+    if job is not None and backends is not None:
+        raise typer.BadParameter("backends of a job are written in its file")
+    from scheduler import jobs, report
+    from scheduler import sweep as sweeps
+    from scheduler.tuner import start_runner
+
+    with _usage_errors():
+        if job is not None:
+            tasks = jobs.parse(_read(job))
+        else:
+            op, problem = _problem(str(operation), fields or [])
+            tasks = [jobs.Task(op, problem, backends=jobs.parse_backends(op, backends))]
+    failed = 0
+    with contextlib.ExitStack() as stack:
+        runner = None
+        for task in tasks:
+            if isinstance(task, jobs.Malformed):
+                _say(f"{task}: {task.reason}")
+                failed += 1
+                continue
+            if runner is None:
+                runner = start_runner(task.operation, device=device)
+                stack.callback(runner.close)
+            path = out if job is None else out / sweeps.file_name(task.operation, task.problem)
+            with _progress() as progress:
+                head, trials = sweeps.sweep(
+                    task.operation,
+                    task.problem,
+                    path,
+                    runner,
+                    backends=task.backends,
+                    sample=sample,
+                    seed=seed,
+                    repetitions=repetitions,
+                    progress=functools.partial(progress, task),
+                )
+            for line in report.sweep_lines(head, trials):
+                _print(line)
+            _print(f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)\n")
+    if failed:
+        raise SchedulerError(f"{failed} of {len(tasks)} problems of the job cannot be read")
+
+
+@app.command()
+def verify(
+    fields: Annotated[list[str] | None, typer.Argument(help="Only problems with these fields, as name=value.")] = None,
+    operation: Annotated[
+        str | None, typer.Option(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
+    ] = None,
+    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="The records shipped with this package.")] = False,
+    within: Annotated[float, typer.Option(min=0, help="By how many percent a winner may be behind.")] = 3.0,
+    update: Annotated[bool, typer.Option("--update", help="Store today's times and order.")] = False,
+    device: Device = 0,
+    seed: Annotated[int, typer.Option(help="Of the order of timing.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Time stored winners again beside their rivals, and say which no longer hold: then the status is 1.
+
+    Rivals are the other schedules of the record, XLA's among them, and the model's choice. Only records of the chip
+    that is here can be timed.
+    """
+    from scheduler import report
+    from scheduler.reverify import reverify
+    from scheduler.store import shipped as shipped_store
+    from search_spaces import load
+
+    with _usage_errors():
+        op = load(operation) if operation is not None else None
+        wanted = _texts(fields or [])
+    user = _user_store()
+    store = shipped_store() if shipped else user
+    stored = list(_records(store, op.name if op else None, hardware)) if store is not None else []
+    records = [record for record in stored if _has(record, op, wanted)]
+    if not records:
+        raise SchedulerError(f"nothing of that is {'shipped' if shipped else f'in {user.location}'}")
+    verdicts = []
+    for verdict in reverify(records, operation=op, device=device, within=within / 100, seed=seed):
+        verdicts.append(verdict)
+        _say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
+        if update and verdict.refreshed is not None:
+            user.put(verdict.refreshed)
+    if as_json:
+        _print_json([report.reverified_json(verdict) for verdict in verdicts])
+    else:
+        _print(report.reverified_table(verdicts))
+        if update:
+            renewed = sum(verdict.refreshed is not None for verdict in verdicts)
+            _print(f"{renewed} records with today's times are stored in {user.location}")
+    lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)
+    if lost:
+        raise SchedulerError(
+            f"{lost} of {len(verdicts)} records no longer hold; tune them again, or store with --update"
+        )
+    if all(verdict.state == "elsewhere" for verdict in verdicts):
+        raise SchedulerError(f"none of {len(verdicts)} records could be timed: {verdicts[0].reason}")
+
+
+@app.command("list")
+def list_(
+    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the stored schedules: the user's own, then those shipped with this package."""
+    from scheduler import report
+
+    asked = _ask_stores(lambda store: list(_records(store, operation, hardware)))
+    rows = [(where, record) for where, records in asked for record in records]
+    if as_json:
+        _print_json([{"where": where, **report.record_json(record)} for where, record in rows])
+    elif rows:
+        _print(report.records_table(rows))
+    else:
+        from scheduler.store import default_url
+
+        _print(f"no schedules in {default_url()} or shipped; fill it with: tile-scheduler tune OPERATION FIELDS...")
+
+
+@app.command()
+def show(operation: OperationName, fields: Fields, hardware: HardwareName = None, as_json: AsJson = False) -> None:
+    """Show one problem's record on each chip, with its trials."""
+    from scheduler import report
+
+    with _usage_errors():
+        op, problem = _problem(operation, fields)
+    asked = _ask_stores(
+        lambda store: [
+            (record, store.trials(record.key))
+            for record in _records(store, op.name, hardware)
+            if record.key.problem == problem.canonical()
+        ]
+    )
+    found = [(where, record, trials) for where, pairs in asked for record, trials in pairs]
+    if not found:
+        where = f" on {hardware}" if hardware else ""
+        raise SchedulerError(
+            f"nothing is stored for {op.name} {problem}{where}; run: tile-scheduler tune {operation} {problem}"
+        )
+    if as_json:
+        _print_json(
+            [
+                {
+                    "where": where,
+                    **report.record_json(record, problem, _row(record.key.hardware)),
+                    "trials": [report.trial_json(trial) for trial in trials],
+                }
+                for where, record, trials in found
+            ]
+        )
+        return
+    for where, record, trials in found:
+        env = record.environment
+        driver = f", driver {env.driver}" if env.driver else ""
+        _print(f"{op.name} {problem} on {record.key.hardware}, from {where}")
+        _print(f"measured {env.date} with jax {env.jax}{driver}{', unconfirmed' if report.unconfirmed(record) else ''}")
+        versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
+        _print(f"{record.tried} trials (budget {record.budget}) of {record.space} schedules; {versions}\n")
+        _print(report.entries_table(record, problem, _row(record.key.hardware)))
+        _print(report.verdict(record))
+        if trials:
+            _print("")
+            _print(report.trials_table(trials))
+
+
+@app.command()
+def explain(
+    operation: OperationName,
+    fields: Fields,
+    hardware: HardwareName = None,
+    device: Device = 0,
+    top: Annotated[int, typer.Option(min=1, help="How many of the model's first to show.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Account for every schedule, from the size of the space down to the winner."""
+    from scheduler import explain as accounts
+    from scheduler import hardware as chips
+    from scheduler import report, tuner
+
+    with _usage_errors():
+        op, problem = _problem(operation, fields)
+        chip = chips.find(hardware) if hardware is not None else None
+    chip = chip or _hardware_here(device)
+    key = tuner.key_of(op, problem, chip)
+    asked = list(_ask_stores(lambda store: (store.get(key), store.trials(key))))
+    found = [(where, record) for where, (record, _) in asked if record is not None]
+    trials = [trial for _, (_, tried) in asked for trial in tried]
+    explained = accounts.explain(op, problem, chip, trials, top=top)
+    answer = tuner.predict(op, problem, chip)
+    record = found[0][1] if found else None
+    held = tuner.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
+    if as_json:
+        _print_json(report.explanation_json(explained, answer, record, held, problem, chip))
+        return
+    _print(f"{op.name} {problem} on {chip.id}\n")
+    for account in explained:
+        for part in report.account_parts(account):
+            _print(part)
+        _print("")
+    if isinstance(held, str) or record is None:
+        choice = report.choice_text(answer.backend, answer.schedule)
+        why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
+        _print(f"Without measuring, a call gets {choice}: {answer.reason}.")
+        _print(f"{why[0].upper()}{why[1:]}; run: tile-scheduler tune {operation} {problem}")
+    else:
+        _print(f"Winner, from {found[0][0]}:")
+        _print(report.entries_table(record, problem, chip))
+        _print(report.verdict(record))
+
+
+@app.command()
+def export(
+    file: Annotated[
+        Path | None, typer.Argument(help="A file, or a directory such as records/; standard output.")
+    ] = None,
+    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+) -> None:
+    """Write the user's own records as text, a JSON object a line; into a directory, a file per chip and operation."""
+    from scheduler import text
+
+    records = list(_records(_user_store(), operation, hardware))
+    if file is None:
+        sys.stdout.write(text.export_text(records))
+    elif file.is_dir():
+        for path in text.add_records(file, records):
+            _say(f"wrote {path}")
+    else:
+        with _file_errors(file):
+            file.write_text(text.export_text(records), encoding="utf-8")
+        _say(f"wrote {len(records)} records to {file}")
+
+
+@app.command("import")
+def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is standard input.")]) -> None:
+    """Put exported records into the user's own cache, in place of those of the same problems."""
+    from scheduler import text
+
+    with _file_errors(file):
+        content = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    records = text.import_text(content, source=str(file))
+    store = _user_store()
+    for record in records:
+        store.put(record)
+    _say(f"put {len(records)} records into {store.location}")
+
+
+@app.command()
+def forget(
+    operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every problem (of the operation, on the chip).")] = False,
+) -> None:
+    """Delete records and trials from the user's own cache, those of searches that were cut short among them."""
+    problem = None
+    if not everything:
+        if operation is None or not fields:
+            raise typer.BadParameter("name a problem, or say --all")
+        with _usage_errors():
+            op, parsed = _problem(operation, fields)
+        operation, problem = op.name, parsed.canonical()
+    elif fields:
+        raise typer.BadParameter("--all and the fields of one problem exclude each other")
+    store = _user_store()
+    gone = [
+        key
+        for key in store.keys(operation=operation)
+        if (problem is None or key.problem == problem)
+        and (hardware is None or hardware.lower() in key.hardware.lower())
+    ]
+    for key in gone:
+        store.forget(key)
+        _say(f"forgot {key}")
+    if not gone:
+        raise SchedulerError(f"nothing of that is in {store.location}")
+
+
+@app.command("build-cache")
+def build_cache(
+    records: Annotated[Path, typer.Argument(help="The directory of records as text.")] = Path("records"),
+    cache: Annotated[Path, typer.Argument(help="The file to write.")] = Path("cache.db"),
+) -> None:
+    """Make the shipped cache.db anew from its records."""
+    from scheduler.store import build_shipped
+
+    _say(f"wrote {build_shipped(records, cache)} records to {cache}")
+
+
+@app.command()
+def doctor(device: Device = 0, as_json: AsJson = False) -> None:
+    """Say what is here: the chip, the backends, the caches, the versions, and what is missing."""
+    from scheduler import doctor as checks
+    from scheduler import report
+
+    findings = list(checks.examine(lambda: _hardware_here(device)))
+    if as_json:
+        _print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
+    else:
+        made = report.table("", "", "")
+        for finding in findings:
+            made.add_row(*report.texts(finding.state, finding.what, finding.detail))
+        _print(made)
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _problem(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Problem]:
+    from search_spaces import load
+
+    operation = load(name)
+    try:
+        return operation, operation.problem.parse(_texts(fields))
+    except ValueError as error:
+        raise ValueError(f"{operation.name}: {error}") from error
+
+
+def _texts(fields: Sequence[str]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for field in fields:
+        key, equals, value = field.partition("=")
+        if not equals:
+            raise ValueError(f"a field is name=value, not {field!r}")
+        if key in texts:
+            raise ValueError(f"{key} is given twice")
+        texts[key] = value
+    return texts
+
+
+def _has(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
+    """Whether a record's problem has these values."""
+    from search_spaces import load
+
+    if not fields:
+        return True
+    values = json.loads(record.key.problem)
+    with contextlib.suppress(ValueError):  # without its operation, what is at its default is not known
+        values = vars((operation or load(record.key.operation)).problem.from_canonical(record.key.problem))
+    return all(str(values.get(name)).lower() == text.lower() for name, text in fields.items())
+
+
+def _hardware_here(device: int) -> Hardware:
+    """The chip, learnt from another process where it is a GPU, which this one then need not hold."""
+    from scheduler import hardware as chips
+    from scheduler.workers import Gpu, Pool
+
+    if (gpu := Gpu.wanted(device)) is not None:
+        with Pool(gpu, slots=1) as pool:
+            return pool.hardware
+    return chips.detect()
+
+
+def _row(identity: str) -> Hardware | None:
+    """The chip of a record, where the table has it."""
+    from scheduler.hardware import CPU, TABLE
+
+    return next((row for row in (*TABLE, CPU) if row.id == identity), None)
+
+
+def _user_store() -> Store:
+    from scheduler.store import Store, default_url
+
+    return Store(default_url())
+
+
+def _no_store() -> Store:
+    from scheduler.store import Store
+
+    return Store(":memory:")
+
+
+def _stores() -> Iterator[tuple[str, Store]]:
+    from scheduler.store import shipped
+
+    store = _user_store()
+    yield store.location, store
+    if (other := shipped()) is not None:
+        yield "shipped", other
+
+
+def _ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
+    """What each store answers, as calls see them: one that cannot be read is said, and left out."""
+    for where, store in _stores():
+        try:
+            answer = ask(store)
+        except StoreError as error:
+            _say(f"tile-scheduler: {error} (going on without it)")
+        else:
+            yield where, answer
+
+
+def _records(store: Store, operation: str | None, hardware: str | None) -> Iterator[Record]:
+    for record in store.records(operation=operation):
+        if hardware is None or hardware.lower() in record.key.hardware.lower():
+            yield record
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Within, SIGTERM is raised as Ctrl-C is; a second one ends the process at once, and its workers with it."""
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What is wrong with the words of a command line, said as such: status 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextlib.contextmanager
+def _file_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SchedulerError(f"{file}: {reason}") from error
+
+
+def _read(file: Path) -> str:
+    with _file_errors(file):
+        return file.read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Task, Progress], None]]:
+    """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
+    from scheduler import report
+
+    def said(progress: Progress) -> str:
+        best = progress.best
+        if best is None:
+            return "nothing ran yet"
+        time_s = getattr(best.outcome, "median_s", float("nan"))
+        return f"best {report.seconds_text(time_s)}: {report.choice_text(best.backend, best.schedule)}"
+
+    if not sys.stderr.isatty():
+        shown: dict[Task, str] = {}
+
+        def line(task: Task, progress: Progress) -> None:
+            if progress.done == progress.budget or shown.get(task) != said(progress):
+                shown[task] = said(progress)
+                left = "" if progress.eta_s is None else f", {progress.eta_s:.0f} s left"
+                _say(f"{task}: {progress.done}/{progress.budget} trials{left}, {said(progress)}")
+
+        yield line
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=30), MofNCompleteColumn()]
+    columns += [TextColumn("{task.fields[left]}"), TextColumn("{task.fields[best]}", markup=False)]
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        rows: dict[Task, Any] = {}
+
+        def draw(task: Task, progress: Progress) -> None:
+            if task not in rows:
+                rows[task] = bars.add_task("", total=progress.budget, label=str(task), left="", best="")
+            left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
+            bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=said(progress))
+
+        yield draw
+
+
+def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
+    from scheduler import report
+
+    if result.record is None:
+        raise SchedulerError(result.reason)
+    if as_json:
+        _print_json({**report.result_json(result), "cache": store.location})
+        return
+    record, problem = result.record, getattr(result.task, "problem", None)
+    _print(f"{result.task} on {record.key.hardware}")
+    if result.state == "known":
+        _print(f"Already tuned on {record.environment.date[:10]}, and it still holds; --force tunes it again.\n")
+    else:
+        if result.reason:
+            _print(f"Tuned again: {result.reason}.")
+        earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
+        _print(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.\n")
+    _print(report.entries_table(record, problem, result.hardware))
+    _print(report.verdict(record))
+    if result.stored:
+        _print("Nothing is stored of a replay without --store" if store.in_memory else f"Stored in {store.location}")
+
+
+def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
+    from scheduler import report
+
+    if as_json:
+        _print_json({"results": [report.result_json(result) for result in results], "cache": store.location})
+    else:
+        _print(report.results_table(results))
+        if all(result.stored for result in results):
+            _print(f"Stored in {store.location}")
+
+
+def _print(what: Any) -> None:
+    # A terminal folds what does not fit; a file or a pipe gets whole lines.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    console.print(what, markup=False, soft_wrap=isinstance(what, str))
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,344 @@
+"""Predict how long a launch takes, from what it demands (`Footprint`) and what a chip supplies (`Hardware`).
+
+The model is analytic: the blocks of a launch run in waves over the cores; in each step of a wave the arithmetic units,
+the on-chip memory, the last-level cache and the device memory work at once, and the slowest of them sets the pace (a
+p-norm lets the others show). It need not be exact: it ranks schedules, and measuring chooses among the best ranked.
+
+Sources: roofline (Williams, Waterman, Patterson, CACM 2009); waves and windows of concurrent blocks as in
+nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.hardware import Hardware
+from search_spaces.kernel import Footprint, Problem
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What no data sheet tells: the shares of the peaks that kernels reach, and overheads.
+
+    The defaults were fitted to JAX's own Hopper matmul on one H200 (jax 0.11.2, CUPTI times, 6,048 schedules of five
+    shapes; left out in turn, each shape is ranked as well by the other four), e_hbm to row-wise kernels there, those of
+    the library to XLA's times of eleven matmuls.
+
+    Attributes:
+      e_mma, e_sram, e_l2, e_hbm: reachable share of the peak rate of arithmetic, on-chip memory, last-level cache and
+        device memory.
+      loaded: latency of a load among many, over that in `Hardware`.
+      alpha: share of the last-level cache that holds operands until they are used again.
+      exposed: share of a prologue or epilogue that shows although other blocks' work surrounds it.
+      p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
+      step_s: one step's barriers and loop, in seconds.
+      tile_s: one output block's set-up and drain, in seconds.
+      library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
+      library_s: seconds of a library kernel beyond its launch and its work.
+    """
+
+    e_mma: float = 0.97
+    e_sram: float = 1.0
+    e_l2: float = 0.97
+    e_hbm: float = 0.92
+    loaded: float = 1.5
+    alpha: float = 0.56
+    exposed: float = 0.53
+    p: float = 9.0
+    step_s: float = 3e-8
+    tile_s: float = 5e-7
+    library_e_mma: float = 0.825
+    library_e_hbm: float = 0.85
+    library_p: float = 3.0
+    library_s: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("e_mma", "e_sram", "e_l2", "e_hbm", "alpha", "exposed", "library_e_mma", "library_e_hbm"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is a share of a peak: it lies in (0, 1]")
+        for name in ("p", "library_p"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is the order of a norm: at least 1")
+
+
+# By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
+# millisecond whatever it computes.
+FITTED: Mapping[str, Constants] = MappingProxyType({"cpu": Constants(p=1, step_s=1e-3, tile_s=0, library_s=0)})
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Predicts times on one chip.
+
+    Attributes:
+      hardware: the chip.
+      constants: fitted efficiencies and overheads; None takes those known for the architecture.
+    """
+
+    hardware: Hardware
+    constants: Constants | None = None
+
+    @functools.cached_property
+    def fitted(self) -> Constants:
+        """The constants in force."""
+        return self.constants or FITTED.get(self.hardware.architecture, Constants())
+
+    def seconds(self, footprint: Footprint) -> Array:
+        """Predicted time of the whole launch, copies included, in seconds: one entry per schedule."""
+        overlapped, serial, steps = self._analyse(footprint)
+        pace = _norm(np.stack(list(overlapped.values())), self.fitted.p)
+        return (steps * pace).sum(axis=0) + sum(serial.values())
+
+    def terms(self, footprint: Footprint) -> dict[str, Array]:
+        """Seconds of the whole launch by cause, one entry per schedule.
+
+        Those of the first group overlap within a step (only their norm counts), those of the second add up.
+
+        mma: arithmetic, padding and the idle cores of a last wave included, at e_mma of the peak rate.
+        sram: what the arithmetic units read from on-chip memory and loads write to it, at e_sram of its bandwidth.
+        l2: loads of all blocks (one for those a multicast serves), at e_l2 of the last-level cache's bandwidth.
+        hbm: loads that miss that cache, and results, at e_hbm of the device memory's bandwidth.
+        special, vector: exponentials and plain lane operations, at the rates of their units.
+        latency: what a ring of `stages` buffers cannot hide: each is loaded after the latency, computed on, and only
+          then loaded again, so a step takes at least (latency + load + compute) / stages (Little's law).
+
+        step: barriers and the loop of each step; a cluster waits for its slowest block.
+        prologue: latency until a block's first operands are there; hidden in part where blocks are persistent or
+          share a core.
+        epilogue: storing a block's result through the last-level cache; hidden likewise.
+        tile: set-up and drain of each wave.
+        copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
+        launch: empty launches.
+        """
+        overlapped, serial, steps = self._analyse(footprint)
+        return {name: (steps * seconds).sum(axis=0) for name, seconds in overlapped.items()} | serial
+
+    def floor(self, footprint: Footprint) -> Array:
+        """Seconds below which these schedules cannot come: their padded arithmetic in waves, or their bytes moved once.
+
+        Bytes that fit into the last-level cache may be there already and count at that bandwidth.
+        """
+        f, h = footprint, self.hardware
+        arithmetic = np.ceil(_blocks(f) / h.cores) * f.steps * f.flops * h.cores / h.peak(f.arithmetic)
+        moved = traffic(f, h, alpha=1.0).compulsory_bytes
+        memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
+        return np.maximum(arithmetic, memory)
+
+    def lower_bound(self, problem: Problem) -> float:
+        """``max(flops / peak, bytes / bandwidth)`` in seconds: the roofline, whatever computes it."""
+        h = self.hardware
+        return max(problem.flops / h.peak(problem.arithmetic), problem.bytes_moved / h.hbm_bytes_per_s)
+
+    def library_seconds(self, problem: Problem) -> float:
+        """What XLA is expected to take, in seconds: its shares of both roofs, joined by a norm, and what is fixed."""
+        h, c = self.hardware, self.fitted
+        arithmetic = problem.flops / (c.library_e_mma * h.peak(problem.arithmetic))
+        memory = problem.bytes_moved / (c.library_e_hbm * h.hbm_bytes_per_s)
+        return float((arithmetic**c.library_p + memory**c.library_p) ** (1 / c.library_p)) + h.launch_s + c.library_s
+
+    def _analyse(self, footprint: Footprint) -> tuple[dict[str, Array], dict[str, Array], Array]:
+        """What overlaps in a step [full or last wave, schedule], what adds up [schedule], and steps [wave, schedule].
+
+        The first two in seconds; `terms` says what each name means.
+        """
+        f, h, c = footprint, self.hardware, self.fitted
+        blocks, steps, slots = _blocks(f), _array(f.steps), concurrent(f, h)
+        full = np.floor(blocks / slots)
+        running = np.stack([slots, blocks - full * slots])
+        waves = np.stack([full, np.ceil(blocks / slots) - full])
+        per_core = np.ceil(running / h.cores)
+
+        moved = traffic(f, h, alpha=c.alpha)
+        memory_per_step = (moved.memory_bytes + blocks * f.bytes_written) / (blocks * steps)
+        latency = c.loaded * (moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s)
+        onchip_rate = c.e_sram * h.onchip_bytes_per_clock * h.clock_hz
+        cache_rate = c.e_l2 * h.l2_bytes_per_s / h.cores
+        overlapped = {
+            "mma": per_core * f.flops * h.cores / (c.e_mma * h.peak(f.arithmetic)),
+            "sram": per_core * _array(f.onchip_bytes_read) / onchip_rate,
+            "l2": per_core * moved.cache_bytes / (blocks * steps) / cache_rate,
+            "hbm": running * memory_per_step / (c.e_hbm * h.hbm_bytes_per_s),
+            "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
+            "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
+        }
+        load = np.maximum(overlapped["l2"], overlapped["hbm"])
+        compute = np.maximum(overlapped["mma"], overlapped["sram"]) + overlapped["special"] + overlapped["vector"]
+        overlapped["latency"] = (latency + (load + compute) / np.maximum(per_core, 1)) / f.stages
+        # Where one block's end meets the next one's start, only the first prologue and the last epilogue show whole.
+        count = waves.sum(axis=0)
+        surrounded = _array(f.persistent).astype(bool) | (resident(f, h) > 1)
+        shown = np.where(surrounded, 1 + c.exposed * (count - 1), count)
+        ones = np.ones_like(count)
+        serial = {
+            "step": c.step_s * np.log2(1 + _array(f.cluster)) * steps * count,
+            "prologue": h.memory_latency_s * shown,
+            "epilogue": per_core.max(axis=0) * f.bytes_written / cache_rate * shown,
+            "tile": c.tile_s * count,
+            "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * ones,
+            "launch": h.launch_s * _array(f.launches) * ones,
+        }
+        return overlapped, serial, waves * steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that one launch of each schedule loads.
+
+    Attributes:
+      cache_bytes: from the last-level cache into the cores.
+      memory_bytes: from device memory into that cache.
+      compulsory_bytes: every operand loaded once and every result written once, what no schedule can avoid.
+    """
+
+    cache_bytes: Array
+    memory_bytes: Array
+    compulsory_bytes: Array
+
+    @property
+    def hit_rate(self) -> Array:
+        """Share of the loads that the last-level cache serves."""
+        return np.clip(1 - self.memory_bytes / np.maximum(self.cache_bytes, 1), 0, 1)
+
+
+def traffic(footprint: Footprint, hardware: Hardware, alpha: float) -> Traffic:
+    """Loads of the whole launch, from the windows of blocks that run at the same time.
+
+    Blocks of one window load a common operand block at about the same time, so device memory delivers it once for each
+    window; between windows it stays in the cache as far as the operands fit into the share `alpha` of it.
+    """
+    f = footprint
+    blocks, steps = _blocks(f), _array(f.steps)
+    at_once = np.minimum(concurrent(f, hardware), blocks)
+    windows = blocks / at_once
+    once = [all_blocks * steps * o.bytes for all_blocks, o in zip(block_loads(f, blocks), f.operands, strict=True)]
+    again = [
+        distinct * steps * o.bytes * windows for distinct, o in zip(block_loads(f, at_once), f.operands, strict=True)
+    ]
+    operands: Array = _array(sum(once))
+    kept = np.minimum(1.0, alpha * hardware.l2_bytes / np.maximum(operands, 1.0))
+    return Traffic(
+        cache_bytes=_array(sum(blocks * steps * o.bytes / o.multicast for o in f.operands)),
+        memory_bytes=_array(sum(kept * a + (1 - kept) * np.maximum(a, b) for a, b in zip(once, again, strict=True))),
+        compulsory_bytes=operands + blocks * f.bytes_written,
+    )
+
+
+def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
+    """Blocks that run at the same time on the whole chip; the cores that whole clusters leave over stay idle."""
+    clusters = np.maximum(hardware.cores // _array(footprint.cluster), 1)
+    return resident(footprint, hardware) * clusters * footprint.cluster
+
+
+def resident(footprint: Footprint, hardware: Hardware) -> Array:
+    """Blocks that share one core, by on-chip memory, registers, threads and the limit of blocks; at least 1.
+
+    A persistent kernel starts one block for each core.
+    """
+    f, h = footprint, hardware
+    threads = np.maximum(_array(f.threads), 1)
+    registers = np.maximum(np.where(_array(f.registers_per_block) > 0, f.registers_per_block, f.registers * threads), 1)
+    onchip = np.maximum(_array(f.onchip_bytes) + h.onchip_reserved_bytes, 1)
+    fit = np.minimum(h.onchip_bytes_per_core // onchip, h.registers_per_core // registers)
+    fit = np.minimum(np.minimum(fit, h.threads_per_core // threads), h.blocks_per_core)
+    return np.where(f.persistent, 1.0, np.maximum(fit, 1.0)) * np.ones_like(_blocks(f))
+
+
+def block_loads(footprint: Footprint, blocks: npt.ArrayLike) -> list[Array]:
+    """Distinct blocks of each operand that the first `blocks` output blocks load in one step: one array per operand.
+
+    Walking 9 of 9 x 9 output blocks of a matmul row by row takes 1 + 9 (90 in 9 steps), in groups of three 3 + 3 (54):
+    the teaching example of grouped ordering (Triton's tutorial on matrix multiplication).
+    """
+    box = window(footprint, blocks)
+    ones = np.ones(box.shape[1])
+    return [np.minimum(np.prod([ones, *(box[axis] for axis in o.axes)], axis=0), blocks) for o in footprint.operands]
+
+
+def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
+    """Extents ``[axis of the grid, schedule]`` of the box of output blocks that `blocks` consecutive ones span.
+
+    They advance along the minor axis for `group` blocks, then along the last of the other axes through its whole
+    extent, then to the next group of the minor axis; when that plane is full, along the other axes, the last first.
+    """
+    f = footprint
+    grid = np.stack(np.broadcast_arrays(*(_array(extent) for extent in f.grid)))
+    axes, count = grid.shape
+    orders = np.array([[axis, *(other for other in reversed(range(axes)) if other != axis)] for axis in range(axes)])
+    order = orders[np.broadcast_to(np.asarray(f.minor), count)].T
+    extents = np.take_along_axis(grid, order, axis=0)
+    left = np.broadcast_to(_array(blocks), count)
+    box = np.empty_like(extents)
+    group = np.minimum(_array(f.group), extents[0])
+    if axes > 1:
+        box[1] = np.minimum(np.ceil(left / group), extents[1])
+        group = group * np.ceil(left / (group * extents[1]))
+    else:
+        group = left
+    box[0] = np.minimum(np.minimum(group, extents[0]), left)
+    left = left / box[:2].prod(axis=0)
+    for axis in range(2, axes):
+        box[axis] = np.clip(np.ceil(left), 1, extents[axis])
+        left = left / box[axis]
+    out = np.empty_like(box)
+    np.put_along_axis(out, order, box, axis=0)
+    return out
+
+
+def arithmetic_intensity(footprint: Footprint) -> Array:
+    """FLOP of one step over the bytes it loads, FLOP/B; for a matmul tile independent of tile_k.
+
+    ``2 tile_m tile_n / (itemsize (tile_m + tile_n))``: 0.5 for a naive bfloat16 dot product, 64 for tiles of 128 x 128.
+    """
+    loads = sum(_array(o.bytes) for o in footprint.operands)
+    return footprint.flops / np.maximum(loads, 1)
+
+
+def roofline(peak_flops_per_s: float, bytes_per_s: float, intensity: float) -> float:
+    """Attainable FLOP/s at an arithmetic intensity in FLOP/B (Williams, Waterman, Patterson, CACM 2009)."""
+    return min(peak_flops_per_s, intensity * bytes_per_s)
+
+
+def matmul_onchip_bytes(tile_m: int, tile_n: int, tile_k: int, itemsize: int, stages: int = 1) -> int:
+    """On-chip memory of a matmul tile in bytes: `stages` operand blocks, and an accumulator of the operands' type.
+
+    The teaching estimate, 96 KiB for float32 tiles of 128 x 128 x 32; a real kernel's is in its footprint, to the byte.
+    """
+    return (stages * (tile_m * tile_k + tile_k * tile_n) + tile_m * tile_n) * itemsize
+
+
+def attention_onchip_bytes(rows: int, columns: int, head_dim: int, itemsize: int) -> int:
+    """On-chip bytes of a flash-attention tile: Q, K and V, scores, output, and each row's maximum and sum."""
+    return (rows * head_dim + 2 * columns * head_dim + rows * columns + rows * head_dim + 2 * rows) * itemsize
+
+
+def attention_memory_bytes(length: int, head_dim: int, itemsize: int, rows: int | None = None) -> int:
+    """Memory traffic of attention on one head, bytes: scores stored and read twice each, or (`rows`) flash attention.
+
+    Flash attention reads Q and writes the output once, and reads K and V once for each block of `rows` queries
+    (Dao et al., FlashAttention, 2022).
+    """
+    if rows is None:
+        return (4 * length * head_dim + 4 * length * length) * itemsize
+    return (2 * length * head_dim + 2 * length * head_dim * -(-length // rows)) * itemsize
+
+
+def _blocks(footprint: Footprint) -> Array:
+    return np.prod(np.broadcast_arrays(*(_array(extent) for extent in footprint.grid)), axis=0)
+
+
+def _array(value: npt.ArrayLike) -> Array:
+    return np.asarray(value, dtype=np.float64)
+
+
+def _norm(parts: Array, p: float) -> Array:
+    """The p-norm over the first axis; scaled, so that no power of seconds underflows."""
+    largest = parts.max(axis=0)
+    return largest * ((parts / np.maximum(largest, 1e-30)) ** p).sum(axis=0) ** (1 / p)

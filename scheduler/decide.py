@@ -1,0 +1,505 @@
+"""Which schedule answers a call: given, remembered, stored, predicted, or searched for now."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import threading
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+import jax
+
+from scheduler import hardware as chips
+from scheduler.errors import (
+    CacheMiss,
+    IllegalSchedule,
+    MalformedRecord,
+    SchedulerError,
+    StoreError,
+    WorkerError,
+)
+from scheduler.hardware import Hardware
+from scheduler.record import Environment, Key, Record, Schedule, Trial
+from search_spaces import __file__ as search_spaces_file
+from search_spaces import end_load, jax_compat, locate
+from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
+from search_spaces.space import Choice
+
+if TYPE_CHECKING:
+    from scheduler.store import Store
+
+OnMiss = Literal["model", "tune", "xla", "error"]
+ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
+ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
+MOST_DECISIONS = 4096
+
+logger = logging.getLogger("scheduler")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a caller asked for.
+
+    Attributes:
+      on_miss: what to do where nothing is stored.
+      backends: the kernels that may answer; None allows all.
+      schedule: field -> value of the schedule to use whatever is stored, or None.
+      target: the chip to answer for, by its driver's name; "" is the one that runs the call.
+      generation: how often answers have been forgotten: a raised one makes JAX trace and lower again.
+    """
+
+    on_miss: OnMiss = "model"
+    backends: frozenset[str] | None = None
+    schedule: tuple[tuple[str, Choice], ...] | None = None
+    target: str = ""
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What runs, and why, in words."""
+
+    kernel: Kernel[Any, Any]
+    schedule: Any
+    target: Target
+    reason: str
+
+
+def options(
+    operation: Operation[Any],
+    *,
+    on_miss: str | None = None,
+    backends: str | Sequence[str] | None = None,
+    schedule: Any = None,
+    target: str = "",
+) -> Options:
+    """A caller's words, checked. `schedule` is a mapping, its items, or an instance of a kernel's schedule type.
+
+    Raises:
+      ValueError: an unknown policy or backend, with those there are; or "xla" to answer and not to answer.
+      TypeError: `schedule` is none of these.
+    """
+    if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
+        schedule = dataclasses.asdict(schedule)
+    try:
+        items = None if schedule is None else tuple(sorted(dict(schedule).items()))
+    except (TypeError, ValueError):
+        raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
+    policy, among = _policy(on_miss), allowed(operation, backends)
+    library = operation.library.backend
+    if policy == "xla" and among is not None and library not in among:
+        raise ValueError(f"on_miss='xla' asks for an answer that {backends=} leaves out: allow {library!r}, too")
+    return Options(
+        on_miss=policy,
+        backends=among,
+        schedule=items,
+        target=target,
+        generation=_answers.generation,
+    )
+
+
+def _policy(on_miss: str | None) -> OnMiss:
+    if on_miss is not None:
+        found, name = on_miss, "on_miss"
+    else:
+        found, name = os.environ.get(ENVIRONMENT) or "model", ENVIRONMENT
+    for policy in ON_MISS:
+        if found == policy:
+            return policy
+    raise ValueError(f"{name}={found!r} is not one of {', '.join(ON_MISS)}")
+
+
+def allowed(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
+    """The backends that `wanted` names: None for all, "pallas" for all but the library's, else their names.
+
+    Raises:
+      ValueError: an unknown backend, or none at all; the message names those there are.
+    """
+    if wanted is None:
+        return None
+    if wanted == "pallas":
+        return frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not names:
+        raise ValueError(f"backends is empty: nothing could run (there are: {', '.join(operation.backends)})")
+    return frozenset(operation.kernel(name).backend for name in names)
+
+
+def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
+    """The schedule for `problem` on `platform`, found once for all later calls.
+
+    Raises:
+      IllegalSchedule: `options.schedule` cannot run, with the reason.
+      CacheMiss: nothing is stored and the policy is "error".
+      NoCandidate: the library was excluded and nothing else can run.
+      SchedulerError: the policy "tune" in a job of several processes.
+    """
+    return _answers.decide(operation, problem, platform, options)
+
+
+def reload() -> None:
+    """Forgets what was decided, so that the stores are asked again.
+
+    What the user's own `jax.jit` has compiled keeps the schedules it was compiled with.
+    """
+    global _answers
+    with _replacing:
+        old, _answers = _answers, _Answers(_answers.generation + 1)
+    old.cache.close()
+
+
+def user_cache() -> _Cache:
+    """The stores as calls see them."""
+    return _answers.cache
+
+
+class _Answers:
+    """What has been decided since the last `reload`; a lock for each problem while it is being decided."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.cache = _Cache()
+        self.decisions: dict[Any, Decision] = {}
+        self.locks: dict[Any, threading.Lock] = {}
+        self.guard = threading.Lock()
+
+    def decide(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
+        key = (operation, problem, platform, options)
+        if (known := self.decisions.get(key)) is not None:
+            return known
+        with self._lock((operation, problem, platform, options.target)):
+            if (known := self.decisions.get(key)) is not None:
+                return known
+            decision = _Deciding(operation, problem, platform, options, self.cache).decide()
+            chip, backend = decision.target.kind, decision.kernel.backend
+            logger.debug("%s %s on %s: %s answers: %s", operation.name, problem, chip, backend, decision.reason)
+            if len(self.decisions) >= MOST_DECISIONS:
+                self.decisions.clear()
+            self.decisions[key] = decision
+            return decision
+
+    @contextlib.contextmanager
+    def _lock(self, key: Any) -> Iterator[None]:
+        with self.guard:
+            lock = self.locks.setdefault(key, threading.Lock())
+        with lock:
+            try:
+                yield
+            finally:  # who waits holds the lock itself and will find the decision
+                with self.guard:
+                    self.locks.pop(key, None)
+
+
+@dataclasses.dataclass
+class _Deciding:
+    """One question on its way to an answer."""
+
+    operation: Operation[Any]
+    problem: Problem
+    platform: str
+    options: Options
+    cache: _Cache
+
+    def decide(self) -> Decision:
+        hardware = _hardware(self.platform, self.options.target)
+        if hardware is None:
+            reason = f"no {self.platform} device is here and scheduler.target() names no chip of it"
+            _say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
+            target = Target(self.platform, self.platform, "", 1)
+            return Decision(self.operation.library, Library(), target, reason)
+        if self.options.schedule is not None:
+            return self._given(hardware, dict(self.options.schedule))
+        if self.options.backends == frozenset({self.operation.library.backend}):
+            return self._decision(hardware, self.operation.library.backend, {}, "no other backend is allowed")
+        key = Key(self.operation.name, hardware.id, self.problem.canonical())
+        return self._stored(hardware, key) or self._missed(hardware)
+
+    def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
+        from scheduler import tuner
+
+        allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
+        fields = {kernel: _fields(kernel, self.problem, hardware.target) for kernel in allowed}
+        fitting = [kernel for kernel in allowed if fields[kernel] == set(schedule)] or allowed
+        reasons = {kernel: tuner.illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
+        legal = [kernel for kernel in fitting if reasons[kernel] is None]
+        if len(legal) == 1:
+            return self._decision(hardware, legal[0].backend, schedule, "the caller's schedule")
+        words = " ".join(f"{name}={value}" for name, value in schedule.items())
+        if legal:
+            names = ", ".join(kernel.backend for kernel in legal)
+            raise IllegalSchedule(f"the schedule {words} suits several backends ({names}): choose one with backends=")
+        why = "; ".join(f"{kernel.backend}: {reason}" for kernel, reason in reasons.items())
+        raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
+
+    def _stored(self, hardware: Hardware, key: Key) -> Decision | None:
+        from scheduler import tuner  # the model and the search behind it load only where a new call needs them
+
+        several = jax.process_count() > 1
+        if several:
+            _require_one_code()
+        for place, record in self.cache.find(key, shared_only=several):
+            found = tuner.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+            if not isinstance(found, str):
+                return self._decision(hardware, found.backend, found.schedule, f"measured, from {place}")
+            _say_once(f"{self._question(hardware)}: the schedule in {place} no longer holds: {found}")
+        return None
+
+    def _missed(self, hardware: Hardware) -> Decision:
+
+        policy = self.options.on_miss
+        if policy == "error":
+            raise CacheMiss(f"no schedule for {self._question(hardware)}; run: {self._command()}")
+        if policy == "xla":
+            _say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
+            return self._decision(hardware, self.operation.library.backend, {}, "nothing stored, and on_miss='xla'")
+        if policy == "tune" and not self.options.target:  # a chip that is not here cannot be measured
+            return self._tuned(hardware)
+        return self._predicted(hardware)
+
+    def _predicted(self, hardware: Hardware) -> Decision:
+        from scheduler import tuner
+
+        answer = tuner.predict(self.operation, self.problem, hardware, backends=self.options.backends)
+        _say_once(
+            f"{self._question(hardware)}: no schedule is stored; the model answers {answer.backend}: {answer.reason}"
+        )
+        return self._decision(hardware, answer.backend, answer.schedule, answer.reason)
+
+    def _tuned(self, hardware: Hardware) -> Decision:
+        from scheduler import tuner
+
+        if jax.process_count() > 1:
+            raise SchedulerError(
+                f"on_miss='tune' in a job of {jax.process_count()} processes, which would choose apart; "
+                f"tune beforehand ({self._command()}) and ship the record, or use on_miss='model'"
+            )
+        end_load()
+        _say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
+        backends = self.options.backends and self.options.backends | {self.operation.library.backend}
+        try:
+            record = in_fresh_thread(
+                lambda: tuner.tune(self.operation, self.problem, backends=backends, store=cast("Store", self.cache))
+            )
+        except WorkerError as error:  # above all: this process holds the GPU's memory
+            reason = str(error).splitlines()[0]
+            _warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
+            return self._predicted(hardware)
+        found = tuner.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+        if isinstance(found, str):
+            raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")
+        return self._decision(hardware, found.backend, found.schedule, "measured now")
+
+    def _decision(self, hardware: Hardware, backend: str, schedule: Schedule, reason: str) -> Decision:
+        kernel = self.operation.kernel(backend)
+        space = kernel.space(self.problem, hardware.target)
+        return Decision(kernel, space.decode(schedule), hardware.target, reason)
+
+    def _question(self, hardware: Hardware) -> str:
+        return f"{self.operation.name} {self.problem} on {hardware.kind}"
+
+    def _command(self) -> str:
+        place = locate(self.operation)
+        own = place is None or place.startswith("search_spaces.")
+        return f"tile-scheduler tune {self.operation.name if own else place} {self.problem}"
+
+
+def _fields(kernel: Kernel[Any, Any], problem: Problem, target: Target) -> set[str]:
+    return {field.name for field in dataclasses.fields(kernel.space(problem, target).schedule)}
+
+
+def _hardware(platform: str, target: str) -> Hardware | None:
+    """The chip that a lowering for `platform` is for, or None where none is known."""
+    if target and (named := chips.find(target)).platform == platform:
+        return named
+    try:
+        return chips.detect(jax.local_devices(backend=platform)[0])
+    except RuntimeError:  # JAX's word for a platform that is not here
+        return None
+
+
+@functools.cache
+def _require_one_code() -> None:
+    """Processes of one job choose alike only with the same code, constants and shipped records: compared once.
+
+    Raises:
+      SchedulerError: this process has others than process 0.
+    """
+    own = _digest()
+    try:
+        first = jax_compat.value_of_first_process("digest", own)
+    except RuntimeError as error:
+        warnings.warn(f"cannot tell whether all processes choose the same schedules: {error}", RuntimeWarning, 2)
+        return
+    if own != first:
+        raise SchedulerError(
+            f"process {jax.process_index()} has other code or other shipped records than process 0 and could choose "
+            "another schedule; install the same tile-scheduler and the same jax everywhere"
+        )
+
+
+def _digest() -> str:
+    """Of all that decides an answer which is neither the user's own nor measured now."""
+    from scheduler import store
+
+    packages = [Path(__file__).parent, Path(search_spaces_file).parent]
+    files = sorted(file for package in packages for file in package.rglob("*.py"))
+    shipped = store.shipped()
+    digest = hashlib.sha256(jax.__version__.encode())
+    for file in [*files, *([Path(shipped.location)] if shipped else [])]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def in_fresh_thread(function: Callable[[], T]) -> T:
+    """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
+    result: list[T] = []
+    error: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(function())
+        except BaseException as raised:
+            error.append(raised)
+
+    thread = threading.Thread(target=run, name="scheduler-tune")
+    thread.start()
+    thread.join()
+    if error:
+        raise error[0]
+    return result[0]
+
+
+class _Cache:
+    """The user's own store and the shipped one; what goes wrong with them is said once and never breaks a call.
+
+    What was put here is also remembered, so that an unwritable store does not cost a second search.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._user: Store | None = None
+        self._shipped: Store | None = None
+        self._opened = False
+        self._unwritable = False
+        self._put: dict[Key, Record] = {}
+
+    def find(self, key: Key, *, shared_only: bool) -> Iterator[tuple[str, Record]]:
+        """Records of `key`, the user's own before the shipped; only what all processes share where asked."""
+        self._open()
+        if not shared_only:
+            if (record := self._put.get(key)) is not None:
+                yield "this process", record
+            elif (record := self._try(lambda store: store.get(key), self._user)) is not None:
+                yield "the user's cache", record
+        if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
+            yield "the shipped cache.db", record
+
+    def remember(self, record: Record) -> None:
+        """Answers with `record` in this process, whether it could be written or not."""
+        self._put[record.key] = record
+
+    def put(self, record: Record) -> None:
+        self._open()
+        self.remember(record)
+        self._write(lambda store: store.put(record))
+
+    def get(self, key: Key) -> Record | None:
+        self._open()
+        return self._try(lambda store: store.get(key), self._user)
+
+    def lease(self, key: Key, owner: str, seconds: float) -> str:
+        self._open()
+        return self._write(lambda store: store.lease(key, owner, seconds)) or owner
+
+    def release(self, key: Key, owner: str) -> None:
+        self._write(lambda store: store.release(key, owner))
+
+    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None:
+        self._open()
+        self._write(lambda store: store.add_trial(key, trial, environment))
+
+    def replace_trial(self, key: Key, trial: Trial) -> None:
+        self._write(lambda store: store.replace_trial(key, trial))
+
+    def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
+        self._open()
+        return self._try(lambda store: store.trials(key, environment, unfinished=unfinished), self._user) or []
+
+    def finish(self, key: Key) -> None:
+        self._open()
+        self._write(lambda store: store.finish(key))
+
+    def close(self) -> None:
+        with self._guard:
+            for store in (self._user, self._shipped):
+                self._try(lambda store: store.close(), store)
+
+    def _open(self) -> None:
+        with self._guard:
+            if self._opened:
+                return
+            from scheduler import store  # SQLAlchemy takes 0.4 s to import
+
+            for attribute, open_store in (
+                ("_user", lambda: store.Store(store.default_url())),
+                ("_shipped", store.shipped),
+            ):
+                try:
+                    setattr(self, attribute, open_store())
+                except StoreError as error:
+                    _warn_once(f"{error} (calls go on without it)")
+            self._opened = True
+
+    def _write(self, use: Callable[[Store], T]) -> T | None:
+        """What cannot be written may be read still: only writing is given up."""
+        if self._user is None or self._unwritable:
+            return None
+        try:
+            return use(self._user)
+        except StoreError as error:
+            self._unwritable = True
+            _warn_once(f"{error} (calls go on without it)")
+            return None
+
+    def _try(self, use: Callable[[Store], T], store: Store | None) -> T | None:
+        if store is None:
+            return None
+        try:
+            return use(store)
+        except StoreError as error:
+            # One warning, and no second attempt at each call; but one bad record leaves the others readable.
+            if store is self._user and not isinstance(error, MalformedRecord):
+                self._user = None
+            _warn_once(f"{error} (calls go on without it)")
+            return None
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.info(message)
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+_replacing = threading.Lock()
+_answers = _Answers(0)

@@ -1,0 +1,119 @@
+"""What is here and what is missing: chip, backends, caches, versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from scheduler.errors import SchedulerError, StoreError
+from scheduler.hardware import CPU, TABLE, Hardware
+from scheduler.store import Store, default_url, shipped
+from scheduler.workers import Gpu
+from search_spaces import OPERATIONS, load
+from search_spaces.jax_compat import cuda_wanted
+from search_spaces.kernel import Operation, Problem
+
+State = Literal["ok", "note", "broken"]
+
+# Of every extent that has no default, in the problem that backends are asked about.
+EXTENT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing looked at. A "note" limits what can be had here; what is "broken" needs to be mended."""
+
+    what: str
+    state: State
+    detail: str
+
+
+def examine(detect: Callable[[], Hardware]) -> Iterator[Finding]:
+    """Looks at everything, the quick things first. `detect` says which chip is here, and may raise SchedulerError."""
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
+    yield Finding("versions", "ok", f"tile-scheduler {_version('tile-scheduler')}, python {platform.python_version()}")
+    yield Finding("packages", "note" if "missing" in versions else "ok", versions)
+    yield from _caches()
+    gpu = Gpu.query()
+    if gpu is None:
+        yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
+    elif not cuda_wanted():
+        reason = "JAX_PLATFORMS keeps it out" if os.environ.get("JAX_PLATFORMS") else "install tile-scheduler[cuda13]"
+        yield Finding("GPU", "note", f"one is here, and jax does not use it: {reason}")
+    else:
+        yield Finding("GPU", "ok", f"driver {gpu.driver}, {gpu.free_bytes / 1024**3:.0f} GiB free")
+    try:
+        hardware = detect()
+    except SchedulerError as error:
+        yield Finding("hardware", "broken", str(error))
+        return
+    if any(row.kind == hardware.kind for row in (*TABLE, CPU)):
+        yield Finding("hardware", "ok", hardware.id)
+    else:
+        yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: predictions are rough")
+    for name in OPERATIONS:
+        yield from _backends(load(name), hardware)
+
+
+def _caches() -> Iterator[Finding]:
+    try:
+        store = Store(default_url())
+        count = sum(1 for _ in store.records())
+        yield Finding("cache", "ok", f"{store.location}: {count} records")
+        if not _writable(store.location):
+            yield Finding("cache", "broken", f"{store.location} cannot be written; set TILE_SCHEDULER_CACHE")
+    except StoreError as error:
+        yield Finding("cache", "broken", str(error))
+    try:
+        if (other := shipped()) is None:
+            yield Finding("shipped cache", "broken", "cache.db did not come with this installation; install it again")
+        else:
+            yield Finding("shipped cache", "ok", f"{other.location}: {sum(1 for _ in other.records())} records")
+    except StoreError as error:
+        yield Finding("shipped cache", "broken", str(error))
+
+
+def _writable(location: str) -> bool:
+    """Whether a file is or could be written there; anything else, a database server's URL, is asked when it is used."""
+    if "://" in location:  # which a Path would not keep
+        return True
+    path = Path(location)
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return os.access(path, os.W_OK)
+
+
+def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:
+    problem = _example(operation)
+    if problem is None:
+        return
+    for kernel in operation.kernels:
+        what = f"{operation.name}: {kernel.backend}"
+        if reason := kernel.supports(problem, hardware.target):
+            yield Finding(what, "note", reason)
+        elif kernel.library or hardware.architecture in kernel.verified_on:
+            yield Finding(what, "ok", f"version {kernel.version}")
+        else:
+            untried = f"not verified on {hardware.architecture}: used where measured or asked for"
+            yield Finding(what, "note", f"version {kernel.version}, {untried}")
+
+
+def _example(operation: Operation[Any]) -> Problem | None:
+    """A problem of that operation, or None where its fields are not all extents or have defaults."""
+    needed = [f.name for f in dataclasses.fields(operation.problem) if f.default is dataclasses.MISSING]
+    try:
+        return operation.problem.parse({name: str(EXTENT) for name in needed})
+    except ValueError:
+        return None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

@@ -1,0 +1,98 @@
+"""Where every schedule of a space went: dropped and by which rule, ranked, tried, failed, or not tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scheduler import tuner
+from scheduler.cost import CostModel
+from scheduler.hardware import Hardware
+from scheduler.prune import Pruned
+from scheduler.record import Failure, Schedule, Trial
+from search_spaces.kernel import Kernel, Operation, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """One schedule as the model sees it.
+
+    Attributes:
+      predicted_s: the model's time, seconds.
+      onchip_bytes: on-chip memory of one block.
+      terms: what the prediction is made of, seconds by name.
+    """
+
+    schedule: Schedule
+    predicted_s: float
+    onchip_bytes: int
+    terms: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """The schedules of one kernel: ``size == sum(dropped.values()) + len(tried) + untried``.
+
+    Attributes:
+      refused: why the kernel cannot do this problem here; "" where it can.
+      size: schedules before any rule.
+      dropped: reason -> how many it removed, in the order in which reasons are asked.
+      first: what the model ranks first.
+      tried: the last trial of each legal schedule that was tried, by this version of the kernel.
+      untried: legal schedules that were not tried.
+    """
+
+    backend: str
+    version: int
+    refused: str = ""
+    size: int = 0
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    first: tuple[Ranked, ...] = ()
+    tried: tuple[Trial, ...] = ()
+    untried: int = 0
+
+    @property
+    def failed(self) -> list[Trial]:
+        return [trial for trial in self.tried if isinstance(trial.outcome, Failure)]
+
+
+def explain(
+    operation: Operation[Any], problem: Problem, hardware: Hardware, trials: Sequence[Trial], *, top: int = 5
+) -> list[Account]:
+    """An account of each kernel of `operation`, its best `top` predictions with their terms."""
+    return [
+        Account(kernel.backend, kernel.version, refused=pruned)
+        if isinstance(pruned, str)
+        else _account(kernel, pruned, problem, hardware, trials, top)
+        for kernel, pruned in tuner.explain(operation, problem, hardware)
+    ]
+
+
+def _account(
+    kernel: Kernel[Any, Any], pruned: Pruned, problem: Problem, hardware: Hardware, trials: Sequence[Trial], top: int
+) -> Account:
+    legal = {frozenset(pruned.points.row(index).items()) for index in range(len(pruned.points))}
+    last = {
+        frozenset(trial.schedule.items()): trial
+        for trial in trials
+        if (trial.backend, trial.version) == (kernel.backend, kernel.version)
+    }
+    tried = tuple(trial for schedule, trial in last.items() if schedule in legal)
+    points = pruned.points.take(np.arange(min(top, len(pruned.points))))
+    terms: Mapping[str, Any] = {}
+    if not kernel.library and len(points):
+        terms = CostModel(hardware).terms(kernel.footprint(problem, points, hardware.target))
+    first = tuple(
+        Ranked(
+            points.row(index),
+            float(pruned.predicted_s[index]),
+            int(pruned.onchip_bytes[index]),
+            {name: float(np.broadcast_to(values, (len(points),))[index]) for name, values in terms.items()},
+        )
+        for index in range(len(points))
+    )
+    untried = len(pruned.points) - len(tried)
+    return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, tried, untried)

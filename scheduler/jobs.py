@@ -1,0 +1,316 @@
+"""Offline tuning jobs: a list of problems, each searched once, none of them able to stop the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from scheduler.decide import allowed
+from scheduler.errors import MalformedRecord, NoCandidate, SchedulerError, StoreError
+from scheduler.hardware import Hardware
+from scheduler.record import L2, Entry, Measurement, Record, Schedule, Trial
+from scheduler.store import Store, shipped
+from scheduler.tuner import Progress, key_of, predict, recheck, start_runner, tune
+from scheduler.workers import Runner
+from search_spaces import load
+from search_spaces.kernel import Operation, Problem
+from search_spaces.space import unknown
+
+BUDGET = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem to tune.
+
+    Attributes:
+      budget: trials.
+      seconds: stop proposing trials after so many seconds; None sets no limit.
+      backends: kernels to try beside the library; None tries all.
+    """
+
+    operation: Operation[Any]
+    problem: Problem
+    budget: int = BUDGET
+    seconds: float | None = None
+    backends: frozenset[str] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} {self.problem}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """An entry of a job that is no problem: what was written, and why it cannot be read."""
+
+    text: str
+    reason: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What a call would have got before the search: a stored schedule, or the model's answer.
+
+    Attributes:
+      seconds: its time; a prediction unless `measured`, because this search did not try it.
+    """
+
+    backend: str
+    schedule: Schedule
+    seconds: float
+    measured: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of one task.
+
+    Attributes:
+      state: "tuned" now; "known": it was tuned before, and that still holds; or "failed".
+      reason: why it failed, or why an older answer no longer held; "" where there is nothing to say.
+      hardware: where it ran; None where it failed before that was known.
+      record: the whole outcome, None where it failed.
+      entry: the fastest schedule among the backends asked for.
+      before: None where nothing was measured now, or no answer was possible.
+      resumed: trials that an earlier run of the search had made before it was cut short.
+      elapsed_s: wall time spent.
+      stored: False where the store refused the record.
+    """
+
+    task: Task | Malformed
+    state: Literal["tuned", "known", "failed"]
+    reason: str = ""
+    hardware: Hardware | None = None
+    record: Record | None = None
+    entry: Entry | None = None
+    before: Before | None = None
+    resumed: int = 0
+    elapsed_s: float = 0.0
+    stored: bool = True
+
+    @property
+    def library(self) -> Entry | None:
+        """The library's own entry in the record."""
+        if self.record is None or isinstance(self.task, Malformed):
+            return None
+        return self.record.best(frozenset({self.task.operation.library.backend}))
+
+
+def parse(text: str) -> list[Task | Malformed]:
+    """The tasks of a job written in TOML.
+
+    At the top: `operation` (a name that `search_spaces.load` takes) and what all problems share: `budget`, `seconds`,
+    `backends` (names with commas, or "pallas"), and a table `[fields]`. Then one table `[[problem]]` each, with its
+    fields and, where it differs, its own `operation`, `budget`, `seconds` or `backends`.
+
+    Raises:
+      ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
+    """
+    try:
+        job = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"a job is TOML, and this is not: {error}") from error
+    known = [*_SETTINGS, "fields", "problem"]
+    for name in job:
+        if name not in known:
+            raise ValueError(f"a job has no {unknown(name, known)}")
+    problems, fields = job.pop("problem", []), job.pop("fields", {})
+    if not isinstance(problems, list) or not all(isinstance(table, dict) for table in problems) or not problems:
+        raise ValueError("a job needs at least one table [[problem]]")
+    if not isinstance(fields, dict):
+        raise ValueError(f"the fields that problems share are a table [fields], not {fields!r}")
+    if isinstance(shared := job.get("operation"), str):
+        load(shared)  # misspelt here, it is wrong for every problem
+    return [_task(job, fields, table) for table in problems]
+
+
+def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str] | None:
+    """Backends from text: None for all, "pallas" for all but the library's, else names with commas between them.
+
+    Raises:
+      ValueError: the operation has no such backend; the message names those it has.
+    """
+    if not isinstance(text, str | None):
+        raise ValueError(f'backends={text!r} is no text: names with commas between them, or "pallas"')
+    names = [name.strip() for name in text.split(",")] if text is not None else None
+    return allowed(operation, names[0] if names and len(names) == 1 else names)
+
+
+def run(
+    tasks: Sequence[Task | Malformed],
+    *,
+    store: Store,
+    runner: Runner | None = None,
+    device: int = 0,
+    seed: int = 0,
+    l2: L2 = "cold",
+    force: bool = False,
+    workers: int | None = None,
+    compile_timeout_s: float | None = None,
+    run_timeout_s: float | None = None,
+    progress: Callable[[Task, Progress], None] | None = None,
+) -> Iterator[Result]:
+    """Tunes what is not tuned yet, and yields what became of each task as it ends, in order.
+
+    Args:
+      store: knows what is tuned, and gets every trial and record.
+      runner: where candidates run; by default one is started on `device` for all tasks and closed at the end.
+      l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
+      force: tune again what is tuned already.
+      workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `tuner.start_runner`.
+      progress: called after each trial, from the calling thread.
+
+    Raises:
+      WorkerError: the workers cannot start at all. What goes wrong with one task is its `Result`.
+    """
+    with contextlib.ExitStack() as stack:
+        for task in tasks:
+            if isinstance(task, Malformed):
+                yield Result(task, "failed", task.reason)
+                continue
+            if runner is None:
+                runner = start_runner(
+                    task.operation,
+                    device=device,
+                    workers=workers,
+                    compile_timeout_s=compile_timeout_s,
+                    run_timeout_s=run_timeout_s,
+                )
+                stack.callback(runner.close)
+            started = time.perf_counter()
+            try:
+                result = _run_one(task, store, runner, seed, l2, force, progress)
+            except SchedulerError as error:
+                result = Result(task, "failed", str(error), runner.hardware)
+            yield dataclasses.replace(result, elapsed_s=time.perf_counter() - started)
+
+
+def _run_one(
+    task: Task,
+    store: Store,
+    runner: Runner,
+    seed: int,
+    l2: L2,
+    force: bool,
+    progress: Callable[[Task, Progress], None] | None,
+) -> Result:
+    operation, problem, hardware = task.operation, task.problem, runner.hardware
+    held: Entry | str | None
+    try:
+        stored = store.get(key_of(operation, problem, hardware))
+        held = None if stored is None else recheck(operation, problem, hardware, stored, backends=task.backends)
+    except MalformedRecord as error:
+        stored, held = None, str(error)
+    # A device without a cold state says "warm" whatever was asked for.
+    as_asked = isinstance(held, Entry) and not (l2 == "warm" and held.measurement.l2 == "cold")
+    if isinstance(held, Entry) and as_asked and not force:
+        return Result(task, "known", "", hardware, stored, held)
+    resumed = 0
+
+    def watch(step: Progress) -> None:
+        nonlocal resumed
+        resumed = step.resumed
+        if progress is not None:
+            progress(task, step)
+
+    record = tune(
+        operation,
+        problem,
+        backends=task.backends,
+        budget=task.budget,
+        seconds=task.seconds,
+        seed=seed,
+        l2=l2,
+        store=store,
+        runner=runner,
+        progress=watch,
+    )
+    entry = record.best(task.backends) if task.backends is not None else record.winner
+    if entry is None:
+        asked = ", ".join(sorted(task.backends or ()))
+        raise NoCandidate(f"no schedule of {asked} ran for {task}; `tile-scheduler explain` says what became of them")
+    reason = held if isinstance(held, str) else ""
+    trials: list[Trial] = []
+    kept = False
+    with contextlib.suppress(StoreError):  # the search has warned of it
+        kept = store.get(record.key) == record
+        trials = store.trials(record.key, runner.environment)
+    served = held if isinstance(held, Entry) else _shipped(task, hardware)
+    before = _before(task, hardware, served, record, trials)
+    return Result(task, "tuned", reason, hardware, record, entry, before, resumed, stored=kept)
+
+
+def _shipped(task: Task, hardware: Hardware) -> Entry | None:
+    """What a call gets from the records that come with this package, where the user's own have nothing that holds."""
+    with contextlib.suppress(StoreError):
+        if (store := shipped()) is not None:
+            with contextlib.closing(store):
+                stored = store.get(key_of(task.operation, task.problem, hardware))
+            if stored is not None:
+                held = recheck(task.operation, task.problem, hardware, stored, backends=task.backends)
+                return held if isinstance(held, Entry) else None
+    return None
+
+
+def _before(
+    task: Task, hardware: Hardware, held: Entry | None, record: Record, trials: Sequence[Trial]
+) -> Before | None:
+    if held is not None:
+        backend, schedule, fallback_s, measured = held.backend, held.schedule, held.measurement.median_s, True
+    else:
+        try:
+            answer = predict(task.operation, task.problem, hardware, backends=task.backends)
+        except NoCandidate:
+            return None
+        backend, schedule, fallback_s, measured = answer.backend, answer.schedule, answer.predicted_s, False
+    # Times of the run-off compare best with the winner's; a trial's is the next best.
+    times = {(t.backend, *sorted(t.schedule.items())): t.outcome for t in trials}
+    times |= {(e.backend, *sorted(e.schedule.items())): e.measurement for e in record.entries}
+    match times.get((backend, *sorted(schedule.items()))):
+        case Measurement(median_s=median_s):
+            return Before(backend, schedule, median_s, measured=True)
+        case _:
+            return Before(backend, schedule, fallback_s, measured)
+
+
+_SETTINGS = ("operation", "budget", "seconds", "backends")
+
+
+def _task(job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any]) -> Task | Malformed:
+    settings = {**job, **{name: value for name, value in table.items() if name in _SETTINGS}}
+    own = {name: value for name, value in table.items() if name not in _SETTINGS}
+    text = " ".join(f"{name}={value}" for name, value in own.items())
+    try:
+        name = settings.get("operation")
+        if not isinstance(name, str):
+            raise ValueError('no operation: write operation = "matmul" (or yours) at the top of the job')
+        text = f"{name} {text}"
+        operation = load(name)
+        known = [*(field.name for field in dataclasses.fields(operation.problem)), *_SETTINGS]
+        for field, value in (both := {**fields, **own}).items():
+            if field not in known:
+                raise ValueError(f"no field {unknown(field, known)}")
+            if not isinstance(value, (int, str)):
+                raise ValueError(f"{field}={value!r} is no whole number, truth value or string")
+        return Task(
+            operation,
+            operation.problem.parse({field: str(value) for field, value in both.items()}),
+            budget=_positive("budget", settings.get("budget", BUDGET), int),
+            seconds=None if (s := settings.get("seconds")) is None else _positive("seconds", s, int, float),
+            backends=parse_backends(operation, settings.get("backends")),
+        )
+    except ValueError as error:
+        return Malformed(text, str(error))
+
+
+def _positive(name: str, value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds or value <= 0:
+        raise ValueError(f"{name}={value!r} is not a positive number")
+    return value

@@ -1,0 +1,142 @@
+"""Drop the schedules that cannot run or cannot win, rank the others, and count every reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost import CostModel, arithmetic_intensity
+from scheduler.hardware import Hardware
+from search_spaces.kernel import Kernel, Problem
+from search_spaces.space import Choice, Columns
+
+# Boost clocks exceed the one that a data sheet's peak assumes (1.98 against 1.83 GHz on an H200), so a bound derived
+# from that peak excludes nothing within this factor of the incumbent.
+_BOOST = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One schedule worth measuring.
+
+    Attributes:
+      backend, version: of its kernel.
+      schedule: field -> value; empty for a library kernel.
+      predicted_s: the model's time.
+      onchip_bytes: what one block asks for.
+      library: it is the plain XLA implementation.
+    """
+
+    backend: str
+    version: int
+    schedule: Mapping[str, Choice]
+    predicted_s: float
+    onchip_bytes: int
+    library: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruned:
+    """What became of every point of a kernel's space: ``size == sum(dropped.values()) + len(points)``.
+
+    Attributes:
+      kernel: whose space it was.
+      size: points before any rule.
+      dropped: reason in words -> points lost to it, in the order the reasons were applied; a point counts once.
+      points: those kept, best prediction first.
+      predicted_s, onchip_bytes: of those kept, in the same order.
+    """
+
+    kernel: Kernel[Any, Any]
+    size: int
+    dropped: Mapping[str, int]
+    points: Columns
+    predicted_s: npt.NDArray[np.float64]
+    onchip_bytes: npt.NDArray[np.int64]
+
+    def candidates(self) -> list[Candidate]:
+        """Those kept, best prediction first."""
+        return [
+            Candidate(
+                backend=self.kernel.backend,
+                version=self.kernel.version,
+                schedule=self.points.row(index),
+                predicted_s=float(self.predicted_s[index]),
+                onchip_bytes=int(self.onchip_bytes[index]),
+                library=self.kernel.library,
+            )
+            for index in range(len(self.points))
+        ]
+
+
+def prune(
+    kernel: Kernel[Any, Any],
+    problem: Problem,
+    hardware: Hardware,
+    model: CostModel,
+    *,
+    keep: int | None = None,
+    incumbent_s: float | None = None,
+) -> Pruned:
+    """The points of the kernel's space for `problem` that can run on `hardware`, ranked.
+
+    Args:
+      kernel: one that supports the problem there.
+      problem: what is to be computed.
+      hardware: whose capacities count.
+      model: predicts the times to rank by.
+      keep: how many of the best ranked to keep; None keeps all that can run.
+      incumbent_s: a time already reached, in seconds: what cannot beat it by the chip's peak rates is dropped.
+    """
+    if kernel.library:
+        return Pruned(
+            kernel=kernel,
+            size=1,
+            dropped={},
+            points=Columns({}, length=1),
+            predicted_s=np.array([model.library_seconds(problem)]),
+            onchip_bytes=np.zeros(1, dtype=np.int64),
+        )
+    space = kernel.space(problem, hardware.target)
+    points, dropped = space.legal()
+    footprint = kernel.footprint(problem, points, hardware.target)
+
+    def full(value: npt.ArrayLike) -> npt.NDArray[Any]:
+        return np.broadcast_to(np.asarray(value), (len(points),))
+
+    onchip_bytes = full(footprint.onchip_bytes)
+    obstacles = {
+        f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": onchip_bytes
+        > hardware.onchip_bytes,
+        f"spills registers ({hardware.registers_per_thread} per thread)": full(footprint.registers)
+        > hardware.registers_per_thread,
+        f"needs more registers than one core has ({hardware.registers_per_core})": full(footprint.registers_per_block)
+        > hardware.registers_per_core,
+    }
+    if incumbent_s is not None:
+        obstacles["cannot beat the incumbent"] = full(model.floor(footprint)) > _BOOST * incumbent_s
+    alive = np.ones(len(points), dtype=bool)
+    for reason, hit in obstacles.items():
+        if lost := int((alive & hit).sum()):
+            dropped[reason] = lost
+            alive &= ~hit
+
+    predicted = full(model.seconds(footprint))
+    # Ties are common, say among orders of traversal: then larger arithmetic intensity, less on-chip memory, order.
+    rank = np.lexsort((onchip_bytes, -full(arithmetic_intensity(footprint)), np.round(predicted, 12)))
+    rank = rank[alive[rank]]
+    if keep is not None and len(rank) > keep:
+        dropped[f"ranked below the first {keep}"] = len(rank) - keep
+        rank = rank[:keep]
+    return Pruned(
+        kernel=kernel,
+        size=space.size,
+        dropped=dropped,
+        points=points.take(rank),
+        predicted_s=predicted[rank],
+        onchip_bytes=onchip_bytes[rank].astype(np.int64),
+    )

@@ -1,0 +1,209 @@
+"""The values that travel: a key, what was measured, what failed, and the record of who won."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from search_spaces.space import Choice
+
+Clock = Literal["cupti", "wall"]
+L2 = Literal["cold", "warm"]
+# "suspect": a time that no kernel can take; "timeout": a step did not end in time; "memory": the device had none left;
+# "worker": the process was lost.
+Stage = Literal["lower", "compile", "verify", "time", "suspect", "timeout", "memory", "worker"]
+Schedule = Mapping[str, Choice]
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a schedule is stored under.
+
+    Attributes:
+      operation: its name.
+      hardware: `Hardware.id`: kind, cores and memory, because slices and variants of one chip differ.
+      problem: `Problem.canonical()`.
+    """
+
+    operation: str
+    hardware: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.problem} on {self.hardware}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """Times of one schedule, in seconds.
+
+    Attributes:
+      median_s: of `samples_s`.
+      samples_s: every repetition, in the order taken.
+      clock: "cupti" is time on the device; "wall" includes the launch.
+      l2: whether operands came from memory ("cold": buffers rotated) or may have stayed in the cache ("warm").
+    """
+
+    median_s: float
+    samples_s: tuple[float, ...]
+    clock: Clock
+    l2: L2
+
+    @property
+    def spread_s(self) -> float:
+        """Interquartile range of the samples."""
+        ordered = sorted(self.samples_s)
+        return ordered[(3 * (len(ordered) - 1)) // 4] - ordered[(len(ordered) - 1) // 4]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why a candidate has no time: the stage that refused it, and that stage's own words."""
+
+    stage: Stage
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.detail}"
+
+
+Outcome = Measurement | Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One candidate that was tried.
+
+    Attributes:
+      number: order within its search, from 0.
+      backend, version: the kernel, and which version of it.
+      schedule: field -> value; empty for a library kernel.
+      outcome: its times, or why it has none.
+      predicted_s: the model's time before measuring, seconds.
+    """
+
+    number: int
+    backend: str
+    version: int
+    schedule: Schedule
+    outcome: Outcome
+    predicted_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What a measurement depends on besides the chip.
+
+    Attributes:
+      jax, jaxlib: versions.
+      driver: the device driver's version, "" where there is none.
+      date: UTC, ISO 8601, to the second.
+    """
+
+    jax: str
+    jaxlib: str
+    driver: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One schedule's place in a record: measured in the run-off, beside the others."""
+
+    backend: str
+    version: int
+    schedule: Schedule
+    measurement: Measurement
+    predicted_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How sure the choice of a winner is. A record from before this was kept has zero rounds.
+
+    Attributes:
+      rounds: of the run-off.
+      tied: who were equally fast, "backend schedule" each, the winner first; empty where the winner was alone.
+      margin_low, margin_high: the runner-up's time over the winner's, minus one, lies between these; None where nothing
+        can be said.
+      drift: the slowest round of one and the same schedule over its fastest, minus one.
+      notes: what else happened, a sentence each.
+    """
+
+    rounds: int = 0
+    tied: tuple[str, ...] = ()
+    margin_low: float | None = None
+    margin_high: float | None = None
+    drift: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The outcome of one search.
+
+    Attributes:
+      key: what it answers.
+      entries: the winner first, then the runner-up, then the best of every other backend that ran, the library's always
+        among them. Each backend's best is here, so that an answer kept to some backends is here too.
+      versions: backend -> kernel version, of every backend that competed: a newer kernel reopens the race.
+      environment: where and when it was measured.
+      budget: trials allowed.
+      tried: trials measured or failed.
+      space: schedules in the whole space, before any rule.
+      confidence: how sure the winner is.
+    """
+
+    key: Key
+    entries: tuple[Entry, ...]
+    versions: Mapping[str, int]
+    environment: Environment
+    budget: int
+    tried: int
+    space: int
+    confidence: Verdict = Verdict()
+
+    @property
+    def winner(self) -> Entry:
+        return self.entries[0]
+
+    def best(self, backends: frozenset[str]) -> Entry | None:
+        """The fastest entry among `backends`, or None where none of them ran."""
+        return next((entry for entry in self.entries if entry.backend in backends), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What a sweep of a problem's schedules measures: the head of its recording.
+
+    Attributes:
+      operation: its name.
+      problem: `Problem.canonical()`.
+      platform, kind, architecture, cores: the chip, as in `Target`.
+      environment: where and when it was begun.
+      versions: backend -> kernel version, of every backend that is measured.
+      refused: backend -> why it cannot do this problem there.
+      space: schedules of those kernels before any rule.
+      dropped: reason -> how many of them it removed.
+      legal: how many are left, the library's included.
+      sample: how many of these, drawn at random besides the library, are to be measured; None is all.
+      seed: of that draw, and of the order of measuring.
+      repetitions: of each measurement.
+    """
+
+    operation: str
+    problem: str
+    platform: str
+    kind: str
+    architecture: str
+    cores: int
+    environment: Environment
+    versions: Mapping[str, int]
+    refused: Mapping[str, str]
+    space: int
+    dropped: Mapping[str, int]
+    legal: int
+    sample: int | None
+    seed: int
+    repetitions: int

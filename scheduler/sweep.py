@@ -1,0 +1,160 @@
+"""Measure every schedule of a problem, or a stated sample, into a recording."""
+
+from __future__ import annotations
+
+import collections
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from scheduler import tuner
+from scheduler.errors import NoCandidate
+from scheduler.prune import Candidate
+from scheduler.record import Measurement, Outcome, Sweep, Trial
+from scheduler.replay import Recorder, point
+from scheduler.text import schedule_to_text
+from scheduler.tuner import Progress
+from scheduler.workers import Runner, Task
+from search_spaces.kernel import Operation, Problem
+
+REPETITIONS = 5
+
+
+def file_name(operation: Operation[Any], problem: Problem) -> str:
+    """What a sweep's file is called where many are kept: ``matmul-m64-n64-k64.jsonl.gz``."""
+    words = f"{operation.name} {problem}".replace("=", "")
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
+
+
+def sweep(
+    operation: Operation[Any],
+    problem: Problem,
+    path: Path,
+    runner: Runner,
+    *,
+    backends: frozenset[str] | None = None,
+    sample: int | None = None,
+    seed: int = 0,
+    repetitions: int = REPETITIONS,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Sweep, list[Trial]]:
+    """Measures the legal schedules of `problem` in random order, the library's first, each into the file as it ends.
+
+    Legal is what is left after the rules, on-chip memory and registers. A file that is there already is gone on with.
+
+    Args:
+      path: of the recording.
+      backends: kernels to sweep beside the library; None sweeps all.
+      sample: how many schedules to draw at random; None, or more than there are, measures all.
+      seed: of the draw and the order.
+      repetitions: of each measurement.
+      progress: called after each trial, and first where a sweep is resumed.
+
+    Returns:
+      what was swept, and every trial.
+
+    Raises:
+      NoCandidate: no kernel can do the problem here.
+      RecordingError: the file cannot be written, or holds another sweep.
+    """
+    head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions)
+    with Recorder(path, head) as recorder:
+        trials = list(recorder.trials)
+        resumed, started = len(trials), time.perf_counter()
+        done = {point(trial.backend, trial.schedule) for trial in trials}
+        left = [candidate for candidate in chosen if point(candidate.backend, candidate.schedule) not in done]
+        times = [
+            (trial.outcome.median_s, n) for n, trial in enumerate(trials) if isinstance(trial.outcome, Measurement)
+        ]
+
+        def tell() -> None:
+            if progress is not None:
+                elapsed_s, made = time.perf_counter() - started, len(trials) - resumed
+                eta_s = elapsed_s / made * (len(chosen) - len(trials)) if made else None
+                best = trials[min(times)[1]] if times else None
+                progress(Progress(len(trials), len(chosen), best, trials[-1], elapsed_s, eta_s, resumed))
+
+        if resumed:
+            tell()
+        for candidate, outcome in _measured(operation, problem, runner, left, repetitions):
+            c = candidate
+            trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
+            recorder.add(trials[-1])
+            if isinstance(outcome, Measurement):
+                times.append((outcome.median_s, len(trials) - 1))
+            tell()
+    return head, trials
+
+
+def _plan(
+    operation: Operation[Any],
+    problem: Problem,
+    runner: Runner,
+    backends: frozenset[str] | None,
+    sample: int | None,
+    seed: int,
+    repetitions: int,
+) -> tuple[Sweep, list[Candidate]]:
+    """The head of the recording, and what to measure in which order."""
+    libraries: list[Candidate] = []
+    schedules: list[Candidate] = []
+    refused: dict[str, str] = {}
+    dropped: collections.Counter[str] = collections.Counter()
+    space = 0
+    for kernel, pruned in tuner.explain(operation, problem, runner.hardware):
+        if backends is not None and kernel.backend not in backends and not kernel.library:
+            continue
+        if isinstance(pruned, str):
+            refused[kernel.backend] = pruned
+            continue
+        (libraries if kernel.library else schedules).extend(pruned.candidates())
+        space += pruned.size
+        dropped.update(pruned.dropped)
+    legal = [*libraries, *schedules]
+    if not legal:
+        raise NoCandidate(f"nothing of {operation.name} {problem} can run on {runner.hardware.kind}: {refused}")
+    if sample is not None and sample >= len(schedules):
+        sample = None
+    # The draw is from an order that no change of the model changes.
+    schedules.sort(key=lambda candidate: (candidate.backend, schedule_to_text(candidate.schedule)))
+    draw = random.Random(seed)
+    chosen = [*libraries, *draw.sample(schedules, len(schedules) if sample is None else sample)]
+    target = runner.hardware.target
+    head = Sweep(
+        operation=operation.name,
+        problem=problem.canonical(),
+        platform=target.platform,
+        kind=target.kind,
+        architecture=target.architecture,
+        cores=target.cores,
+        environment=runner.environment,
+        versions={candidate.backend: candidate.version for candidate in legal},
+        refused=refused,
+        space=space,
+        dropped=dict(dropped),
+        legal=len(legal),
+        sample=sample,
+        seed=seed,
+        repetitions=repetitions,
+    )
+    return head, chosen
+
+
+def _measured(
+    operation: Operation[Any], problem: Problem, runner: Runner, candidates: Sequence[Candidate], repetitions: int
+) -> Iterator[tuple[Candidate, Outcome]]:
+    """Each candidate with its outcome, as they end."""
+    waiting = collections.deque(candidates)
+    with ThreadPoolExecutor(runner.slots) as threads:
+        running: dict[Future[Outcome], Candidate] = {}
+        while waiting or running:
+            while waiting and len(running) < runner.slots:
+                c = waiting.popleft()
+                task = Task(operation, problem, c.backend, c.schedule, repetitions)
+                running[threads.submit(runner.measure, task)] = c
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()

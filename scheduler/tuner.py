@@ -1,0 +1,556 @@
+"""Where the pieces meet: predict(), the free answer, and tune(), the paid one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from scheduler.bench import condition
+from scheduler.cost import CostModel
+from scheduler.errors import NoCandidate, StoreError
+from scheduler.hardware import Hardware
+from scheduler.lease import leased
+from scheduler.legal import illegal as illegal
+from scheduler.prune import Candidate, Pruned, prune
+from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
+from scheduler.race import Result as RaceResult
+from scheduler.record import L2, Entry, Failure, Key, Measurement, Outcome, Record, Schedule, Trial, Verdict
+from scheduler.text import schedule_to_text
+from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
+from search_spaces import locate
+from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.space import Choice
+
+if TYPE_CHECKING:
+    from scheduler.store import Store
+
+_Point = tuple[str, int, tuple[tuple[str, Choice], ...]]  # backend, version, schedule: what tells trials apart
+
+# The model alone displaces the library only where it promises this much: its own error is of that size.
+MODEL_GAIN = 0.10
+FINALISTS = 4
+# Of the legal schedules, the search chooses among this share that the model ranks first, but never among too few.
+KEPT_SHARE = 0.25
+KEPT_PER_TRIAL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What the model says without measuring.
+
+    Attributes:
+      backend, schedule: what to run.
+      predicted_s: its predicted time, seconds.
+      library_s: the predicted time of the library's answer, seconds.
+      reason: why this one, in words.
+    """
+
+    backend: str
+    schedule: Schedule
+    predicted_s: float
+    library_s: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a search is.
+
+    Attributes:
+      done, budget: trials that ended, and that may be spent.
+      best: the fastest trial so far, or None.
+      last: the trial that ended just now.
+      elapsed_s: since the first trial was started.
+      eta_s: the time left at this pace, None before the first trial ended.
+      resumed: trials among `done` that an earlier run of this search made before it was cut short.
+    """
+
+    done: int
+    budget: int
+    best: Trial | None
+    last: Trial
+    elapsed_s: float
+    eta_s: float | None
+    resumed: int = 0
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """A runner that measures nothing: it tells what was measured once, and of some schedules only."""
+
+    def version(self, backend: str, schedule: Schedule) -> int | None:
+        """The kernel version that was measured with this schedule, or None where it was not."""
+
+
+def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
+    return Key(operation.name, hardware.id, problem.canonical())
+
+
+def explain(
+    operation: Operation[Any], problem: Problem, hardware: Hardware
+) -> list[tuple[Kernel[Any, Any], Pruned | str]]:
+    """For each kernel, its space pruned and ranked, or why it cannot do this problem here."""
+    model = CostModel(hardware)
+    return [
+        (
+            kernel,
+            reason
+            if (reason := kernel.supports(problem, hardware.target))
+            else prune(kernel, problem, hardware, model),
+        )
+        for kernel in operation.kernels
+    ]
+
+
+def predict(
+    operation: Operation[Any], problem: Problem, hardware: Hardware, *, backends: frozenset[str] | None = None
+) -> Answer:
+    """The model's first choice, without measuring anything.
+
+    A kernel that competes with the library must promise at least `MODEL_GAIN` over it and have been verified on this
+    architecture; where `backends` leaves the library out, the best prediction is the answer.
+
+    Raises:
+      NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
+    """
+    allowed = _allowed(operation, backends)
+    model = CostModel(hardware)
+    library_s = model.library_seconds(problem)
+    best: Candidate | None = None
+    refused: dict[str, str] = {}
+    for kernel in operation.kernels:
+        if kernel.backend not in allowed or kernel.library:
+            continue
+        if operation.library.backend in allowed and hardware.architecture not in kernel.verified_on:
+            refused[kernel.backend] = f"not verified on {hardware.architecture}"
+        elif reason := kernel.supports(problem, hardware.target):
+            refused[kernel.backend] = reason
+        else:
+            pruned = prune(kernel, problem, hardware, model, keep=1)
+            found = pruned.candidates()
+            if not found:
+                refused[kernel.backend] = f"nothing left of {pruned.size}: {_counts(pruned.dropped)}"
+            elif best is None or found[0].predicted_s < best.predicted_s:
+                best = found[0]
+    if operation.library.backend not in allowed:
+        if best is None:
+            raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {_words(refused)}")
+        return Answer(best.backend, best.schedule, best.predicted_s, library_s, "the model's first choice")
+    if best is not None and best.predicted_s <= (1 - MODEL_GAIN) * library_s:
+        gain = library_s / best.predicted_s
+        return Answer(
+            best.backend,
+            best.schedule,
+            best.predicted_s,
+            library_s,
+            f"the model expects {gain:.2f}x the library's speed",
+        )
+    reason = f"the model expects less than {MODEL_GAIN:.0%} over the library" if best is not None else _words(refused)
+    return Answer(operation.library.backend, {}, library_s, library_s, reason or "the library is the only kernel")
+
+
+def recheck(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    record: Record,
+    *,
+    backends: frozenset[str] | None = None,
+) -> Entry | str:
+    """The entry of a stored record to serve today, or why it no longer holds, in words."""
+    allowed = _allowed(operation, backends)
+    for kernel in operation.kernels:
+        then = record.versions.get(kernel.backend)
+        if kernel.backend not in allowed and not kernel.library:
+            continue
+        if then is None and kernel.supports(problem, hardware.target) is None:
+            return f"it was measured before there was a {kernel.backend} kernel for it"
+        if then is not None and then != kernel.version:
+            return f"the {kernel.backend} kernel is now version {kernel.version}, and {then} was measured"
+    entry = record.best(allowed)
+    if entry is None:
+        return f"none of {', '.join(sorted(allowed))} ran when it was measured"
+    if reason := illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
+        return reason
+    return entry
+
+
+def start_runner(
+    operation: Operation[Any],
+    *,
+    device: int = 0,
+    workers: int | None = None,
+    compile_timeout_s: float | None = None,
+    run_timeout_s: float | None = None,
+) -> Runner:
+    """Worker processes where the device is a GPU that they can share and load `operation`, else this process.
+
+    Args:
+      device: the GPU, by its index among the visible ones.
+      workers: how many processes, on a CPU too; None is one for each core on a GPU, none on a CPU.
+      compile_timeout_s, run_timeout_s: as in `Pool`; this process has nobody to watch it.
+
+    Raises:
+      WorkerError: there is no GPU of this index, or its workers cannot start.
+    """
+    gpu = Gpu.wanted(device)
+    if locate(operation) is None:
+        gpu = None
+    if gpu is None and workers is None:
+        return InProcess()
+    return Pool(gpu or Gpu.none(), slots=workers, compile_timeout_s=compile_timeout_s, run_timeout_s=run_timeout_s)
+
+
+def tune(
+    operation: Operation[Any],
+    problem: Problem,
+    *,
+    backends: frozenset[str] | None = None,
+    budget: int = 64,
+    seconds: float | None = None,
+    seed: int = 0,
+    l2: L2 = "cold",
+    store: Store | None = None,
+    runner: Runner | None = None,
+    device: int = 0,
+    workers: int | None = None,
+    compile_timeout_s: float | None = None,
+    run_timeout_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Record:
+    """Searches the schedules of `problem` by timing them on the device; the library's answer is always among them.
+
+    Trials that `store` has of a search of this problem that was cut short, by the same kernels and under the same
+    conditions, are not made again: they count as trials of this one.
+
+    Where another process that shares `store` is tuning `problem` now, its record is waited for, and is the answer.
+
+    Args:
+      backends: kernels to try beside the library; None tries all that support the problem.
+      budget: trials, the library's included.
+      seconds: stop proposing trials after so many seconds.
+      seed: of the search; the inputs are always the same.
+      l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
+      store: gets every trial as it ends, and the record; where it refuses one, a warning says so, and it gets no more.
+      runner: where candidates run; by default one is started on `device` and closed at the end. A `replay.Replay` needs
+        no device: then only what it holds is searched.
+      workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `start_runner`.
+      progress: called after each trial, and first where a search is resumed, from the calling thread.
+
+    Raises:
+      NoCandidate: nothing ran; the message counts why.
+      WorkerError: the workers cannot start, or met a defect of a kernel that is no compiler error.
+    """
+    if budget < 1:
+        raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
+    with contextlib.ExitStack() as stack:
+        if runner is None:
+            runner = start_runner(
+                operation,
+                device=device,
+                workers=workers,
+                compile_timeout_s=compile_timeout_s,
+                run_timeout_s=run_timeout_s,
+            )
+            stack.callback(runner.close)
+        if store is not None:
+            made = stack.enter_context(leased(store, key_of(operation, problem, runner.hardware)))
+            if made is not None and isinstance(
+                recheck(operation, problem, runner.hardware, made, backends=backends), Entry
+            ):
+                return made
+        return _Tuning(operation, problem, runner, budget, l2, store).run(
+            _allowed(operation, backends), seconds, seed, progress
+        )
+
+
+class _Tuning:
+    """One search under way: what is known of its candidates, and where they run."""
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        problem: Problem,
+        runner: Runner,
+        budget: int,
+        l2: L2,
+        store: Store | None,
+    ) -> None:
+        self.operation, self.problem, self.runner = operation, problem, runner
+        self.budget, self.l2, self.store = budget, l2, store
+        self.key = key_of(operation, problem, runner.hardware)
+        self.candidates: list[Candidate] = []
+        self.trials: dict[int, Trial] = {}  # candidate -> its trial, in the order they ended
+        self.resumed = 0  # how many of them an earlier run of this search made
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.versions: dict[str, int] = {}
+        self.size = 0
+        self.incumbent_s: float | None = None
+        self.repetitions, self.repetitions_of_round = repetitions(runner.hardware)
+
+    def run(
+        self,
+        allowed: frozenset[str],
+        seconds: float | None,
+        seed: int,
+        progress: Callable[[Progress], None] | None,
+    ) -> Record:
+        self._collect(allowed, self._told())
+        self._search(seconds, seed, progress)
+        entries, verdict = self._run_off(self._finalists(), seed)
+        record = Record(
+            key=self.key,
+            entries=entries,
+            versions=self.versions,
+            environment=self.runner.environment,
+            budget=self.budget,
+            tried=len(self.trials),
+            space=self.size,
+            confidence=verdict,
+        )
+        self._keep(lambda store: store.put(record))
+        return record
+
+    def _keep(self, write: Callable[[Store], None]) -> None:
+        """Writes to the store. One that refuses is done without from then on: the search costs more than its trace."""
+        if self.store is None:
+            return
+        try:
+            write(self.store)
+        except StoreError as error:
+            self.store = None
+            warnings.warn(f"{error} (the search goes on without it)", RuntimeWarning, stacklevel=2)
+
+    def _told(self) -> dict[_Point, Trial]:
+        """The trials of an earlier run of this search that were made as this run would make them."""
+        if self.store is None:
+            return {}
+        made = self.store.trials(self.key, self.runner.environment, unfinished=True)
+        here = condition(self.problem, self.runner.hardware, self.l2)
+        return {
+            _point(trial): trial
+            for trial in made
+            if isinstance(trial.outcome, Failure) or (trial.outcome.clock, trial.outcome.l2) == here
+        }
+
+    def _collect(self, allowed: frozenset[str], told: Mapping[_Point, Trial]) -> None:
+        """Chooses the candidates, and takes for their trials those of `told`."""
+        hardware = self.runner.hardware
+        model = CostModel(hardware)
+        # The library first: whatever ends the search early, there is something to compare with.
+        for kernel in sorted(self.operation.kernels, key=lambda kernel: not kernel.library):
+            if kernel.backend not in allowed and not kernel.library:
+                continue
+            if reason := kernel.supports(self.problem, hardware.target):
+                self.dropped[f"{kernel.backend}: {reason}"] += 1
+                continue
+            pruned = prune(kernel, self.problem, hardware, model)
+            legal = self._recorded(pruned.candidates())
+            keep = max(KEPT_PER_TRIAL * self.budget, int(KEPT_SHARE * len(legal)))
+            self.candidates += [c for rank, c in enumerate(legal) if rank < keep or _point(c) in told]
+            self.size += pruned.size
+            self.dropped.update(pruned.dropped)
+            self.versions[kernel.backend] = legal[0].version if legal else kernel.version
+        index = {_point(candidate): i for i, candidate in enumerate(self.candidates)}
+        self.trials = {index[point]: trial for point, trial in told.items() if point in index}
+        self.resumed = len(self.trials)
+        self.incumbent_s = min(filter(None, map(_seconds, self.trials.values())), default=None)
+
+    def _recorded(self, legal: list[Candidate]) -> list[Candidate]:
+        """Those that the runner can tell about, as of the kernel version that it knows."""
+        if not isinstance(self.runner, Recorded):
+            return legal
+        versions = [(candidate, self.runner.version(candidate.backend, candidate.schedule)) for candidate in legal]
+        found = [
+            dataclasses.replace(candidate, version=version) for candidate, version in versions if version is not None
+        ]
+        if len(found) < len(legal):
+            self.dropped["not in the recording"] += len(legal) - len(found)
+        return found
+
+    def _search(self, seconds: float | None, seed: int, progress: Callable[[Progress], None] | None) -> None:
+        from scheduler.search import Search  # Optuna takes 0.4 s to import, and a cached answer needs none of it
+
+        known = {index: _seconds(trial) for index, trial in self.trials.items()}
+        budget = max(self.budget, len(known) + (0 not in known))
+        search = Search(self.candidates, budget=budget, seed=seed, first=[0], known=known)
+        started = time.perf_counter()
+        total = min(budget, len(self.candidates))
+        best = min(filter(_seconds, self.trials.values()), key=_time, default=None)
+        if self.resumed and progress is not None:
+            last = list(self.trials.values())[-1]
+            progress(Progress(self.resumed, total, best, last, 0.0, None, self.resumed))
+        with ThreadPoolExecutor(self.runner.slots) as threads, _stopping(self.runner):
+            running: dict[Future[Outcome], int] = {}
+            while True:
+                # The first trial, the library's, is taken in any case: there must be an answer.
+                late = (
+                    seconds is not None
+                    and bool(running or 0 in self.trials)
+                    and time.perf_counter() - started > seconds
+                )
+                while not late and len(running) < self.runner.slots and (index := search.ask()) is not None:
+                    running[threads.submit(self._measure, index)] = index
+                if not running:
+                    return
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    index = running.pop(future)
+                    trial = self._end_trial(index, future.result())
+                    time_s = _seconds(trial)
+                    search.tell(index, time_s)
+                    if time_s is not None and (best is None or time_s < _time(best)):
+                        best = trial
+                    if progress is not None:
+                        elapsed, done = time.perf_counter() - started, len(self.trials)
+                        left = elapsed / (done - self.resumed) * (total - done)
+                        if seconds is not None:
+                            left = min(left, max(0.0, seconds - elapsed))
+                        progress(Progress(done, total, best, trial, elapsed, left, self.resumed))
+
+    def _task(self, index: int, repetitions: int) -> Task:
+        c = self.candidates[index]
+        return Task(self.operation, self.problem, c.backend, c.schedule, repetitions, self.l2, self.incumbent_s)
+
+    def _measure(self, index: int) -> Outcome:
+        return self.runner.measure(self._task(index, self.repetitions))
+
+    def _end_trial(self, index: int, outcome: Outcome) -> Trial:
+        c = self.candidates[index]
+        number = max((trial.number for trial in self.trials.values()), default=-1) + 1
+        trial = Trial(number, c.backend, c.version, c.schedule, outcome, c.predicted_s)
+        self.trials[index] = trial
+        if isinstance(outcome, Measurement):
+            self.incumbent_s = min(outcome.median_s, self.incumbent_s or outcome.median_s)
+        self._keep(lambda store: store.add_trial(self.key, trial, self.runner.environment))
+        return trial
+
+    def _finalists(self) -> list[int]:
+        """The fastest few and the best of each backend, each right for other inputs and on the problem's neighbour.
+
+        One that is not has failed, and the next best takes its place.
+
+        Raises:
+          NoCandidate: nobody is left.
+        """
+        confirmed: set[int] = set()
+        while True:
+            measured = [i for i, trial in self.trials.items() if isinstance(trial.outcome, Measurement)]
+            if not measured:
+                # Whoever asks again has changed something, and wants to see it tried.
+                self._keep(lambda store: store.finish(self.key))
+                failed = collections.Counter(str(trial.outcome) for trial in self.trials.values())
+                raise NoCandidate(
+                    f"none of {self.size} schedules of {self.key} ran: dropped {_counts(self.dropped)}; "
+                    f"failed {_counts(failed)}"
+                )
+            ranked = sorted(measured, key=lambda index: _time(self.trials[index]))
+            finalists = list(dict.fromkeys([*ranked[:FINALISTS], *self._best_of_each_backend(ranked)]))
+            asked = [index for index in finalists if index not in confirmed]
+            if not asked:
+                return finalists
+            with ThreadPoolExecutor(self.runner.slots) as threads:
+                tasks = [self._task(index, self.repetitions) for index in asked]
+                for index, failure in zip(asked, threads.map(self.runner.confirm, tasks), strict=True):
+                    confirmed.add(index)
+                    if failure is not None:
+                        self._refute(index, failure)
+
+    def _refute(self, index: int, failure: Failure) -> None:
+        trial = self.trials[index] = dataclasses.replace(self.trials[index], outcome=failure)
+        self._keep(lambda store: store.replace_trial(self.key, trial))
+
+    def _best_of_each_backend(self, ranked: Sequence[int]) -> list[int]:
+        best: dict[str, int] = {}
+        for index in ranked:
+            best.setdefault(self.candidates[index].backend, index)
+        return list(best.values())
+
+    def _run_off(self, finalists: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
+        """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is."""
+        rivals = {
+            Rival(f"{c.backend} {schedule_to_text(c.schedule)}", c.library, c.onchip_bytes): index
+            for index, c in ((index, self.candidates[index]) for index in finalists)
+        }
+        labelled = {rival.label: index for rival, index in rivals.items()}
+        ended = run_off(
+            self.runner,
+            list(rivals),
+            lambda rival: self.runner.measure(self._task(rivals[rival], self.repetitions_of_round), again=True),
+            seed=seed,
+        )
+        times = {labelled[label]: ended.times[label] for label in ended.order}
+        if not times:  # every finalist failed when it ran again: their trials are what is known
+            times = {i: self.trials[i].outcome for i in finalists}  # type: ignore[misc]
+        order = list(times)
+        kept = dict.fromkeys([*order[:2], *self._best_of_each_backend(order)])
+        entries = (
+            Entry(c.backend, c.version, c.schedule, times[i], c.predicted_s)
+            for i, c in ((i, self.candidates[i]) for i in kept)
+        )
+        return tuple(entries), ended.verdict
+
+
+def run_off(
+    runner: Runner, rivals: Sequence[Rival], time_again: Callable[[Rival], Outcome], *, seed: int
+) -> RaceResult:
+    """A race on the device of `runner`; its verdict also notes who failed, and whether others used the device."""
+    others = runner.others()
+    most_rounds = MOST_ROUNDS if runner.hardware.platform == "cuda" else FEWEST_ROUNDS
+    ended = race(rivals, time_again, seed=seed, most_rounds=most_rounds)
+    others = max(others, runner.others())
+    notes = [
+        *ended.verdict.notes,
+        *(f"{label} failed when it ran again: {failure}" for label, failure in ended.failures.items()),
+    ]
+    if others:
+        notes.append(f"{others} other process{'es were' if others > 1 else ' was'} on the device")
+    return dataclasses.replace(ended, verdict=dataclasses.replace(ended.verdict, notes=tuple(notes)))
+
+
+def repetitions(hardware: Hardware) -> tuple[int, int]:
+    """Of a trial and of one round of a run-off: times settle soon on a device; an interpreted kernel only rehearses."""
+    return (10, 10) if hardware.platform == "cuda" else (3, 2)
+
+
+@contextlib.contextmanager
+def _stopping(runner: Runner) -> Iterator[None]:
+    """Who interrupts a search waits for no candidate: its runner is closed."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C, or the end of the program
+        runner.close()
+        raise
+
+
+def _point(of: Candidate | Trial) -> _Point:
+    return of.backend, of.version, tuple(sorted(of.schedule.items()))
+
+
+def _seconds(trial: Trial) -> float | None:
+    return trial.outcome.median_s if isinstance(trial.outcome, Measurement) else None
+
+
+def _time(trial: Trial) -> float:
+    assert not isinstance(trial.outcome, Failure)
+    return trial.outcome.median_s
+
+
+def _allowed(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
+    return frozenset(operation.backends) if backends is None else backends
+
+
+def _counts(reasons: Mapping[str, int]) -> str:
+    return "{" + ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) + "}"
+
+
+def _words(refused: Mapping[str, str]) -> str:
+    return "; ".join(f"{backend}: {reason}" for backend, reason in refused.items())
