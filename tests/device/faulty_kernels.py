@@ -1,0 +1,90 @@
+"""A doubled array by Mosaic GPU kernels, one of which is right: the others do what hardware punishes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space, Target
+from search_spaces.jax_compat import plgpu
+
+TILE = 256
+# Elements past the end where nothing is mapped: 4 GiB.
+FAR = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class DoubleProblem(Problem):
+    n: int
+
+    @classmethod
+    def of(cls, *args: Any, **params: Any) -> DoubleProblem:
+        return cls(n=args[0].shape[0])
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((self.n,), jnp.dtype(jnp.float32)),)
+
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.n,), jnp.dtype(jnp.float32))
+
+    def reference(self, *args: jax.Array) -> jax.Array:
+        return args[0] * 2
+
+    @property
+    def flops(self) -> float:
+        return float(self.n)
+
+
+@dataclasses.dataclass(frozen=True)
+class DoubleSchedule:
+    behave: str
+
+
+class Double(Kernel[DoubleProblem, DoubleSchedule]):
+    backend = "mosaic_gpu"
+
+    def space(self, problem: DoubleProblem, target: Target) -> Space[DoubleSchedule]:
+        return Space(DoubleSchedule, {"behave": ("right", "out_of_bounds", "endless", "skips_a_tile")}, {})
+
+    def footprint(self, problem: DoubleProblem, schedules: Columns, target: Target) -> Footprint:
+        return Footprint(
+            arithmetic="float32",
+            grid=(problem.n / TILE,),
+            operands=(Operand(bytes=4.0 * TILE, axes=(0,)),),
+            flops=1.0 * TILE,
+            bytes_written=4.0 * TILE,
+            onchip_bytes=np.full(len(schedules), 8),
+        )
+
+    def run(
+        self, problem: DoubleProblem, schedule: DoubleSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        behave = schedule.behave
+
+        def body(x: Any, result: Any) -> None:
+            tile = lax.axis_index("tile")
+            if behave == "endless":
+                pl.run_scoped(plgpu.barrier_wait, plgpu.Barrier())  # at which nobody arrives
+            start = tile * TILE + (FAR if behave == "out_of_bounds" else 0)
+
+            @pl.when(tile >= (1 if behave == "skips_a_tile" else 0))
+            def store() -> None:
+                result[pl.ds(start, TILE)] = x[pl.ds(tile * TILE, TILE)] * 2
+
+        kernel = plgpu.kernel(body, out_type=problem.result(), grid=(problem.n // TILE,), grid_names=("tile",))
+        doubled: jax.Array = kernel(*args)
+        return doubled
+
+
+class DoubleLibrary(LibraryKernel[DoubleProblem]):
+    def run(self, problem: DoubleProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        return args[0] + args[0]
+
+
+DOUBLE = Operation("faulty_double", DoubleProblem, (Double(), DoubleLibrary()))

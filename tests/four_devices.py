@@ -1,0 +1,134 @@
+"""What a tuned call does on a mesh of four devices; `test_sharding.py` runs it in a process that has so many."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import scheduler
+from scheduler import tuned_matmul
+
+X = jax.random.normal(jax.random.key(0), (32, 24), jnp.float32)
+W = jax.random.normal(jax.random.key(1), (24, 40), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def _no_answers():
+    scheduler.reload()
+
+
+def pallas(a, b):
+    return tuned_matmul(a, b, backends="pallas")
+
+
+def mesh(kind: AxisType, shape=(4,), names=("x",)):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def used_kernels(function, *args) -> bool:
+    """Whether the interpreted kernel's grid loop is in the lowered program."""
+    return "while" in jax.jit(function).lower(*args).as_text()
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_inside_shard_map_our_kernel_answers(check_vma, jitted):
+    f = jax.shard_map(pallas, mesh=mesh(AxisType.Auto), in_specs=(P("x"), P()), out_specs=P("x"), check_vma=check_vma)
+    close((jax.jit(f) if jitted else f)(X, W), X @ W)
+    assert used_kernels(f, X, W)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_replicated_weight_gets_the_gradient_of_all_shards(check_vma):
+    def gradients(product):
+        f = jax.shard_map(
+            lambda x, w: jax.lax.psum((product(x, w) ** 2).sum(), "x"),
+            mesh=mesh(AxisType.Auto),
+            in_specs=(P("x"), P()),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        return jax.jit(jax.grad(f, argnums=(0, 1)))(X, W)
+
+    for ours, theirs in zip(gradients(pallas), gradients(jnp.matmul), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+def test_a_gradient_taken_inside_shard_map_is_that_of_jnp_matmul():
+    def run(product):
+        def step(x, w):
+            return jax.grad(lambda w: jax.lax.pmean((product(x, w) ** 2).sum(), "x"))(w)
+
+        return jax.jit(jax.shard_map(step, mesh=mesh(AxisType.Auto), in_specs=(P("x"), P()), out_specs=P()))(X, W)
+
+    np.testing.assert_allclose(run(pallas), run(jnp.matmul), rtol=1e-4, atol=1e-3)
+
+
+def test_vmap_and_scan_inside_shard_map_agree_with_jnp_matmul():
+    def run(product):
+        def layers(x, ws):
+            batched = jax.vmap(product, in_axes=(0, None))(x.reshape(2, -1, 24), ws[0]).reshape(-1, 24)
+            return jax.lax.scan(lambda x, w: (product(x, w), None), batched, ws)[0]
+
+        f = jax.shard_map(layers, mesh=mesh(AxisType.Auto), in_specs=(P("x"), P()), out_specs=P("x"))
+        return jax.jit(f)(X, jnp.stack([W[:, :24], W[:, 16:]]))
+
+    np.testing.assert_allclose(run(pallas), run(jnp.matmul), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_operands_sharded_over_an_automatic_mesh_go_to_xla(jitted):
+    x = jax.device_put(X, NamedSharding(mesh(AxisType.Auto), P("x")))
+    result = (jax.jit(pallas) if jitted else pallas)(x, W)
+    close(result, X @ W)
+    assert not result.sharding.is_fully_replicated
+    assert not used_kernels(pallas, x, W)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_an_explicit_mesh_gets_the_sharding_that_jnp_matmul_gives(jitted):
+    x = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("x")))
+    result = (jax.jit(pallas) if jitted else pallas)(x, W)
+    close(result, X @ W)
+    assert jax.typeof(result).sharding.spec == jax.typeof(jnp.matmul(x, W)).sharding.spec
+
+
+def test_under_set_mesh_with_explicit_axes_the_numbers_agree():
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        close(jax.jit(pallas)(X, W), X @ W)
+        close(jax.jit(jax.vmap(pallas, (0, None)))(X.reshape(4, 8, 24), W), (X @ W).reshape(4, 8, 40))
+        x = jax.device_put(X, P("x"))
+        gradient = jax.jit(jax.grad(lambda w: (pallas(x, w) ** 2).sum()))(W)
+        np.testing.assert_allclose(gradient, 2 * X.T @ (X @ W), rtol=1e-4, atol=1e-3)
+
+
+def test_a_mesh_with_only_some_manual_axes_goes_to_xla():
+    square = mesh(AxisType.Auto, (2, 2), ("x", "y"))
+    f = jax.shard_map(pallas, mesh=square, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    close(jax.jit(f)(X, W), X @ W)
+    assert not used_kernels(f, X, W)
+
+
+def test_a_product_whose_contraction_is_split_sums_over_the_shards():
+    f = jax.shard_map(
+        lambda x, w: jax.lax.psum(pallas(x, w), "x"),
+        mesh=mesh(AxisType.Auto),
+        in_specs=(P(None, "x"), P("x", None)),
+        out_specs=P(),
+    )
+    close(jax.jit(f)(X, W), X @ W)
+
+
+def test_an_array_on_another_device_is_answered_there():
+    device = jax.devices()[3]
+    result = pallas(jax.device_put(X, device), jax.device_put(W, device))
+    assert result.devices() == {device}
+    close(result, X @ W)

@@ -1,0 +1,50 @@
+"""Mosaic GPU kernels without a GPU: lowered for CUDA, asked for their on-chip memory, interpreted."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
+
+from scheduler import hardware
+from search_spaces import Kernel, Problem
+from search_spaces.jax_compat import gpu_interpreter
+
+H200 = hardware.find("NVIDIA H200")
+
+
+def lower(kernel: Kernel[Any, Any], problem: Problem, schedule: Any) -> Any:
+    """The whole Python side of building a kernel for an H200; raises where a schedule is illegal."""
+
+    def run(*args: jax.Array) -> jax.Array:
+        return kernel.run(problem, schedule, H200.target, *args)
+
+    return jax.jit(run).trace(*problem.operands()).lower(lowering_platforms=("cuda",))
+
+
+def onchip_bytes_asked(lower: Callable[[], Any]) -> int:
+    """What Mosaic GPU asks for: with a limit of 0 it refuses every kernel, and says how much that one wanted."""
+    try:
+        with mosaic_gpu_core.artificial_shared_memory_limit(0):
+            lower()
+    except ValueError as error:
+        if found := re.search(r"smem_bytes=(\d+) > max_smem_bytes=0", str(error)):
+            return int(found[1])
+        raise
+    return 0
+
+
+def interpret(
+    kernel: Kernel[Any, Any], problem: Problem, schedule: Any, *, cores: int, detect_races: bool = False
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """What the kernel computes on a chip of so few cores, interpreted on the CPU, and the right answer."""
+    target = dataclasses.replace(H200.target, cores=cores)
+    args = problem.inputs(seed=0)
+    with gpu_interpreter(detect_races=detect_races):
+        actual = jax.jit(lambda *args: kernel.run(problem, schedule, target, *args))(*args)
+    return np.asarray(actual, np.float32), np.asarray(problem.reference(*args), np.float32)

@@ -1,0 +1,109 @@
+"""A product's derivative, transpose and batching rules against those that JAX derives for its own product."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from search_spaces.kernel import Library, Target
+from search_spaces.matmul import MATMUL, MatmulProblem, calculus
+
+TARGET = Target("cpu", "cpu", "cpu", 1)
+LAYOUTS = list(itertools.product([False, True], [False, True], [1, 3]))
+
+
+def product(problem: MatmulProblem, *args: jax.Array) -> jax.Array:
+    """XLA's product, insisting on the operands that the problem describes."""
+    assert [(x.shape, x.dtype) for x in args] == [(s.shape, s.dtype) for s in problem.operands()]
+    result = MATMUL.library.run(problem, Library(), TARGET, *args)
+    assert (result.shape, result.dtype) == (problem.result().shape, problem.result().dtype)
+    return result
+
+
+def problem_of(transpose_a: bool, transpose_b: bool, batch: int, **fields: str) -> MatmulProblem:
+    fields = {"dtype": "float32", **fields}
+    return MatmulProblem(5, 7, 6, batch=batch, transpose_a=transpose_a, transpose_b=transpose_b, **fields)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).astype(dtype)
+
+
+def inputs(p: MatmulProblem, seed: int) -> list[jax.Array]:
+    return [normal(seed + i, s.shape, s.dtype) for i, s in enumerate(p.operands())]
+
+
+def close(actual, expected, tolerance=1e-5):
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(actual.astype(jnp.float32), expected.astype(jnp.float32), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("transpose_a", "transpose_b", "batch"), LAYOUTS)
+def test_the_backward_products_are_those_of_the_dot_product(transpose_a, transpose_b, batch):
+    p = problem_of(transpose_a, transpose_b, batch)
+    a, b = inputs(p, 0)
+    c, vjp = jax.vjp(lambda a, b: product(p, a, b), a, b)
+    ct = normal(9, c.shape)
+    da, none_a = calculus.transpose(product, p, ct, (None, b))
+    none_b, db = calculus.transpose(product, p, ct, (a, None))
+    assert none_a is None
+    assert none_b is None
+    for ours, theirs in zip((da, db), vjp(ct), strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [("bfloat16", "float32"), ("float16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_a_cotangent_of_another_dtype_keeps_the_wider_one(dtype, out_dtype):
+    p = problem_of(False, True, 1, dtype=dtype, out_dtype=out_dtype)
+    _, b = inputs(p, 0)
+    ct = normal(9, p.result().shape, out_dtype)
+    posed = []
+    da, _ = calculus.transpose(lambda q, *args: posed.append(q) or product(q, *args), p, ct, (None, b))
+    assert posed[0].dtype == "float32"
+    close(da, (ct.astype(jnp.float32) @ b.astype(jnp.float32)).astype(dtype), 1e-2)
+
+
+def test_precision_is_passed_on_to_the_backward_products():
+    p = problem_of(False, False, 1, precision="highest")
+    a, b = inputs(p, 0)
+    posed = []
+    calculus.transpose(lambda q, *args: posed.append(q) or product(q, *args), p, product(p, a, b), (None, b))
+    assert [q.precision for q in posed] == ["highest"]
+
+
+@pytest.mark.parametrize("moving", [(True, True), (True, False), (False, True), (False, False)])
+def test_the_tangent_is_linear_in_the_tangents_that_are_there(moving):
+    p = problem_of(True, False, 1)
+    (a, b), (da, db) = inputs(p, 0), inputs(p, 2)
+    given = (da if moving[0] else None, db if moving[1] else None)
+    c, tangent = calculus.jvp(product, p, (a, b), given)
+    zeros = tuple(jnp.zeros_like(x) if t is None else t for x, t in zip((a, b), given, strict=True))
+    expected, expected_tangent = jax.jvp(lambda a, b: product(p, a, b), (a, b), zeros)
+    close(c, expected)
+    if not any(moving):
+        assert tangent is None
+    else:
+        close(tangent, expected_tangent)
+
+
+@pytest.mark.parametrize(("transpose_a", "transpose_b", "batch"), LAYOUTS)
+@pytest.mark.parametrize("dims", [(0, None), (1, None), (None, 0), (None, 2), (0, 0), (1, 2), (2, 0)])
+def test_one_product_does_for_a_vmapped_one(transpose_a, transpose_b, batch, dims):
+    p, size = problem_of(transpose_a, transpose_b, batch), 4
+    args = [
+        x if dim is None else normal(i, (*x.shape[:dim], size, *x.shape[dim:]))
+        for i, (x, dim) in enumerate(zip(inputs(p, 0), dims, strict=True))
+    ]
+    posed = []
+    c, dim = calculus.batch(lambda q, *args: posed.append(q) or product(q, *args), p, args, dims)
+    expected = jax.vmap(lambda a, b: product(p, a, b), dims, out_axes=dim)(*args)
+    close(c, expected)
+    (q,) = posed
+    assert q.flops == size * p.flops
+    assert q.batch == (size * batch if None not in dims else batch), "an operand that is not batched is read once"

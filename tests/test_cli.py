@@ -1,0 +1,286 @@
+"""The command line as a shell and a program meet it: what it prints where, and how it ends."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import gone
+from typer.testing import CliRunner
+from values import ENVIRONMENT, KEY, record
+
+from scheduler.cli import app
+from scheduler.errors import StoreError
+from scheduler.record import Key
+from scheduler.store import Store
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["m=32", "n=32", "k=32", "dtype=float32"]
+
+
+def run(*arguments, status=0, stdin=None):
+    """Standard output, standard error."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="tile-scheduler", input=stdin)
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output
+    return result.stdout, result.stderr
+
+
+def own_list():
+    """What `list` tells of the user's own records: the shipped ones, real ones, come and go."""
+    return [row for row in json.loads(run("list", "--json")[0]) if row["where"] != "shipped"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "cache.db")
+    yield store
+    store.close()
+
+
+def test_what_is_tuned_is_listed_shown_explained_and_not_tuned_again(store):
+    out, err = run("tune", "matmul", *SMALL, "--budget", 3)
+    assert "3 trials of" in out
+    assert "winner" in out
+    assert f"Stored in {store.location}" in out
+    assert "3/3 trials" in err
+    out, _ = run("tune", "matmul", *SMALL)
+    assert "Already tuned" in out
+    out, _ = run("tune", "matmul", *SMALL, "--budget", 2, "--force")
+    assert "2 trials of" in out
+    (listed,) = own_list()
+    assert (listed["operation"], listed["tried"], listed["unconfirmed"]) == ("matmul", 2, False)
+    (shown,) = json.loads(run("show", "matmul", *SMALL, "--json")[0])
+    assert shown["winner"] == shown["entries"][0]
+    assert shown["winner"]["share_of_bound"] > 0
+    assert len(shown["trials"]) == 5
+    assert shown["confidence"]["rounds"] == 8
+    out, _ = run("show", "matmul", *SMALL)
+    assert "2 trials (budget 2)" in out
+    assert "Run-off: 8 rounds, 16 samples of the winner, L2 warm; the runner-up is slower by " in out
+    explained = json.loads(run("explain", "matmul", *SMALL, "--json")[0])
+    assert explained["holds"]
+    assert sum(kernel["tried"] for kernel in explained["kernels"]) >= 2
+    out, _ = run("explain", "matmul", *SMALL)
+    assert "Winner, from" in out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_record_that_cannot_be_stored_is_printed_and_ends_with_status_1(as_json, monkeypatch):
+    def refuse(*_):
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(Store, "put", refuse)
+    with pytest.warns(RuntimeWarning, match="the disk is full"):
+        out, err = run("tune", "matmul", *SMALL, "--budget", 1, *(["--json"] if as_json else []), status=1)
+    assert "winner" in out
+    assert "Stored in" not in out
+    assert "tile-scheduler: what was found could not be stored in " in err
+
+
+def test_the_state_of_the_cache_is_cold_or_warm():
+    _, err = run("tune", "matmul", *SMALL, "--l2", "tepid", status=2)
+    assert "--l2 is cold or warm, not tepid" in " ".join(err.split())
+
+
+def test_json_of_a_search_has_its_figures_and_nothing_else_is_on_standard_output(store):
+    result = json.loads(run("tune", "matmul", *SMALL, "--budget", 2, "--json")[0])
+    assert (result["state"], result["task"]) == ("tuned", "matmul m=32 n=32 k=32 dtype=float32")
+    assert result["answer"] == result["record"]["winner"]
+    assert {"backend", "schedule", "median_s", "predicted_s", "flops_per_s", "share_of_bound"} <= set(result["answer"])
+    assert result["before"]["backend"] == "xla"
+    assert result["cache"] == store.location
+    assert json.loads(run("tune", "matmul", *SMALL, "--json")[0])["state"] == "known"
+
+
+def test_explain_answers_for_a_chip_that_is_not_here_and_its_counts_add_up():
+    fields = ["m=4096", "n=4096", "k=3776"]
+    explained = json.loads(run("explain", "matmul", *fields, "--hardware", "NVIDIA H200", "--json")[0])
+    assert explained["hardware"].startswith("NVIDIA H200")
+    for kernel in explained["kernels"]:
+        assert kernel["size"] == sum(kernel["dropped"].values()) + kernel["tried"] + kernel["untried"]
+    out, _ = run("explain", "matmul", *fields, "--hardware", "NVIDIA H200")
+    assert "on-chip memory" in out
+    assert "Nothing is stored; run: tile-scheduler tune matmul m=4096" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["tune", "matmul", "mm=3"], "did you mean 'm'?"),
+        (["tune", "matmul", "m=3"], "missing n, k"),
+        (["tune", "matmul", "m"], "a field is name=value, not 'm'"),
+        (["tune", "matmul", "m=3", "m=4"], "m is given twice"),
+        (["tune", "matmull", "m=3"], "no operation 'matmull' (here: matmul"),
+        (["tune"], "name either an operation with its fields, or a job"),
+        (["tune", "matmul", *SMALL, "--job", "job.toml"], "name either an operation with its fields, or a job"),
+        (["tune", "--job", "job.toml", "--budget", "3"], "written in its file"),
+        (["tune", "matmul", *SMALL, "--budget", "0"], "--budget"),
+        (["tune", "matmul", *SMALL, "--backends", "cuda"], "no backend 'cuda' (it has: "),
+        (["explain", "matmul", *SMALL, "--hardware", "H2000"], "no hardware 'H2000' (known: NVIDIA H200"),
+        (["forget"], "name a problem, or say --all"),
+        (["forget", "matmul", *SMALL, "--all"], "exclude each other"),
+        (["lst"], "No such command 'lst'"),
+    ],
+)
+def test_wrong_words_end_with_status_2_and_name_the_right_ones(arguments, complaint):
+    out, err = run(*arguments, status=2)
+    assert out == ""
+    assert complaint in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["show", "matmul", *SMALL], "run: tile-scheduler tune matmul m=32"),
+        (["forget", "matmul", *SMALL], "nothing of that is in"),
+        (["import", "not-there"], "not-there: No such file or directory"),
+        (["tune", "--job", "not-there"], "not-there: No such file or directory"),
+        (["build-cache", "not-there"], "no directory not-there"),
+    ],
+)
+def test_what_cannot_be_done_ends_with_status_1_and_a_sentence(arguments, complaint):
+    out, err = run(*arguments, status=1)
+    assert out == ""
+    assert err.startswith("tile-scheduler: ")
+    assert complaint in err
+
+
+def spoil(path):
+    path.write_bytes(b"no database" * 500)
+
+
+def age(path):
+    Store(path).put(record())
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE schema_version SET version = 99")
+
+
+@pytest.mark.parametrize("harm", [spoil, age])
+def test_a_cache_that_cannot_be_read_is_a_sentence_and_reading_goes_on_without_it(harm, tmp_path):
+    harm(tmp_path / "cache.db")
+    for command, status in ((["list"], 0), (["explain", "matmul", *SMALL], 0), (["show", "matmul", *SMALL], 1)):
+        out, err = run(*command, status=status)
+        assert "cache.db" in err
+        assert "(going on without it)" in err
+        assert bool(out) == (status == 0)
+    for command in (["tune", "matmul", *SMALL], ["export"]):
+        _, err = run(*command, status=1)
+        assert "cache.db" in err
+    out, _ = run("doctor", status=1)
+    assert "broken" in out
+
+
+def test_records_travel_by_export_and_import_and_are_forgotten(store, tmp_path):
+    store.put(record())
+    text, _ = run("export")
+    _, err = run("export", tmp_path / "records.jsonl", "--hardware", "h200")
+    assert "1 records" in err
+    assert (tmp_path / "records.jsonl").read_text() == text
+    assert run("export", "--hardware", "A100")[0] == ""
+    run("forget", "--all", "--hardware", "A100", status=1)
+    run("forget", "matmul", "--all")
+    assert store.get(KEY) is None
+    run("import", "-", stdin=text)
+    assert store.get(KEY) == record()
+
+
+def test_a_directory_of_exported_records_becomes_a_shipped_cache(store, tmp_path):
+    (tmp_path / "records").mkdir()
+    store.put(record())
+    run("export", tmp_path / "records")
+    _, err = run("build-cache", tmp_path / "records", tmp_path / "shipped.db")
+    assert "1 records" in err
+    assert Store(tmp_path / "shipped.db", readonly=True).get(KEY) == record()
+
+
+def test_a_record_of_another_minor_version_of_jax_is_listed_as_unconfirmed(store):
+    here = importlib.metadata.version("jax")
+    old, same = (dataclasses.replace(KEY, operation=name) for name in ("old", "same"))
+    store.put(record(key=old, environment=dataclasses.replace(ENVIRONMENT, jax="0.9.1")))
+    store.put(record(key=same, environment=dataclasses.replace(ENVIRONMENT, jax=here)))
+    assert {row["operation"]: row["unconfirmed"] for row in own_list()} == {"old": True, "same": False}
+    assert "unconfirmed" in run("list", "--operation", "old")[0]
+    assert "unconfirmed" not in run("list", "--operation", "same")[0]
+
+
+def test_a_job_tells_before_and_after_and_fails_where_one_problem_did(tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text('operation="matmul"\nbudget=2\n[[problem]]\nm=8\nn=8\nk=8\n[[problem]]\nm=8\nq=1\n')
+    out, err = run("tune", "--job", job, status=1)
+    assert "before" in out
+    assert "matmul m=8 n=8 k=8" in out
+    assert "no field 'q'" in out
+    assert "1 of 2 problems failed" in err
+    job.write_text(job.read_text().rpartition("[[problem]]")[0])
+    results = json.loads(run("tune", "--job", job, "--json")[0])["results"]
+    assert [result["state"] for result in results] == ["known"]
+
+
+def test_doctor_names_versions_caches_and_what_each_backend_can_do_here(store):
+    found = {row["what"]: row for row in json.loads(run("doctor", "--json")[0])}
+    assert importlib.metadata.version("jax") in found["packages"]["detail"]
+    assert store.location in found["cache"]["detail"]
+    assert found["matmul: xla"]["state"] == "ok"
+    assert "Hopper" in found["matmul: mosaic_gpu"]["detail"]
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(store):
+    command = [sys.executable, "-m", "scheduler", "tune", "matmul", "m=128", "n=128", "k=128", "dtype=float32"]
+    process = subprocess.Popen([*command, "--budget=500"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert "trials" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted; what was measured so far is kept" in err
+    assert "Traceback" not in err
+    key = json.dumps({"dtype": "float32", "k": 128, "m": 128, "n": 128}, separators=(",", ":"))
+    assert store.trials(dataclasses.replace(KEY, hardware="cpu (1 cores, 16 GiB)", problem=key))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)], ids=str
+)
+def test_an_end_by_any_signal_is_prompt_keeps_the_trials_and_leaves_no_worker(store, number, status):
+    script = "script=" + " ".join(["stuck"] * 6)
+    command = [sys.executable, "-m", "scheduler", "tune", "tests/operations.py:FAULTY", "n=8", script, "--workers=2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert "1/7 trials" in process.stderr.readline()  # the library's; both workers are on a candidate that hangs
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    workers = [int(word) for file in children for word in file.read_text().split()]
+    assert len(workers) == 2
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == status
+    assert "Traceback" not in err
+    assert ("interrupted; what was measured so far is kept" in err) == (status > 0)
+    assert [gone(worker) for worker in workers] == [True, True]
+    problem = json.dumps({"n": 8, "script": script.removeprefix("script=")}, separators=(",", ":"))
+    trials = store.trials(Key("faulty", "cpu (1 cores, 16 GiB)", problem))
+    assert [trial.backend for trial in trials] == ["xla"]
+
+
+def test_a_candidate_that_hangs_is_given_up_after_the_time_that_was_allowed(store):
+    tune = ["tune", ROOT / "tests" / "operations.py:FAULTY", "n=8", "script=ok hang", "--workers", 2]
+    result = json.loads(run(*tune, "--run-timeout", 2, "--json")[0])
+    assert result["record"]["tried"] == 3
+    (shown,) = json.loads(run("show", *tune[1:4], "--json")[0])
+    failures = [trial["failure"] for trial in shown["trials"] if trial["failure"]]
+    assert failures == [{"stage": "timeout", "detail": "run did not end within 2 s"}]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["export"]], ids=str)
+def test_what_needs_no_device_does_not_import_jax(arguments):
+    program = (
+        "import sys\nfrom scheduler.cli import main\n"
+        f"try:\n    main({arguments})\nfinally:\n    sys.exit('jax' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,26 @@
+"""The examples run from start to end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("example", "says"), [("quickstart", "the gradient has shape (256, 128)"), ("own_kernel", "it differentiates")]
+)
+def test_an_example_runs_and_prints_what_it_learned(example, says):
+    ran = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{example}.py"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert says in ran.stdout

@@ -1,0 +1,93 @@
+"""A search through real workers whose candidates misbehave: each is caught for what it is, and nobody else pays."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from operations import FAULTS, FAULTY, RIGHT, FaultyProblem
+
+from scheduler.errors import WorkerError
+from scheduler.hardware import GIB
+from scheduler.record import Failure, Measurement
+from scheduler.store import Store
+from scheduler.tuner import tune
+from scheduler.workers import Gpu, Pool, Task
+
+# Each of these costs the start of a process or two.
+CHEAP = ("wrong", "nan", "unpicklable", "zero", *RIGHT)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    gpu = Gpu(index="", uuid="faults", driver="", free_bytes=4 * GIB)
+    with Pool(gpu, slots=2, compile_timeout_s=15, run_timeout_s=5) as pool:
+        yield pool
+
+
+def task(script, number=0):
+    return Task(FAULTY, FaultyProblem(8, script), "scripted", {"number": number}, 3)
+
+
+scripts = st.tuples(
+    st.lists(st.sampled_from(CHEAP), max_size=4), st.sampled_from(sorted(set(FAULTS) - {"stuck"})), st.randoms()
+)
+
+
+@settings(
+    max_examples=4,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # to shrink a search takes long and tells little
+    suppress_health_check=list(HealthCheck),
+)
+@given(scripts.map(lambda drawn: drawn[2].sample([*drawn[0], drawn[1]], len(drawn[0]) + 1)))
+@example(
+    ["sticky", "drift", "zero", "hang", "wrong", "ok", "abort", "nan", "slow", "exit", "noise", "memory", "unpicklable"]
+)
+def test_every_trial_ends_once_no_innocent_is_blamed_and_the_fastest_right_one_wins(pool, behaviours):
+    problem, store = FaultyProblem(8, " ".join(behaviours)), Store(":memory:")
+    record = tune(FAULTY, problem, budget=64, store=store, runner=pool)
+    trials = store.trials(record.key)
+    assert sorted(trial.schedule.get("number", -1) for trial in trials) == list(range(-1, len(behaviours)))
+    for trial in trials:
+        behave = "ok" if trial.backend == "xla" else behaviours[trial.schedule["number"]]
+        match trial.outcome:
+            case Measurement(median_s=median_s):
+                assert behave in RIGHT
+                assert median_s > 0
+            case Failure(stage, detail):
+                assert (stage, detail) == (FAULTS.get(behave), detail)
+                assert detail
+    best = record.best(frozenset({"scripted"}))
+    assert (best and best.schedule["number"]) == problem.fastest
+
+
+def test_a_compiler_that_does_not_end_is_given_up():
+    gpu = Gpu(index="", uuid="stuck", driver="", free_bytes=GIB)
+    with Pool(gpu, slots=1, compile_timeout_s=2) as pool:
+        pool.measure(task("ok"))  # imports and prepares
+        assert pool.measure(task("ok stuck", 1)) == Failure("timeout", "lower did not end within 2 s")
+        assert isinstance(pool.measure(task("ok stuck", 0)), Measurement)
+
+
+def test_who_waits_for_a_neighbour_that_hangs_is_not_blamed_for_waiting(pool):
+    with ThreadPoolExecutor(2) as threads:
+        hanging = threads.submit(pool.measure, task("hang ok", 0))
+        waiting = threads.submit(pool.measure, task("hang ok", 1))
+        assert hanging.result().stage == "timeout"
+        assert isinstance(waiting.result(), Measurement)
+
+
+def test_an_answer_is_wrong_only_if_it_is_wrong_on_operands_that_nobody_else_had(pool):
+    # The first overwrites the operand that all candidates of a worker share.
+    problem = FaultyProblem(8, "vandal ok ok")
+    with Pool(Gpu(index="", uuid="vandal", driver="", free_bytes=GIB), slots=1) as alone:
+        for number in range(3):
+            outcome = alone.measure(Task(FAULTY, problem, "scripted", {"number": number}, 3))
+            assert isinstance(outcome, Measurement), outcome
+
+
+def test_a_defect_of_a_kernel_is_raised_with_its_trace_and_the_pool_goes_on(pool):
+    with pytest.raises(WorkerError, match="KeyError: 'no such behaviour"):
+        pool.measure(task("defect"))
+    assert isinstance(pool.measure(task("ok")), Measurement)

@@ -1,0 +1,286 @@
+"""The Hopper matmul on a CPU: lowered for CUDA, its on-chip memory compared, small products interpreted."""
+
+import dataclasses
+import random
+import time
+
+import hopper
+import jax
+import numpy as np
+import pytest
+
+from search_spaces import Columns, Target
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER
+from search_spaces.matmul.mosaic_gpu import HopperSchedule, MosaicGpuMatmul, _walk
+from search_spaces.matmul.problem import MatmulProblem
+
+KERNEL = MosaicGpuMatmul()
+TARGET = hopper.H200.target
+BASE = HopperSchedule(
+    tile_m=128,
+    tile_n=128,
+    tile_k=64,
+    stages=3,
+    split="m",
+    cluster="none",
+    raster="n",
+    raster_width=4,
+    epilogue_n=64,
+)
+LARGE = [
+    MatmulProblem(4096, 4096, 4096),
+    MatmulProblem(8192, 8192, 8192, transpose_b=True),
+    MatmulProblem(2048, 5120, 5120),
+    MatmulProblem(2048, 14336, 4096, dtype="float16", out_dtype="float32"),
+    MatmulProblem(4001, 4040, 4104, transpose_a=True),
+    MatmulProblem(4096, 4096, 4096, dtype="float32", transpose_b=True),
+    MatmulProblem(2048, 2048, 128, batch=16),
+]
+SMALL = [
+    MatmulProblem(1, 1, 1),
+    MatmulProblem(5, 16, 24, transpose_b=True),
+    MatmulProblem(16, 8192, 8192),
+    MatmulProblem(100, 72, 40, batch=3, transpose_a=True),
+    MatmulProblem(128, 8192, 8192, transpose_b=True),
+    MatmulProblem(512, 512, 65536, out_dtype="float32"),
+    MatmulProblem(1024, 1024, 2048, transpose_a=True, transpose_b=True),
+    MatmulProblem(30000, 64, 64),
+]
+
+
+def schedule(**fields):
+    return dataclasses.replace(BASE, **fields)
+
+
+def footprint(problem, schedules):
+    return KERNEL.footprint(problem, schedules, TARGET)
+
+
+def sample(problem, count, seed):
+    """Points of the legal space: those whose memory the chip has, and those that want more."""
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    chosen = points.take(sorted(random.Random(seed).sample(range(len(points)), min(count, len(points)))))
+    return list(KERNEL.space(problem, TARGET).schedules(chosen))
+
+
+@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(problem):
+    schedules = sample(problem, 5, seed=str(problem))
+    predictions = footprint(problem, Columns.of(schedules)).onchip_bytes
+    for one, predicted in zip(schedules, predictions, strict=True):
+        assert hopper.onchip_bytes_asked(lambda one=one: hopper.lower(KERNEL, problem, one)) == predicted, one
+        if predicted <= hopper.H200.onchip_bytes:
+            hopper.lower(KERNEL, problem, one)
+        else:
+            with pytest.raises(ValueError, match="exceeds available shared memory"):
+                hopper.lower(KERNEL, problem, one)
+
+
+def test_the_sample_holds_schedules_of_both_sides_of_the_limit():
+    schedules = [(p, one) for p in LARGE + SMALL for one in sample(p, 5, seed=str(p))]
+    fits = [footprint(p, Columns.of([one])).onchip_bytes[0] <= hopper.H200.onchip_bytes for p, one in schedules]
+    assert len(fits) >= 60
+    assert 10 <= sum(fits) <= len(fits) - 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("split", ["m", "n"])
+def test_both_operands_are_read_as_they_lie_in_memory(dtype, transpose_a, transpose_b, split):
+    problem = MatmulProblem(512, 512, 512, dtype=dtype, transpose_a=transpose_a, transpose_b=transpose_b)
+    text = hopper.lower(KERNEL, problem, schedule(split=split)).as_text()
+    assert "mosaic_gpu" in text
+    assert "stablehlo.transpose" not in text
+    assert footprint(problem, Columns.of([schedule(split=split)])).launches[0] == 1
+
+
+@pytest.mark.parametrize("option", [{"jax_enable_x64": True}, {"jax_numpy_dtype_promotion": "strict"}], ids=str)
+def test_a_user_s_defaults_for_types_do_not_reach_into_the_kernel(option):
+    ((name, value),) = option.items()
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        hopper.lower(KERNEL, MatmulProblem(1000, 1024, 1000, batch=3), schedule(cluster="m", raster="m"))
+    finally:
+        jax.config.update(name, before)
+
+
+interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
+
+
+PRODUCTS = {  # name: problem, schedule, cores
+    "one tile per block": (MatmulProblem(256, 256, 256), {}, 4),
+    "many tiles of one step": (MatmulProblem(384, 256, 64), {"tile_m": 64, "tile_n": 128, "split": "n"}, 5),
+    "more stages than steps of a tile": (MatmulProblem(512, 384, 64), {"tile_n": 64, "raster": "m", "stages": 8}, 3),
+    "cluster along m": (MatmulProblem(256, 384, 320), {"stages": 4, "cluster": "m"}, 5),
+    "cluster along n": (MatmulProblem(300, 384, 320), {"cluster": "n", "raster": "m", "raster_width": 2}, 2),
+    "a transposed": (MatmulProblem(136, 200, 104, transpose_a=True), {"split": "n"}, 2),
+    "b transposed": (MatmulProblem(136, 200, 104, transpose_b=True), {"split": "n"}, 2),
+    "both transposed": (MatmulProblem(136, 200, 104, transpose_a=True, transpose_b=True), {}, 2),
+    "batch, padded": (MatmulProblem(130, 70, 90, batch=3), {"tile_n": 64}, 4),
+    "rows of half and a quarter of the widest swizzle": (MatmulProblem(128, 144, 96, transpose_a=True), {}, 4),
+    "scalars": (MatmulProblem(1, 1, 1), {"tile_m": 64, "tile_n": 64, "split": "n", "epilogue_n": 32}, 4),
+    "fewer rows than a swizzle": (MatmulProblem(3, 40, 33), {"tile_m": 64, "split": "n"}, 4),
+    "no powers of two": (
+        MatmulProblem(192, 320, 128, out_dtype="float32"),
+        {"tile_m": 192, "tile_n": 160, "split": "n", "epilogue_n": 16},
+        4,
+    ),
+    "float32": (MatmulProblem(128, 128, 96, dtype="float32", transpose_b=True), {"tile_k": 32, "epilogue_n": 32}, 4),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_right_to_the_last_ragged_edge(name):
+    problem, fields, cores = PRODUCTS[name]
+    actual, expected = hopper.interpret(KERNEL, problem, schedule(**fields), cores=cores)
+    assert actual.shape == problem.result().shape
+    tolerance = problem.tolerance()
+    np.testing.assert_allclose(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
+RACES = {
+    "slots used again, a block without a second tile": (MatmulProblem(256, 256, 320), {"stages": 2}, 3),
+    "ring filled across tiles": (MatmulProblem(256, 256, 64), {"tile_m": 64, "split": "n", "stages": 4}, 2),
+    "cluster along m": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 2}, 2),
+    "cluster along n": (MatmulProblem(128, 512, 192), {"cluster": "n", "stages": 2, "epilogue_n": 32}, 2),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", RACES)
+def test_no_warpgroup_touches_what_another_still_uses(name, capfd):
+    problem, fields, cores = RACES[name]
+    actual, expected = hopper.interpret(KERNEL, problem, schedule(**fields), cores=cores, detect_races=True)
+    tolerance = problem.tolerance()
+    np.testing.assert_allclose(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("problem", LARGE, ids=str)
+def test_the_legal_space_of_a_large_problem_is_near_three_thousand(problem):
+    assert 1000 <= len(KERNEL.space(problem, TARGET).legal()[0]) <= 4000
+
+
+@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+def test_every_problem_has_a_schedule_that_fits(problem):
+    found = footprint(problem, KERNEL.space(problem, TARGET).legal()[0])
+    assert np.any(fits(found))
+
+
+def fits(found):
+    h200 = hopper.H200
+    return (
+        (found.onchip_bytes <= h200.onchip_bytes)
+        & (found.registers <= h200.registers_per_thread)
+        & (found.registers_per_block <= h200.registers_per_core)
+    )
+
+
+@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    rows = np.where(points.split == "m", points.tile_m // 2, points.tile_m)
+    columns = np.where(points.split == "n", points.tile_n // 2, points.tile_n)
+    assert np.all(rows % 64 == 0)
+    assert np.all((columns % 8 == 0) & (columns <= 256))
+    assert np.all(columns % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
+
+
+def test_a_space_and_its_footprint_take_milliseconds():
+    for problem in LARGE + SMALL:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            footprint(problem, KERNEL.space(problem, TARGET).legal()[0])
+            times.append(time.perf_counter() - start)
+        assert min(times) < 8e-3 * SLOW_MACHINE, problem
+
+
+# A busy test machine is no reason to fail: 8 ms are promised on an idle one.
+SLOW_MACHINE = 3
+
+
+@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+def test_a_footprint_accounts_for_the_whole_product(problem):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    found = footprint(problem, points)
+    blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
+    result = problem.result()
+    assert np.all(found.flops * found.steps * blocks >= problem.flops)
+    np.testing.assert_allclose(found.bytes_written * blocks, np.prod(result.shape) * result.dtype.itemsize)
+    for operand, array in zip(found.operands, problem.operands(), strict=True):
+        readers = blocks / np.prod([found.grid[axis] for axis in operand.axes], axis=0)
+        np.testing.assert_allclose(
+            operand.bytes * found.steps * blocks, readers * np.prod(array.shape) * array.dtype.itemsize
+        )
+    assert np.all(found.grid[1] * found.grid[2] % found.cluster == 0)
+
+
+@pytest.mark.parametrize("raster", ["m", "n"])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 4), (8, 8, 2), (7, 5, 4), (3, 10, 8), (10, 3, 16)])
+def test_the_walk_visits_every_tile_once_and_turns_to_a_neighbour_between_bands(rows, columns, width, raster):
+    walk = jax.vmap(lambda number: _walk(number, rows, columns, raster, width))
+    batch, row, column = (np.asarray(x) for x in walk(np.arange(2 * rows * columns, dtype=np.int32)))
+    assert sorted(zip(batch, row, column, strict=True)) == list(np.ndindex(2, rows, columns))
+    minor, major = (row, column) if raster == "m" else (column, row)
+    inside = np.flatnonzero(np.diff(batch) == 0)
+    assert np.all(np.abs(np.diff(major))[inside] <= 1)
+    assert np.all(np.abs(np.diff(minor // width))[inside] <= 1)
+
+
+def test_192_accumulators_are_the_most_that_fit_the_registers():
+    problem = MatmulProblem(4096, 4096, 4096)
+    tiles = [schedule(tile_m=256, tile_n=n, epilogue_n=32) for n in (192, 224, 256)]
+    assert fits(footprint(problem, Columns.of(tiles))).tolist() == [True, False, False]
+
+
+def test_only_arrays_that_copies_cannot_reach_are_padded():
+    reached = [
+        MatmulProblem(4000, 4096, 4160),
+        MatmulProblem(4000, 4112, 4128),
+        MatmulProblem(5, 128, 64),
+        MatmulProblem(8, 24, 40),
+    ]
+    for problem in reached:
+        found = footprint(problem, Columns.of([BASE]))
+        assert (found.launches[0], found.copied_bytes[0]) == (1, 0), problem
+    problem = MatmulProblem(
+        4001, 4096, 4104
+    )  # a and the result have an odd row, a's rows of k are not whole swizzled rows
+    found = footprint(problem, Columns.of([BASE]))
+    a, c = 4001 * 4104 + 4008 * 4160, 4001 * 4096 + 4008 * 4096  # b has 4104 rows: a multiple of 8
+    assert found.copied_bytes[0] == 2 * (a + c)
+    assert found.launches[0] == 3
+
+
+def test_what_it_cannot_do_it_refuses_in_words():
+    product = MatmulProblem(128, 128, 128)
+    assert KERNEL.supports(product, TARGET) is None
+    assert "sm_80" in KERNEL.supports(product, Target("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", 108))
+    assert "sm_90" in KERNEL.supports(product, Target("cpu", "cpu", "cpu", 1))
+    exact = dataclasses.replace(product, dtype="float32", precision="highest", transpose_b=True)
+    assert "highest" in KERNEL.supports(exact, TARGET)
+    assert "last axis" in KERNEL.supports(dataclasses.replace(exact, precision="default", transpose_b=False), TARGET)
+    assert KERNEL.supports(dataclasses.replace(exact, precision="default"), TARGET) is None
+
+
+def test_a_chip_with_one_core_gets_no_cluster():
+    points, _ = KERNEL.space(MatmulProblem(512, 512, 512), dataclasses.replace(TARGET, cores=1)).legal()
+    assert set(points.cluster) == {"none"}
+
+
+def test_every_rule_drops_what_no_other_rule_drops():
+    needed = set()
+    for problem in LARGE + SMALL:
+        space = KERNEL.space(problem, TARGET)
+        points = space.points()
+        holds = {reason: np.asarray(rule(points)) for reason, rule in space.rules.items()}
+        for reason, column in holds.items():
+            others = np.all([other for name, other in holds.items() if name != reason], axis=0)
+            if np.any(others & ~column):
+                needed.add(reason)
+        assert list(holds) == list(space.rules)
+    assert needed == set(space.rules)

@@ -1,0 +1,251 @@
+"""Candidates in this process and in others: what is measured, what is refused, and what a lost process costs."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem
+from processes import gone
+
+from scheduler import tuned_matmul
+from scheduler.errors import WorkerError
+from scheduler.hardware import CPU, GIB
+from scheduler.record import Failure, Measurement
+from scheduler.tuner import start_runner
+from scheduler.workers import Gpu, InProcess, Pool, Task, _Limits
+from search_spaces import jax_compat
+
+PROBLEM = DoubleProblem(n=8)
+
+
+def task(behave, tile=1, problem=PROBLEM):
+    return Task(DOUBLE, problem, "scripted", {"tile": tile, "behave": behave}, 3)
+
+
+def faulty(script, number=0):
+    return Task(FAULTY, FaultyProblem(8, script), "scripted", {"number": number}, 3)
+
+
+LIBRARY = Task(DOUBLE, PROBLEM, "xla", {}, 5)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    # No GPU answers to an empty index: these workers run on the CPU, through the same pipes.
+    with Pool(Gpu(index="", uuid="test", driver="0", free_bytes=4 * GIB), slots=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=["in process", "pool"])
+def runner(request):
+    if request.param == "in process":
+        return InProcess()
+    return request.getfixturevalue("pool")
+
+
+def test_a_right_candidate_gets_as_many_samples_as_asked(runner):
+    measured = runner.measure(LIBRARY)
+    assert isinstance(measured, Measurement)
+    assert len(measured.samples_s) == 5
+    assert measured.clock == "wall"
+    assert 0 < min(measured.samples_s) <= measured.median_s <= max(measured.samples_s)
+
+
+def test_a_wrong_answer_is_never_timed(runner):
+    outcome = runner.measure(task("wrong"))
+    assert isinstance(outcome, Failure)
+    assert outcome.stage == "verify"
+    assert outcome.detail.startswith("8 of 8 elements are off")
+
+
+def test_what_does_not_build_fails_with_the_compilers_words(runner):
+    assert runner.measure(task("unbuilt", tile=4)) == Failure("lower", "tile 4 cannot be built")
+
+
+def test_a_slow_candidate_measures_slow(runner):
+    assert runner.measure(task("slow")).median_s > 0.01
+
+
+def test_a_candidate_is_timed_again_where_it_was_compiled(runner):
+    first = runner.measure(task("ok", tile=2))
+    second = runner.measure(task("ok", tile=2), again=True)
+    assert isinstance(second, Measurement)
+    assert second != first
+
+
+def test_the_hardware_of_a_runner_is_the_one_its_candidates_run_on(runner):
+    assert runner.hardware == CPU
+
+
+def test_a_process_that_dies_costs_its_candidate_alone(pool):
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = list(threads.map(pool.measure, [task("ok"), task("exit"), task("ok", tile=4), task("ok", tile=8)]))
+    assert outcomes[1] == Failure("worker", "the process ended in lower: exit status 7, nothing said")
+    assert all(isinstance(outcome, Measurement) for outcome in (outcomes[0], *outcomes[2:]))
+
+
+def test_a_worker_that_is_killed_from_outside_costs_nothing(pool):
+    for worker in pool._workers:
+        worker._child.kill()
+    assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
+    assert isinstance(pool.measure(task("ok", tile=4)), Measurement)
+
+
+def test_workers_of_a_pool_change_the_problem_between_tasks(pool):
+    for n in (16, 8, 16):
+        assert isinstance(pool.measure(task("ok", problem=DoubleProblem(n=n))), Measurement)
+
+
+def test_a_gpu_without_free_memory_is_refused_with_what_to_do():
+    with pytest.raises(WorkerError, match="XLA_PYTHON_CLIENT_PREALLOCATE"):
+        Pool(Gpu(index="0", uuid="full", driver="0", free_bytes=GIB // 4))
+
+
+def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        Pool(Gpu(index="no such GPU", uuid="test", driver="0", free_bytes=4 * GIB), slots=2)
+    assert str(caught.value).startswith("a worker process found no device: ")
+    assert "cuda" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < 60
+
+
+def test_closing_a_pool_ends_what_is_under_way():
+    with Pool(Gpu(index="", uuid="closing", driver="", free_bytes=GIB), slots=1) as pool, ThreadPoolExecutor(1) as one:
+        hanging = one.submit(pool.measure, faulty("hang"))
+        time.sleep(1)
+        process = pool._workers[0]._child._process
+        pool.close()
+        with pytest.raises(WorkerError, match="were stopped"):
+            hanging.result(timeout=20)
+        assert process.returncode == -signal.SIGKILL
+
+
+def test_limits_adapt_to_what_was_seen_unless_they_are_told():
+    adapting = _Limits(None, None)
+    limit_s = adapting.of(LIBRARY)
+    assert (limit_s("compile"), limit_s("run"), limit_s("wait")) == (120, 60, None)
+    for seconds in (1.0, 10.0, 300.0):
+        adapting.ended("compile", seconds)
+    adapting.saw(LIBRARY, Measurement(0.2, (0.2,), "wall", "warm"))
+    assert (limit_s("compile"), limit_s("lower"), limit_s("run")) == (40, 40, 20 * 0.2 * 5)
+    adapting.saw(LIBRARY, Measurement(1e-6, (1e-6,), "wall", "warm"))
+    assert limit_s("run") == 10
+    told = _Limits(3.0, 4.0).of(LIBRARY)
+    assert (told("prepare"), told("run"), told("wait")) == (3, 4, None)
+
+
+ORPHANS = """
+import sys, threading, time
+from scheduler.hardware import GIB
+from scheduler.workers import Gpu, Pool
+pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), slots=2)
+print(*(worker._child._process.pid for worker in pool._workers), flush=True)
+{then}
+"""
+
+
+@pytest.mark.parametrize(("then", "status"), [("time.sleep(100)", -signal.SIGKILL), ("sys.exit(3)", 3)])
+def test_no_worker_outlives_its_parent(then, status):
+    command = [sys.executable, "-c", ORPHANS.format(then=then)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    workers = [int(word) for word in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    if status < 0:
+        parent.kill()
+    parent.communicate(timeout=60)
+    assert parent.returncode == status
+    assert all(gone(pid) for pid in workers)
+
+
+def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_the_models_answer(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho GPU-full, 580.95, 100\n")
+    smi.chmod(0o755)
+    (tmp_path / "jax_cuda13_plugin").mkdir()  # what tells that JAX could use a GPU
+    (tmp_path / "jax_cuda13_plugin" / "__init__.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    a, platforms = jnp.ones((24, 24)), jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cuda,cpu")
+    try:
+        with pytest.warns(RuntimeWarning, match=r"is not tuned: the GPU has 0.1 GiB free.*the model answers") as warned:
+            ours = jax.jit(lambda a: tuned_matmul(a, a, on_miss="tune", backends="portable"))(a)
+    finally:
+        jax.config.update("jax_platforms", platforms)
+    assert float(ours[0, 0]) == 24
+    assert len(warned) == 1
+
+
+def test_no_gpu_is_seen_where_none_is_visible(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Gpu.query() is None
+
+
+@pytest.mark.parametrize(("count", "there"), [(0, "there is none"), (1, "there is 1"), (2, "there are 2")])
+def test_a_gpu_that_is_not_there_is_an_error_unless_it_is_the_first(count, there, monkeypatch):
+    def query(device=0):
+        return Gpu(str(device), "uuid", "", GIB) if device < count else None
+
+    monkeypatch.setattr(jax_compat, "cuda_wanted", lambda: True)
+    monkeypatch.setattr(Gpu, "query", query)
+    assert Gpu.wanted(0) == query(0)
+    with pytest.raises(WorkerError, match=rf"no GPU 9 is visible \({there}\)"):
+        start_runner(DOUBLE, device=9)
+
+
+def test_where_jax_uses_no_gpu_only_the_first_device_is_the_cpu():
+    assert isinstance(start_runner(DOUBLE), InProcess)
+    with pytest.raises(WorkerError, match=r"no GPU 1 is visible \(there is none\)"):
+        start_runner(DOUBLE, device=1)
+
+
+def test_turns_on_a_gpu_are_open_to_every_user_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0o077)
+    try:
+        for _ in range(2):
+            with Gpu(index="", uuid="users", driver="", free_bytes=0).exclusive():
+                pass
+    finally:
+        os.umask(before)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o666
+
+
+def test_turns_on_a_gpu_exclude_each_other():
+    gpu = Gpu(index="", uuid="turns", driver="", free_bytes=0)
+    inside: list[float] = []
+
+    def turn(_):
+        with gpu.exclusive():
+            inside.append(1)
+            most = len(inside)
+            math.factorial(20_000)
+            inside.pop()
+            return most
+
+    with ThreadPoolExecutor(4) as threads:
+        assert max(threads.map(turn, range(12))) == 1
+
+
+def test_a_librarys_time_is_that_of_several_compilations_and_a_kernels_that_of_one(pool, tmp_path):
+    for backend, processes in (("xla", 2), ("scripted", 1)):
+        place = tmp_path / backend
+        place.mkdir()
+        noted = Task(NOTED, NotedProblem(place=str(place)), backend, {}, 2)
+        assert isinstance(pool.measure(noted), Measurement)
+        for _ in range(4):
+            assert isinstance(pool.measure(noted, again=True), Measurement)
+        assert len(list(place.iterdir())) == processes
