@@ -28,6 +28,7 @@ from scheduler.errors import (
 )
 from scheduler.hardware import Hardware
 from scheduler.record import Environment, Key, Record, Schedule, Trial
+from scheduler.threads import WAKE_S
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat, locate
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
@@ -372,7 +373,8 @@ def in_fresh_thread(function: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="scheduler-tune")
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(WAKE_S)
     if error:
         raise error[0]
     return result[0]

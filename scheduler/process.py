@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from scheduler.threads import WAKE_S
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LAST_WORDS_BYTES = 8192
@@ -117,9 +120,11 @@ class Child:
         ready.register(file, select.POLLIN)
         until = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._unread:
-            left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
-            if not ready.poll(left_ms):
-                return None
+            left_s = math.inf if until is None else until - time.monotonic()
+            if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
+                if left_s <= WAKE_S:
+                    return None
+                continue
             read = os.read(file, 65536)
             if not read:
                 return b""

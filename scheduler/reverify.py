@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from scheduler import race, tuner
@@ -16,6 +15,7 @@ from scheduler.legal import illegal, onchip_bytes
 from scheduler.race import Result
 from scheduler.record import Entry, Failure, Measurement, Outcome, Record, Schedule
 from scheduler.text import schedule_to_text
+from scheduler.threads import Threads
 from scheduler.workers import Runner, Task
 from search_spaces import load
 from search_spaces.kernel import Operation, Problem
@@ -156,16 +156,18 @@ def _timed(
         l2 = record.winner.measurement.l2
         return Task(operation, problem, rival.backend, rival.schedule, repetitions, l2)
 
-    def first(rival: Rival) -> Outcome:
+    by_label = {_label(rival): rival for rival in rivals}
+
+    def first(label: str) -> Outcome:
+        rival = by_label[label]
         if reason := illegal(operation.kernel(rival.backend), problem, runner.hardware, rival.schedule):
             return Failure("lower", reason)
         outcome = runner.measure(task(rival, repetitions))
         wrong = runner.confirm(task(rival, repetitions)) if isinstance(outcome, Measurement) else None
         return wrong or outcome
 
-    with ThreadPoolExecutor(runner.slots) as threads:
-        now = {_label(rival): outcome for rival, outcome in zip(rivals, threads.map(first, rivals), strict=True)}
-    by_label = {_label(rival): rival for rival in rivals}
+    with Threads[str, Outcome](runner.slots, runner.close) as threads:
+        now = dict(threads.map(first, by_label))
     racing = []
     for label, rival in by_label.items():
         if isinstance(now[label], Measurement):

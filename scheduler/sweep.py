@@ -6,8 +6,7 @@ import collections
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from scheduler.prune import Candidate
 from scheduler.record import Measurement, Outcome, Sweep, Trial
 from scheduler.replay import Recorder, point
 from scheduler.text import schedule_to_text
+from scheduler.threads import Threads
 from scheduler.tuner import Progress
 from scheduler.workers import Runner, Task
 from search_spaces.kernel import Operation, Problem
@@ -80,13 +80,17 @@ def sweep(
 
         if resumed:
             tell()
-        for candidate, outcome in _measured(operation, problem, runner, left, repetitions):
-            c = candidate
-            trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
-            recorder.add(trials[-1])
-            if isinstance(outcome, Measurement):
-                times.append((outcome.median_s, len(trials) - 1))
-            tell()
+
+        def measure(c: Candidate) -> Outcome:
+            return runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions))
+
+        with Threads[Candidate, Outcome](runner.slots, runner.close) as threads:
+            for c, outcome in threads.map(measure, left):
+                trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
+                recorder.add(trials[-1])
+                if isinstance(outcome, Measurement):
+                    times.append((outcome.median_s, len(trials) - 1))
+                tell()
     return head, trials
 
 
@@ -142,19 +146,3 @@ def _plan(
         repetitions=repetitions,
     )
     return head, chosen
-
-
-def _measured(
-    operation: Operation[Any], problem: Problem, runner: Runner, candidates: Sequence[Candidate], repetitions: int
-) -> Iterator[tuple[Candidate, Outcome]]:
-    """Each candidate with its outcome, as they end."""
-    waiting = collections.deque(candidates)
-    with ThreadPoolExecutor(runner.slots) as threads:
-        running: dict[Future[Outcome], Candidate] = {}
-        while waiting or running:
-            while waiting and len(running) < runner.slots:
-                c = waiting.popleft()
-                task = Task(operation, problem, c.backend, c.schedule, repetitions)
-                running[threads.submit(runner.measure, task)] = c
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()

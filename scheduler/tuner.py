@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from scheduler.bench import condition
@@ -22,6 +22,7 @@ from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
 from scheduler.record import L2, Entry, Failure, Key, Measurement, Outcome, Record, Schedule, Trial, Verdict
 from scheduler.text import schedule_to_text
+from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate
 from search_spaces.kernel import Kernel, Operation, Problem
@@ -386,33 +387,34 @@ class _Tuning:
         if self.resumed and progress is not None:
             last = list(self.trials.values())[-1]
             progress(Progress(self.resumed, total, best, last, 0.0, None, self.resumed))
-        with ThreadPoolExecutor(self.runner.slots) as threads, _stopping(self.runner):
-            running: dict[Future[Outcome], int] = {}
+        with self._threads() as threads:
             while True:
                 # The first trial, the library's, is taken in any case: there must be an answer.
                 late = (
                     seconds is not None
-                    and bool(running or 0 in self.trials)
+                    and bool(threads.running or 0 in self.trials)
                     and time.perf_counter() - started > seconds
                 )
-                while not late and len(running) < self.runner.slots and (index := search.ask()) is not None:
-                    running[threads.submit(self._measure, index)] = index
-                if not running:
+                while not late and threads.running < self.runner.slots and (index := search.ask()) is not None:
+                    threads.start(index, functools.partial(self._measure, index))
+                if not threads.running:
                     return
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    index = running.pop(future)
-                    trial = self._end_trial(index, future.result())
-                    time_s = _seconds(trial)
-                    search.tell(index, time_s)
-                    if time_s is not None and (best is None or time_s < _time(best)):
-                        best = trial
-                    if progress is not None:
-                        elapsed, done = time.perf_counter() - started, len(self.trials)
-                        left = elapsed / (done - self.resumed) * (total - done)
-                        if seconds is not None:
-                            left = min(left, max(0.0, seconds - elapsed))
-                        progress(Progress(done, total, best, trial, elapsed, left, self.resumed))
+                index, outcome = threads.next()
+                trial = self._end_trial(index, outcome)
+                time_s = _seconds(trial)
+                search.tell(index, time_s)
+                if time_s is not None and (best is None or time_s < _time(best)):
+                    best = trial
+                if progress is not None:
+                    elapsed, done = time.perf_counter() - started, len(self.trials)
+                    left = elapsed / (done - self.resumed) * (total - done)
+                    if seconds is not None:
+                        left = min(left, max(0.0, seconds - elapsed))
+                    progress(Progress(done, total, best, trial, elapsed, left, self.resumed))
+
+    def _threads(self) -> Threads[int, Any]:
+        """Who interrupts a search waits for no candidate: its runner is closed."""
+        return Threads(self.runner.slots, self.runner.close)
 
     def _task(self, index: int, repetitions: int) -> Task:
         c = self.candidates[index]
@@ -420,6 +422,9 @@ class _Tuning:
 
     def _measure(self, index: int) -> Outcome:
         return self.runner.measure(self._task(index, self.repetitions))
+
+    def _confirm(self, index: int) -> Failure | None:
+        return self.runner.confirm(self._task(index, self.repetitions))
 
     def _end_trial(self, index: int, outcome: Outcome) -> Trial:
         c = self.candidates[index]
@@ -455,9 +460,8 @@ class _Tuning:
             asked = [index for index in finalists if index not in confirmed]
             if not asked:
                 return finalists
-            with ThreadPoolExecutor(self.runner.slots) as threads:
-                tasks = [self._task(index, self.repetitions) for index in asked]
-                for index, failure in zip(asked, threads.map(self.runner.confirm, tasks), strict=True):
+            with self._threads() as threads:
+                for index, failure in threads.map(self._confirm, asked):
                     confirmed.add(index)
                     if failure is not None:
                         self._refute(index, failure)
@@ -517,18 +521,6 @@ def run_off(
 def repetitions(hardware: Hardware) -> tuple[int, int]:
     """Of a trial and of one round of a run-off: times settle soon on a device; an interpreted kernel only rehearses."""
     return (10, 10) if hardware.platform == "cuda" else (3, 2)
-
-
-@contextlib.contextmanager
-def _stopping(runner: Runner) -> Iterator[None]:
-    """Who interrupts a search waits for no candidate: its runner is closed."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException:  # Ctrl-C, or the end of the program
-        runner.close()
-        raise
 
 
 def _point(of: Candidate | Trial) -> _Point:

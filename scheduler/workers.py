@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +31,7 @@ from scheduler.errors import WorkerError
 from scheduler.hardware import GIB, Hardware
 from scheduler.process import Child, Children, Limit
 from scheduler.record import L2, Environment, Failure, Measurement, Outcome, Schedule
+from scheduler.threads import Threads
 from search_spaces import jax_compat, locate
 from search_spaces.kernel import Operation, Problem
 
@@ -162,13 +162,12 @@ class Pool:
         self._children = Children()
         self._workers = [_Worker(gpu, self._children, self._limits) for _ in range(self.slots)]
         atexit.register(self.close)
-        with ThreadPoolExecutor(self.slots) as starters:
-            try:
-                for started in [starters.submit(worker.start) for worker in self._workers]:
-                    started.result()
-            except BaseException:
-                self.close()
-                raise
+        try:
+            with Threads[_Worker, None](self.slots, self.close) as starters:
+                collections.deque(starters.map(_Worker.start, self._workers), maxlen=0)
+        except Exception:
+            self.close()
+            raise
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._free.put(worker)

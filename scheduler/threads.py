@@ -1,0 +1,89 @@
+"""Calls that block, beside each other, for a thread that Ctrl-C can interrupt at any moment."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# A signal that comes just before the main thread blocks is seen when it wakes (signal(7); Python's handlers run between
+# its bytecodes): whoever waits for long wakes so often.
+WAKE_S = 0.2
+
+
+class Threads(Generic[T, R]):
+    """A few threads that run calls, and hand over each result as it comes.
+
+    What `concurrent.futures` does, but for two things. The thread that waits can be interrupted wherever it is: an
+    executor takes its locks in Python code, where Ctrl-C can leave them locked for ever, while queues are C. And on
+    Ctrl-C, or another end of the program, `stop` is called before the threads are waited for.
+
+    Args:
+      count: how many calls may run at once.
+      stop: makes calls under way return or raise soon.
+
+    Calls that have not begun when an exception leaves the block never begin.
+    """
+
+    def __init__(self, count: int, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._calls: queue.SimpleQueue[tuple[T, Callable[[], R]] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[T, R | None, BaseException | None]] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"scheduler-{i}", daemon=True) for i in range(count)]
+        self._over = False
+        self.running = 0
+
+    def start(self, what: T, call: Callable[[], R]) -> None:
+        """Runs `call` in a thread as soon as one is free; `next` says how `what` ended."""
+        self.running += 1
+        self._calls.put((what, call))
+
+    def next(self) -> tuple[T, R]:
+        """What ended, and its result: the first that did and was not told yet. Blocks; raises what the call raised."""
+        while True:
+            try:
+                what, result, error = self._ended.get(timeout=WAKE_S)
+                break
+            except queue.Empty:
+                pass
+        self.running -= 1
+        if error is not None:
+            raise error
+        return what, result  # type: ignore[return-value]  # no error, so a result
+
+    def map(self, call: Callable[[T], R], of: Iterable[T]) -> Iterator[tuple[T, R]]:
+        """Each of `of` with its result, as they end."""
+        for one in of:
+            self.start(one, lambda one=one: call(one))  # type: ignore[misc]
+        while self.running:
+            yield self.next()
+
+    def _work(self) -> None:
+        while (job := self._calls.get()) is not None and not self._over:
+            what, call = job
+            try:
+                self._ended.put((what, call(), None))
+            except BaseException as error:
+                self._ended.put((what, None, error))
+
+    def __enter__(self) -> Threads[T, R]:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = kind is not None
+        if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)):
+            self._stop()
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(WAKE_S)
