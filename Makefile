@@ -8,14 +8,16 @@ VENV ?= .venv
 EXTRAS ?=
 # The newest JAX that this Python can have; constraints/ says what else fits it.
 JAX ?= $(shell $(PYTHON) -c 'import sys; print("0.10.2" if sys.version_info < (3, 12) else "0.12.0.1")')
-PYTEST_ARGS ?=
 
 ifeq ($(findstring cuda,$(EXTRAS)),)
 DEMO ?= m=256 n=256 k=256 dtype=float32
 DEMO_BUDGET ?= 16
+# Test files run beside each other; on a GPU they would share its memory and disturb each other's times.
+PYTEST_ARGS ?= --numprocesses=auto --dist=loadfile
 else
 DEMO ?= m=4096 n=4096 k=4096 dtype=bfloat16
 DEMO_BUDGET ?= 64
+PYTEST_ARGS ?=
 endif
 
 comma := ,
