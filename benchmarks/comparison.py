@@ -103,7 +103,6 @@ def row(case: Case, judged: Judgement, hardware: Hardware) -> Row:
         "flops": problem.flops,
         "bytes": problem.bytes_moved,
         "bound_us": bound_s * 1e6,
-        "final_backend": case.record.winner.backend,
         "trials": case.record.tried,
         "rival": _told(case, hardware),
         "failures": {name: str(failure) for name, failure in judged.failures.items()},
@@ -114,6 +113,7 @@ def row(case: Case, judged: Judgement, hardware: Hardware) -> Row:
         result[f"{name}_vs_xla"] = _ratio(times["xla"], measured)
         result[f"{name}_tflops"] = measured and problem.flops / measured.median_s / 1e12
         result[f"{name}_of_bound"] = measured and bound_s / measured.median_s
+        result[f"{name}_backend"] = one and one.backend
         result[f"{name}_schedule"] = one and dict(one.schedule)
         result[f"{name}_predicted_us"] = one and one.predicted_s * 1e6
         result[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
@@ -194,7 +194,7 @@ def table(rows: Sequence[Row], hardware: Hardware) -> Table:
             _cell(one["final_tflops"], ".0f"),
             _cell(one["final_of_bound"], ".0%"),
             *(_cell(one[name], ".3f") for name in ("pallas_vs_xla", "pallas_vs_jax_hopper", "final_vs_xla")),
-            one["final_backend"],
+            one["final_backend"] or "-",
         )
     return told
 
