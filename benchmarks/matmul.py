@@ -27,6 +27,7 @@ from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
 
 from scheduler import replay
+from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
 from scheduler.record import Entry, Record
 from scheduler.store import Store, default_url
@@ -104,10 +105,14 @@ def chosen(hardware: Hardware, texts: Sequence[str] | None) -> list[Product]:
 
 
 def tune_all(products: Sequence[Product], runner: Runner, store: Store, budget: int, deadline: float) -> None:
-    """Searches those whose answer `store` does not have; it keeps each trial as it ends."""
+    """Searches those whose answer `store` does not have; it keeps each trial as it ends. One that fails is told."""
     left = [product for product in products if _record(product.problem, runner.hardware, store) is None]
     for product in paced(left, "tune", deadline):
-        record = tune(MATMUL, product.problem, budget=budget, runner=runner, store=store)
+        try:
+            record = tune(MATMUL, product.problem, budget=budget, runner=runner, store=store)
+        except NoCandidate as error:  # the other problems are worth their time
+            print(f"{product}: {error}", flush=True)
+            continue
         best = record.winner
         print(f"{product}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
 
@@ -166,7 +171,7 @@ def judge_all(
         new = row(case, judged, judges.hardware) | {"conditions": case.conditions(judges, rounds)} | commit()
         kept.parent.mkdir(parents=True, exist_ok=True)
         with kept.open("a") as file:
-            file.write(json.dumps(new) + "\n")
+            file.write("\n" + json.dumps(new))  # on a line of its own, even after one that was cut off
         rows[new["problem"]] = new
     return [rows[str(product.problem)] for product in products if str(product.problem) in rows]
 
@@ -175,7 +180,7 @@ def _judged(kept: Path) -> dict[str, Row]:
     """The latest row of each problem."""
     rows: dict[str, Row] = {}
     for line in kept.read_text().splitlines() if kept.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # a command that was killed left a part of its last line
+        with contextlib.suppress(json.JSONDecodeError):  # empty, or as far as a command came that was killed
             one = json.loads(line)
             rows[one["problem"]] = one
     return rows

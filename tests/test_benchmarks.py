@@ -228,9 +228,11 @@ def test_a_line_that_was_cut_off_is_judged_again(steps, tmp_path):
     rows = steps(Modelled())
     kept = tmp_path / "judged.jsonl"
     kept.write_text(kept.read_text()[:-100])
-    judges = Modelled()
+    judges, again = Modelled(), Modelled()
     assert [row["pallas_us"] for row in steps(judges)] == [row["pallas_us"] for row in rows]
     assert judges.asked > 0
+    steps(again)
+    assert again.asked == 0
 
 
 def test_what_is_out_of_time_is_missing_rather_than_empty(steps):
@@ -244,6 +246,13 @@ def test_a_candidate_that_fails_before_the_judge_has_no_time_and_the_others_have
         assert row["pallas_us"] is None
         assert row["pallas_vs_xla"] is None
         assert row["xla_us"] > 0
+
+
+def test_a_problem_that_nothing_can_do_leaves_the_others_theirs(steps, capsys):
+    assert steps(Modelled(*RIVALS.backends)) == []
+    said = capsys.readouterr().out
+    assert said.count("none of") == 2
+    assert "6 schedules of JAX's own kernel, none ran" in said
 
 
 def test_names_of_one_task_share_its_times():
@@ -268,7 +277,7 @@ def test_a_part_of_the_suite_is_rehearsed_by_the_command_and_writes_no_result(tm
     matmul.main(["--problems", "m=1 ", "--budget", "2", "--rounds", "2", "--cache", str(tmp_path / "c.db"), *where])
     assert "no result is written" in capsys.readouterr().out
     assert not (tmp_path / "results").exists()
-    (row,) = [json.loads(line) for line in (tmp_path / "work" / "judged.jsonl").read_text().splitlines()]
+    (row,) = [json.loads(line) for line in (tmp_path / "work" / "judged.jsonl").read_text().split("\n") if line]
     assert row["xla_us"] > 0
     assert "Hopper" in row["rival"]["refused"]
 
