@@ -58,10 +58,12 @@ class JaxHopperMatmul(Kernel[MatmulProblem, JaxHopperSchedule]):
         p = problem
         if target.platform != "cuda" or target.architecture != "sm_90":
             return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
-        if p.dtype == "float32" or p.out_dtype:
-            return "multiplies 16-bit operands, into a result of the same type"
-        if p.batch > 1 or p.transpose_a or p.transpose_b:
-            return "multiplies [m, k] by [k, n], without a batch and nothing transposed"
+        if p.dtype == "float32":
+            return "multiplies 16-bit operands"
+        if p != MatmulProblem(p.m, p.n, p.k, dtype=p.dtype):
+            return (
+                "multiplies [m, k] by [k, n], nothing transposed and no batch, into a result of their type, and no more"
+            )
         if p.m % 64 or p.n % 64 or p.k % 64:
             return "needs m, n and k that are multiples of its least tile, 64"
         if (p.m // 64) % 2 and (p.n // 64) % 2:
