@@ -1,4 +1,4 @@
-"""What every benchmark shares: what its figures depend on, and the file that keeps them."""
+"""What every benchmark shares: what its figures depend on, the file that keeps them, and the time it may take."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scheduler.hardware import Hardware
 from scheduler.record import Environment
@@ -18,17 +19,45 @@ from search_spaces import Operation
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+T = TypeVar("T")
 
 
 def environment(measured: Environment, *operations: Operation[Any]) -> dict[str, Any]:
-    """Versions and date, the kernels' versions, and the commit; "dirty" where the tree was not the commit's."""
+    """Versions and date, the kernels' versions, and the commit."""
     return {
         **dataclasses.asdict(measured),
         "kernels": {f"{o.name}/{k.backend}": k.version for o in operations for k in o.kernels},
+        **commit(),
+    }
+
+
+def commit() -> dict[str, Any]:
+    """Which commit this is; "dirty" where the tree is not the commit's."""
+    return {
         "commit": _git("rev-parse", "HEAD"),
         # A result written by an earlier benchmark of the same session is not a change of what is measured.
         "dirty": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
     }
+
+
+def paced(of: Sequence[T], step: str, deadline: float, clock: Callable[[], float] = time.perf_counter) -> Iterator[T]:
+    """One after the other, as long as the longest so far would end before `deadline`; says how much time is left.
+
+    Args:
+      step: what is done with them, for these lines.
+      deadline: by `clock`, seconds.
+    """
+    began, longest_s = clock(), 0.0
+    for done, one in enumerate(of):
+        started = clock()
+        if started + longest_s > deadline:
+            print(f"{step}: time is up; {len(of) - done} of {len(of)} are left", flush=True)
+            return
+        yield one
+        ended = clock()
+        longest_s = max(longest_s, ended - started)
+        left_s = (ended - began) / (done + 1) * (len(of) - done - 1)
+        print(f"{step}: {done + 1} of {len(of)} in {ended - began:.0f} s, about {left_s:.0f} s left", flush=True)
 
 
 def write_result(
@@ -38,8 +67,9 @@ def write_result(
     summary: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     environment: Mapping[str, Any],
+    directory: Path = RESULTS,
 ) -> Path:
-    """Writes ``benchmarks/results/<name>-<hardware>.json``; from a dirty tree ``.dirty.json``, which is not to be kept.
+    """Writes ``<name>-<hardware>.json`` into `directory`; from a dirty tree ``.dirty.json``, which is not to be kept.
 
     Args:
       summary: the few figures that matter, by the names that are used to speak of them.
@@ -49,18 +79,26 @@ def write_result(
       The file.
     """
     kind = re.sub(r"[^a-z0-9]+", "-", hardware.kind.lower()).strip("-")
-    path = RESULTS / f"{name}-{kind}{'.dirty' if environment['dirty'] else ''}.json"
+    path = directory / f"{name}-{kind}{'.dirty' if environment['dirty'] else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]])
     result = {
-        "command": command,
+        "command": _command(),
         "environment": {"device": hardware.id, **environment},
         "summary": dict(summary),
         "rows": [dict(row) for row in rows],
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path.relative_to(ROOT)}" + (" (the tree has changes: not a result to keep)" * environment["dirty"]))
+    print(f"wrote {_within(path)}" + (" (the tree has changes: not a result to keep)" * environment["dirty"]))
     return path
+
+
+def _command() -> str:
+    return shlex.join(["python", str(_within(Path(sys.argv[0]).resolve())), *sys.argv[1:]])
+
+
+def _within(path: Path) -> Path:
+    """As seen from the checkout, where it is in there; of others the name alone."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(path.name)
 
 
 def _git(*words: str) -> str:

@@ -1,193 +1,212 @@
-"""Our matrix product against XLA's: best Pallas schedule and final answer, interleaved on the same buffers.
+"""Our matrix product against XLA's and JAX's own Hopper kernel, interleaved on the same buffers.
 
-Each problem is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the best
-Pallas schedule, the final answer and XLA's product, and time them in turns. Ratios are XLA's time over ours: above one
-is faster.
+In three steps. Each can be a command of its own, keeps what it has as it goes, and goes on where it ended:
+
+  --tune    searches each problem, into the cache
+  --rival   times a random draw of the schedules of JAX's own kernel, where that can do the problem
+  --judge   in fresh processes, which chose nothing, verifies our best Pallas schedule, our final answer, XLA's product
+            and the best of that draw, and times them in turns
+
+Without any of them it takes all three. Ratios are the other's time over ours: above one, ours is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
+import contextlib
+import json
+import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from harness import environment, write_result
+from comparison import Case, Draw, Row, row, summarize, table
+from harness import RESULTS, ROOT, commit, environment, paced, write_result
+from jax_hopper import JAX_HOPPER, RIVALS
+from judge import REPETITIONS, judge, start_judge
+from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
-from rich.table import Table
 
-from scheduler import timer
-from scheduler.cost import CostModel
+from scheduler import replay
+from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
-from scheduler.record import Entry, Failure, Measurement, Record
+from scheduler.record import Entry, Record
 from scheduler.store import Store, default_url
+from scheduler.sweep import file_name, sweep
 from scheduler.tuner import key_of, recheck, start_runner, tune
-from scheduler.workers import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
+from scheduler.workers import Runner, Task
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-GPU_SUITE = (
-    MatmulProblem(4096, 4096, 4096),
-    MatmulProblem(8192, 8192, 8192),
-    MatmulProblem(4096, 8192, 4096),
-    MatmulProblem(2048, 14336, 4096),
-    MatmulProblem(4096, 4096, 14336),
-    MatmulProblem(2048, 5120, 5120),
-    MatmulProblem(1024, 4096, 4096),
-    MatmulProblem(1024, 1024, 2048),
-    MatmulProblem(512, 512, 512),
-    MatmulProblem(256, 14336, 4096),
-    MatmulProblem(128, 8192, 8192),
-    MatmulProblem(16, 8192, 8192),
-    MatmulProblem(16, 4096, 14336),
-    MatmulProblem(1000, 1000, 1000),
-    MatmulProblem(4000, 4160, 4160),
-    MatmulProblem(4001, 4040, 4104),
-    MatmulProblem(4096, 4096, 4096, transpose_b=True),
-    MatmulProblem(4096, 4096, 4096, transpose_a=True),
-    MatmulProblem(4096, 4096, 4096, dtype="float16"),
-    MatmulProblem(4096, 4096, 4096, out_dtype="float32"),
-    MatmulProblem(1024, 1024, 1024, batch=16),
-)
-# Where the interpreter rehearses: a run of seconds whose times say nothing about the kernels.
-CPU_SUITE = tuple(
-    MatmulProblem(m, n, k, dtype="float32")
-    for m, n, k in ((128, 128, 128), (256, 128, 64), (100, 70, 90), (1, 256, 256))
-)
-PALLAS = frozenset(MATMUL.backends) - {MATMUL.library.backend}
-REPETITIONS = 10
+STEPS = ("tune", "rival", "judge")
+RIVAL_SEED = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    started = time.perf_counter()
+    options = _options(arguments)
+    deadline = started + options.seconds
+    steps = [step for step in STEPS if getattr(options, step)] or STEPS
+    store = Store(options.cache or default_url())
+    if steps != ["judge"]:
+        with contextlib.closing(start_runner(RIVALS)) as runner:
+            products = chosen(runner.hardware, options.problems)
+            if "tune" in steps:
+                tune_all(products, runner, store, options.budget, deadline)
+            if "rival" in steps:
+                rival_all(products, runner, options.work, options.rival_schedules, deadline)
+    if "judge" not in steps:
+        return
+    with contextlib.closing(start_judge()) as judges:
+        products = chosen(judges.hardware, options.problems)
+        rows = judge_all(products, judges, store, options.work, options.rounds, deadline)
+    if rows:
+        Console(width=180).print(table(rows, judges.hardware))
+        Console().print(summary := summarize(rows))
+    judged = {one["problem"] for one in rows}
+    if missing := [str(product) for product in products if str(product.problem) not in judged]:
+        raise SystemExit(
+            f"{len(missing)} of {len(products)} problems are not judged, because they are not tuned or time was up; "
+            "the same command goes on from here:\n  " + "\n  ".join(missing)
+        )
+    if options.problems:
+        print(f"no result is written of a part of the suite; the rows are in {options.work}")
+    else:
+        told = environment(judges.environment, RIVALS)
+        write_result("matmul", judges.hardware, summary=summary, rows=rows, environment=told, directory=options.results)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for step in STEPS:
+        parser.add_argument(f"--{step}", action="store_true", help="only this step, or those that are named")
+    parser.add_argument("--problems", nargs="+", metavar="TEXT", help="only those whose line contains one of these")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
+    )
     parser.add_argument("--budget", type=int, default=64, help="trials of each search")
+    parser.add_argument("--rival-schedules", type=int, default=64, help="schedules that the rival draws")
     parser.add_argument("--rounds", type=int, default=10, help=f"turns of {REPETITIONS} repetitions in the comparison")
     parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
-    parser.add_argument("--first", type=int, default=None, help="only so many problems of the suite")
-    options = parser.parse_args(arguments)
-
-    store = Store(options.cache or default_url())
-    runner = start_runner(MATMUL)
-    hardware = runner.hardware
-    suite = (CPU_SUITE if hardware.platform == "cpu" else GPU_SUITE)[: options.first]
-    records = [_record(problem, runner, store, options.budget) for problem in suite]
-    runner.close()
-
-    judge = InProcess() if isinstance(runner, InProcess) else Pool(_gpu(), slots=LIBRARY_COMPILATIONS)
-    rows = [_row(problem, record, judge, options.rounds) for problem, record in zip(suite, records, strict=True)]
-    judge.close()
-    _print(rows, hardware)
-    pallas = [row["pallas_vs_xla"] for row in rows if row["pallas_vs_xla"] is not None]
-    final = [row["final_vs_xla"] for row in rows]
-    summary = {
-        "problems": len(rows),
-        "problems_with_pallas": len(pallas),
-        "pallas_vs_xla_geomean": statistics.geometric_mean(pallas),
-        "pallas_vs_xla_worst": min(pallas),
-        "final_vs_xla_geomean": statistics.geometric_mean(final),
-        "final_vs_xla_worst": min(final),
-    }
-    Console().print(summary)
-    write_result("matmul", hardware, summary=summary, rows=rows, environment=environment(runner.environment, MATMUL))
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "matmul", help="what one step leaves to the next")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
+    return parser.parse_args(arguments)
 
 
-def _gpu() -> Gpu:
-    gpu = Gpu.query()
-    assert gpu is not None, "the GPU that was searched on is gone"
-    return gpu
+def chosen(hardware: Hardware, texts: Sequence[str] | None) -> list[Product]:
+    """The suite, or those of it whose line contains one of `texts`.
+
+    Raises:
+      SystemExit: there is none.
+    """
+    suite = REHEARSED if hardware.platform == "cpu" else MATMULS
+    found = [product for product in suite if texts is None or any(text in str(product) for text in texts)]
+    if not found:
+        raise SystemExit("no problem contains that; there are:\n  " + "\n  ".join(map(str, suite)))
+    return found
 
 
-def _record(problem: MatmulProblem, runner: Runner, store: Store, budget: int) -> Record:
-    record = store.get(key_of(MATMUL, problem, runner.hardware))
-    if record is not None and isinstance(recheck(MATMUL, problem, runner.hardware, record), Entry):
-        return record
-    record = tune(MATMUL, problem, budget=budget, runner=runner, store=store)
-    best = record.winner
-    print(f"{problem}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
-    return record
+def tune_all(products: Sequence[Product], runner: Runner, store: Store, budget: int, deadline: float) -> None:
+    """Searches those whose answer `store` does not have; it keeps each trial as it ends. One that fails is told."""
+    left = [product for product in products if _record(product.problem, runner.hardware, store) is None]
+    for product in paced(left, "tune", deadline):
+        try:
+            record = tune(MATMUL, product.problem, budget=budget, runner=runner, store=store)
+        except NoCandidate as error:  # the other problems are worth their time
+            print(f"{product}: {error}", flush=True)
+            continue
+        best = record.winner
+        print(f"{product}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
 
 
-def _row(problem: MatmulProblem, record: Record, judge: Runner, rounds: int) -> dict[str, Any]:
-    """The three answers timed in turns; the library and a final answer that is the library share one measurement."""
-    entries = {
-        "xla": record.best(frozenset({MATMUL.library.backend})),
-        "pallas": record.best(PALLAS),
-        "final": record.winner,
-    }
-    tasks = {
-        name: Task(MATMUL, problem, entry.backend, entry.schedule, REPETITIONS)
-        for name, entry in entries.items()
-        if entry is not None
-    }
-    distinct: dict[str, Task] = {}
-    alias = {}
-    for name, task in tasks.items():
-        alias[name] = next((other for other, seen in distinct.items() if seen == task), name)
-        distinct.setdefault(alias[name], task)
-    samples: dict[str, list[Measurement]] = {name: [] for name in distinct}
-    order = random.Random(0)
-    names = list(distinct)
-    for name in names:
-        judge.measure(distinct[name])
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
-            outcome = judge.measure(distinct[name], again=True)
-            if isinstance(outcome, Failure):
-                raise SystemExit(f"{problem} {name}: {outcome}")
-            samples[name].append(outcome)
-    times = {name: timer.join(taken) for name, taken in samples.items()}
-    xla_s = times[alias["xla"]].median_s
-    bound_s = CostModel(judge.hardware).lower_bound(problem)
-    row: dict[str, Any] = {
-        "problem": str(problem),
-        "flops": problem.flops,
-        "bound_us": bound_s * 1e6,
-        "final_backend": record.winner.backend,
-        "trials": record.tried,
-    }
-    for name in ("xla", "pallas", "final"):
-        measured = times.get(alias.get(name, ""))
-        entry = entries[name]
-        row[f"{name}_us"] = measured and measured.median_s * 1e6
-        row[f"{name}_vs_xla"] = measured and xla_s / measured.median_s
-        row[f"{name}_tflops"] = measured and problem.flops / measured.median_s / 1e12
-        row[f"{name}_schedule"] = entry and dict(entry.schedule)
-        row[f"{name}_predicted_us"] = entry and entry.predicted_s * 1e6
-        row[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
-        row[f"{name}_l2"] = measured and measured.l2
-    return row
+def rival_all(products: Sequence[Product], runner: Runner, work: Path, schedules: int, deadline: float) -> None:
+    """Records a random draw of the rival's schedules for each problem that it can do, each trial as it ends.
 
-
-def _print(rows: Sequence[dict[str, Any]], hardware: Hardware) -> None:
-    table = Table(title=f"matmul on {hardware.kind}: kernel time in us")
-    for column in (
-        "problem",
-        "bound",
-        "XLA",
-        "Pallas",
-        "final",
-        "TFLOP/s",
-        "of bound",
-        "Pallas vs XLA",
-        "final vs XLA",
-        "by",
-    ):
-        table.add_column(column, justify="left" if column == "problem" else "right")
-    for row in rows:
-        table.add_row(
-            row["problem"],
-            f"{row['bound_us']:.1f}",
-            f"{row['xla_us']:.1f}",
-            "-" if row["pallas_us"] is None else f"{row['pallas_us']:.1f}",
-            f"{row['final_us']:.1f}",
-            f"{row['final_tflops']:.0f}",
-            f"{row['bound_us'] / row['final_us']:.0%}",
-            "-" if row["pallas_vs_xla"] is None else f"{row['pallas_vs_xla']:.3f}",
-            f"{row['final_vs_xla']:.3f}",
-            row["final_backend"],
+    Raises:
+      RecordingError: an earlier draw was another one; the message says which file to delete.
+    """
+    able = [p for p in products if JAX_HOPPER.supports(p.problem, runner.hardware.target) is None]
+    left = [p for p in able if not _is_drawn(p.problem, runner, work, schedules)]
+    for product in paced(left, "rival", deadline):
+        draw = Draw(
+            *sweep(
+                RIVALS,
+                product.problem,
+                _recording(work, product.problem),
+                runner,
+                backends=frozenset({JAX_HOPPER.backend}),
+                sample=schedules,
+                seed=RIVAL_SEED,
+            )
         )
-    Console(width=160).print(table)
+        best = f"{draw.best_s * 1e6:.1f} us" if draw.best_s else "none ran"
+        print(f"{product}: {len(draw.tried)} schedules of JAX's own kernel, {best}", flush=True)
+
+
+def judge_all(
+    products: Sequence[Product], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+) -> list[Row]:
+    """A row for each problem that has an answer; those of an earlier command stand where nothing has changed.
+
+    Each is in ``judged.jsonl`` of `work` as soon as it is measured.
+    """
+    kept = work / "judged.jsonl"
+    earlier = _judged(kept)
+    rows: dict[str, Row] = {}
+    left: list[Case] = []
+    for product in products:
+        record = _record(product.problem, judges.hardware, store)
+        if record is None:
+            continue
+        case = Case(product, record, _draw(product.problem, work))
+        known = earlier.get(str(product.problem), {})
+        if known.get("conditions") == case.conditions(judges, rounds):
+            rows[known["problem"]] = known
+        else:
+            left.append(case)
+    for case in paced(left, "judge", deadline):
+        tasks = {
+            name: Task(RIVALS, case.product.problem, one.backend, one.schedule, REPETITIONS)
+            for name, one in case.candidates.items()
+        }
+        judged = judge(judges, tasks, rounds)
+        new = row(case, judged, judges.hardware) | {"conditions": case.conditions(judges, rounds)} | commit()
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with kept.open("a") as file:
+            file.write("\n" + json.dumps(new))  # on a line of its own, even after one that was cut off
+        rows[new["problem"]] = new
+    return [rows[str(product.problem)] for product in products if str(product.problem) in rows]
+
+
+def _judged(kept: Path) -> dict[str, Row]:
+    """The latest row of each problem."""
+    rows: dict[str, Row] = {}
+    for line in kept.read_text().splitlines() if kept.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # empty, or as far as a command came that was killed
+            one = json.loads(line)
+            rows[one["problem"]] = one
+    return rows
+
+
+def _record(problem: MatmulProblem, hardware: Hardware, store: Store) -> Record | None:
+    """What was found for it, if that still holds."""
+    record = store.get(key_of(MATMUL, problem, hardware))
+    return record if record is not None and isinstance(recheck(MATMUL, problem, hardware, record), Entry) else None
+
+
+def _recording(work: Path, problem: MatmulProblem) -> Path:
+    return work / "rival" / file_name(RIVALS, problem)
+
+
+def _draw(problem: MatmulProblem, work: Path) -> Draw | None:
+    path = _recording(work, problem)
+    return Draw(*replay.read(path)) if path.exists() else None
+
+
+def _is_drawn(problem: MatmulProblem, runner: Runner, work: Path, schedules: int) -> bool:
+    draw = _draw(problem, work)
+    if draw is None or draw.head.environment.jax != runner.environment.jax:
+        return False
+    # A space no larger than the draw is swept whole, and says so.
+    return draw.head.sample in (schedules, None) and len(draw.tried) == (draw.head.sample or draw.head.legal - 1)
 
 
 if __name__ == "__main__":

@@ -7,37 +7,24 @@ process, which chose nothing, times both winners in turns; their disagreement is
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from harness import environment, write_result
+from judge import REPETITIONS, judge, start_judge
+from problems import REHEARSED, REPEATED
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.record import Failure, Measurement, Record
+from scheduler import timer
+from scheduler.record import Failure, Record
 from scheduler.tuner import Progress, start_runner, tune
-from scheduler.workers import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
+from scheduler.workers import Runner, Task
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-GPU_SUITE = (
-    MatmulProblem(4096, 4096, 4096),
-    MatmulProblem(8192, 8192, 8192),
-    MatmulProblem(2048, 14336, 4096),
-    MatmulProblem(2048, 5120, 5120),
-    MatmulProblem(1024, 1024, 2048),
-    MatmulProblem(256, 14336, 4096),
-    MatmulProblem(128, 8192, 8192),
-    MatmulProblem(4000, 4160, 4160),
-    MatmulProblem(4096, 4096, 4096, transpose_b=True),
-    MatmulProblem(1024, 1024, 1024, batch=16),
-)
-# Where the interpreter rehearses: a run of seconds whose times say nothing about the kernels.
-CPU_SUITE = tuple(MatmulProblem(m, n, k, dtype="float32") for m, n, k in ((128, 128, 128), (64, 128, 32)))
 SEEDS = (1, 2)
-REPETITIONS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     runner = start_runner(MATMUL)
     startup_s = time.perf_counter() - started
-    on_cpu = runner.hardware.platform == "cpu"
-    suite = (CPU_SUITE if on_cpu else GPU_SUITE)[: options.first]
+    rehearsed = tuple(product.problem for product in REHEARSED[:2])
+    suite = (rehearsed if runner.hardware.platform == "cpu" else REPEATED)[: options.first]
     timed = _timed_search(suite[0], runner, options.budget)
     print(
         f"{suite[0]}: {timed['trials']} trials in {timed['seconds']:.1f} s after a start of {startup_s:.1f} s",
@@ -60,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     pairs = [[_search(problem, runner, options.budget, seed) for seed in SEEDS] for problem in suite]
     runner.close()
-    judge = InProcess() if isinstance(runner, InProcess) else Pool(_gpu(), slots=LIBRARY_COMPILATIONS)
-    rows = [_row(problem, pair, judge, options.rounds) for problem, pair in zip(suite, pairs, strict=True)]
-    judge.close()
+    judges = start_judge()
+    rows = [_row(problem, pair, judges, options.rounds) for problem, pair in zip(suite, pairs, strict=True)]
+    judges.close()
     _print(rows)
     summary = {
         "seconds_64_trials": timed["seconds"],
@@ -107,41 +94,30 @@ def _search(problem: MatmulProblem, runner: Runner, budget: int, seed: int) -> R
     return record
 
 
-def _row(problem: MatmulProblem, pair: Sequence[Record], judge: Runner, rounds: int) -> dict[str, Any]:
+def _row(problem: MatmulProblem, pair: Sequence[Record], judges: Runner, rounds: int) -> dict[str, Any]:
     """Both winners timed in turns; the same winner twice agrees with itself and is timed once."""
-    tasks = [Task(MATMUL, problem, r.winner.backend, r.winner.schedule, REPETITIONS) for r in pair]
-    distinct = tasks[:1] if tasks[0] == tasks[1] else tasks
-    medians: list[list[float]] = [[] for _ in distinct]
-    samples: list[list[float]] = [[] for _ in distinct]
-    for task in distinct:
-        judge.measure(task)
-    order = random.Random(0)
-    for _ in range(rounds):
-        for i in order.sample(range(len(distinct)), len(distinct)):
-            match judge.measure(distinct[i], again=True):
-                case Measurement() as measured:
-                    medians[i].append(measured.median_s)
-                    samples[i] += measured.samples_s
-                case failure:
-                    raise SystemExit(f"{problem} {distinct[i].schedule}: {failure}")
+    winners = [record.winner for record in pair]
+    tasks = {
+        str(seed): Task(MATMUL, problem, winner.backend, winner.schedule, REPETITIONS)
+        for seed, winner in zip(SEEDS, winners, strict=True)
+    }
+    judged = judge(judges, tasks, rounds)
+    if judged.failures:
+        raise SystemExit(f"{problem}: {'; '.join(f'seed {seed}: {why}' for seed, why in judged.failures.items())}")
+    first, second = (judged.rounds[name] for name in tasks)
     # Within a round both met the same clocks; the median ratio of the rounds is what is left.
-    ratio = statistics.median(b / a for a, b in zip(medians[0], medians[-1], strict=True))
+    ratio = statistics.median(b.median_s / a.median_s for a, b in zip(first, second, strict=True))
+    times = [timer.join(first), *([] if first == second else [timer.join(second)])]
     return {
         "problem": str(problem),
         "disagreement": max(ratio, 1 / ratio) - 1,
-        "same_winner": len(distinct) == 1,
-        "winners": [{"backend": r.winner.backend, "schedule": dict(r.winner.schedule)} for r in pair],
-        "winner_us": [statistics.median(taken) * 1e6 for taken in (samples[0], samples[-1])],
-        "searched_us": [r.winner.measurement.median_s * 1e6 for r in pair],
+        "same_winner": len(times) == 1,
+        "winners": [{"backend": winner.backend, "schedule": dict(winner.schedule)} for winner in winners],
+        "winner_us": [times[0].median_s * 1e6, times[-1].median_s * 1e6],
+        "searched_us": [winner.measurement.median_s * 1e6 for winner in winners],
         "run_off": [{"rounds": r.confidence.rounds, "tied": len(r.confidence.tied)} for r in pair],
-        "samples_us": [[round(sample * 1e6, 3) for sample in taken] for taken in samples],
+        "samples_us": [[round(sample * 1e6, 3) for sample in taken.samples_s] for taken in times],
     }
-
-
-def _gpu() -> Gpu:
-    gpu = Gpu.query()
-    assert gpu is not None, "the GPU that was searched on is gone"
-    return gpu
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
