@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from scheduler.store import Store
 
 Backends = str | Sequence[str]
-Activation = Literal["relu", "gelu", "silu"]
 MOST_COMPILED = 1024
 
 # JAX traces and compiles anew where it differs, in the functions that a user has jitted, too.
@@ -45,7 +44,7 @@ def tuned_matmul(
     precision: Any = None,
     preferred_element_type: Any = None,
     bias: Any = None,
-    activation: Activation | None = None,
+    activation: epilogue.Activation | None = None,
     residual: Any = None,
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
@@ -58,8 +57,8 @@ def tuned_matmul(
 
     Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
     tuned calls too. On a mesh outside of manual axes XLA answers, as it does for operands other than two of one
-    float32, bfloat16 or float16 dtype, for empty ones, and where `precision` names an algorithm. A derivative through
-    an activation keeps what goes into it, in float32, and applies it in a pass of its own.
+    float32, bfloat16 or float16 dtype, for empty ones, and where `precision` names an algorithm. Under a derivative an
+    activation is a pass of its own over float32 sums, and the backward pass keeps its slope.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.
@@ -88,14 +87,15 @@ def tuned_matmul(
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
     question = (transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule)
-    operands = Operands(a, b, bias, residual)
-    if any(isinstance(x, jax.core.Tracer) for x in operands):
-        return _matmul(question)(operands)
+    # Spelt out, as a loop would double what a cached call costs.
+    tracer = jax.core.Tracer
+    if isinstance(a, tracer) or isinstance(b, tracer) or isinstance(bias, tracer) or isinstance(residual, tracer):
+        return _matmul(question)(a, b, bias, residual)
     try:
         compiled = _compiled[question, _target.value]
     except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
         compiled = _compile(MATMUL, question, _matmul)
-    return compiled(operands)
+    return compiled(a, b, bias, residual)
 
 
 def tuned(operation: Operation[Any]) -> Callable[..., jax.Array]:
@@ -255,12 +255,12 @@ def _operation(question: Any) -> Callable[..., jax.Array]:
     return call
 
 
-def _matmul(question: Any) -> Callable[[Operands], jax.Array]:
+def _matmul(question: Any) -> Callable[..., jax.Array]:
     transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule = question
     options = decide.options(MATMUL, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
 
-    def call(operands: Operands) -> jax.Array:
-        operands = Operands(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in operands))
+    def call(*arrays: Any) -> jax.Array:
+        operands = Operands(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays))
         posed = _pose(operands, transpose_a, transpose_b, precision, preferred_element_type, activation)
         if posed is not None:
             return _product(posed, operands, options)

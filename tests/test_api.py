@@ -415,6 +415,25 @@ def test_xla_rounds_once_where_no_problem_says_what_was_asked(how):
     close(c, jnp.ones((1, 4), "bfloat16"))
 
 
+@pytest.mark.parametrize("option", ["jax_numpy_rank_promotion", "jax_numpy_dtype_promotion"])
+def test_what_a_user_forbids_of_ranks_and_types_does_not_reach_into_a_fused_call(option):
+    before = getattr(jax.config, option)
+    args = [
+        x.astype(dtype) for x, dtype in zip((A, B, BIAS, RESIDUAL), ["bfloat16"] * 2 + ["float32"] * 2, strict=True)
+    ]
+    expected = layer(formula)(*args)
+    jax.config.update(option, {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}[option])
+    try:
+        for how in ({"backends": "portable"}, {"precision": "BF16_BF16_F32"}):
+            wide = layer(functools.partial(tuned_matmul, preferred_element_type="float32", **how))
+            close(wide(*args), expected, 2e-2)
+            assert layer(functools.partial(tuned_matmul, **how))(*args).dtype == "bfloat16"
+        wide = layer(functools.partial(pallas, preferred_element_type="float32"))
+        assert jax.grad(lambda *x: wide(*x).sum())(*args).dtype == "bfloat16"
+    finally:
+        jax.config.update(option, before)
+
+
 def test_a_wrong_epilogue_is_answered_in_a_sentence():
     with pytest.raises(ValueError, match="activation='tanh' is not None or one of relu, gelu, silu"):
         tuned_matmul(A, B, activation="tanh")

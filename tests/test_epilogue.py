@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 
 import jax
@@ -44,6 +45,11 @@ def test_the_bias_comes_before_the_activation_and_the_residual_after_it():
     sums, bias, residual = normal(0, 4, 6), normal(1, 1, 6), normal(2, 4, 6)
     finished = epilogue.finish(sums, bias=bias, activation="relu", residual=residual)
     np.testing.assert_array_equal(finished, jax.nn.relu(sums + bias) + residual)
+
+
+def test_the_names_that_a_call_takes_are_those_of_the_formula():
+    assert typing.get_args(epilogue.Activation) == tuple(epilogue.ACTIVATIONS)
+    assert set(epilogue.EXPONENTIALS) == {"", *epilogue.ACTIVATIONS}
 
 
 def gpu_kernel(name: str):

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 
 Call = Callable[..., jax.Array]
@@ -18,10 +17,10 @@ Call = Callable[..., jax.Array]
 def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
     """The tangent is ``slope (da b + a db + dbias) + dresidual``: products without epilogue, and the rest for XLA.
 
-    The slope of an activation needs what goes into it, so a product keeps that in float32, and the activation is a pass
-    over it: 8 bytes of traffic for each element. To compute it again would take the product again, 2 k operations for
-    each element, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward pass
-    JAX keeps the slope, in the dtype of the result.
+    The slope of an activation needs what goes into it. So the product ends with its sums in float32, and what follows
+    them is a pass of its own: 8 more bytes of traffic for each element. To compute the sums again would take 2 k
+    operations for each, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward
+    pass JAX keeps the slope, in the dtype of the result.
     """
     a, b, *_ = p.named(primals)
     da, db, dbias, dresidual = p.named(tangents)
@@ -31,23 +30,16 @@ def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.
         rows = dbias.astype(jnp.float32)[..., None, :]
         moving.append(jnp.broadcast_to(rows, out.shape).astype(out.dtype))
     if p.activation and moving:
-        result, slope = _activated(call, p, primals)
+        sums = call(p.unrounded, a, b)
+        result, slope = (
+            x.astype(out.dtype) for x in jax.jvp(lambda x: p.finish(x, primals), (sums,), (jnp.ones_like(sums),))
+        )
         moving = [slope * sum(moving[1:], moving[0])]
     else:
         result = call(p, *primals)
     if dresidual is not None:
         moving.append(dresidual.astype(out.dtype))
     return result, sum(moving[1:], moving[0]) if moving else None
-
-
-def _activated(call: Call, p: MatmulProblem, args: Any) -> tuple[jax.Array, jax.Array]:
-    """The result, and the slope of its activation, in its dtype."""
-    a, b, bias, residual = p.named(args)
-    linear = dataclasses.replace(p.unrounded, bias=p.bias)
-    sums = call(linear, a, b) if bias is None else call(linear, a, b, bias)
-    activated, slope = jax.jvp(epilogue.ACTIVATIONS[p.activation], (sums,), (jnp.ones_like(sums),))
-    dtype = p.result().dtype
-    return epilogue.finish(activated, residual=residual).astype(dtype), slope.astype(dtype)
 
 
 def transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, args: Any) -> tuple[jax.Array | None, ...]:
@@ -74,7 +66,8 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
     """``da = dc bᵀ`` and ``db = aᵀ dc``, written in the layout that the operand has: no operand is copied."""
     other = b if a is None else a
     # A result wider than the operands has a wider cotangent: narrowing it here would lose what the caller asked for.
-    dtype = jnp.promote_types(cotangent.dtype, other.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(cotangent.dtype, other.dtype)
     dc, other = cotangent.astype(dtype), other.astype(dtype)
 
     def product(m: int, n: int, k: int, x: jax.Array, y: jax.Array, transpose_x: bool, transpose_y: bool) -> jax.Array:

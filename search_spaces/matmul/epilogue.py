@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax import lax
 
 # Of a bias and of a residual that a kernel reads.
 DTYPES = ("bfloat16", "float16", "float32")
+Activation = Literal["relu", "gelu", "silu"]
 
 
 def _relu(x: jax.Array) -> jax.Array:
@@ -36,7 +38,7 @@ def _gelu(x: jax.Array) -> jax.Array:
     return x * lax.logistic(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x))
 
 
-# Mosaic GPU lowers each of them, on float32 tiles.
+# By the names in `Activation`. Mosaic GPU lowers each of them, on float32 tiles.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
     {"relu": _relu, "gelu": _gelu, "silu": _silu}
 )

@@ -51,9 +51,10 @@ def matmul(
     product = functools.partial(jnp.matmul, precision=precision)
     out = jax.eval_shape(functools.partial(product, preferred_element_type=preferred_element_type), a, b)
     _check(out, activation, operands.added(out.shape))
-    exact = not jnp.issubdtype(out.dtype, jnp.inexact)
-    sums = product(a, b, preferred_element_type=out.dtype if exact else jnp.promote_types(out.dtype, jnp.float32))
-    widest = functools.reduce(jnp.promote_types, [x.dtype for x in (bias, residual) if x is not None], sums.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # it is promised, whatever mixtures the caller forbids
+        wide = jnp.promote_types(out.dtype, jnp.float32) if jnp.issubdtype(out.dtype, jnp.inexact) else out.dtype
+        widest = functools.reduce(jnp.promote_types, [x.dtype for x in (bias, residual) if x is not None], wide)
+    sums = product(a, b, preferred_element_type=wide)
     rows = None if bias is None else jnp.broadcast_to(bias, sums.shape)
     finished = epilogue.finish(sums.astype(widest), bias=rows, activation=activation or "", residual=residual)
     return finished.astype(out.dtype)
