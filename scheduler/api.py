@@ -87,7 +87,7 @@ def tuned_matmul(
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
     question = (transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule)
-    # Spelt out, as a loop would double what a cached call costs.
+    # Spelt out: a loop takes as long as the look-up.
     tracer = jax.core.Tracer
     if isinstance(a, tracer) or isinstance(b, tracer) or isinstance(bias, tracer) or isinstance(residual, tracer):
         return _matmul(question)(a, b, bias, residual)
