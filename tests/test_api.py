@@ -411,7 +411,8 @@ def test_any_operands_take_an_epilogue_or_say_why_not(a_shape, b_shape, a_dtype,
 def test_xla_rounds_once_where_no_problem_says_what_was_asked(how):
     a, b = jnp.ones((1, 257), "bfloat16"), jnp.ones((257, 4), "bfloat16")
     b = b if how else b.astype("float16")
-    c = tuned_matmul(a, b, bias=jnp.full(4, -256.0), preferred_element_type="bfloat16", **how)
+    with jax.disable_jit():  # XLA leaves out a rounding that it finds between two operations of one program
+        c = tuned_matmul(a, b, bias=jnp.full(4, -256.0), preferred_element_type="bfloat16", **how)
     close(c, jnp.ones((1, 4), "bfloat16"))
 
 

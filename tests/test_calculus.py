@@ -150,6 +150,17 @@ def test_an_epilogue_s_tangent_is_that_of_its_formula_whichever_operands_move(la
         assert len(posed) == 1 + sum(moving[:2]), "one product for the result, one for each operand that moves"
 
 
+def test_a_derivative_and_a_batch_round_the_sums_no_sooner_than_the_call_itself():
+    """A sum of 257 has no bfloat16: rounded to 256 first, it would leave nothing where 256 is taken away."""
+    p = MatmulProblem(4, 3, 257, bias="float32", activation="relu")
+    a, b, bias = jnp.ones((4, 257), "bfloat16"), jnp.ones((257, 3), "bfloat16"), jnp.full(3, -256.0)
+    one = jnp.ones((4, 3), "bfloat16")
+    result, _ = calculus.jvp(product, p, (a, b, bias), (a, None, None))
+    close(result, one)
+    results, _ = calculus.batch(product, p, (a, b, jnp.stack([bias, 2 * bias])), (None, None, 0))
+    close(results, jnp.stack([one, 0 * one]))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_bias_gets_the_cotangent_s_sum_in_float32_and_a_residual_the_cotangent(batch):
     p = MatmulProblem(4096, 3, 2, batch=batch, bias="bfloat16", residual="float32")
