@@ -19,8 +19,8 @@ from scheduler.primitive import Params, tuned_call
 from scheduler.record import Record
 from search_spaces import end_load, jax_compat, load
 from search_spaces.kernel import Operation, Problem
-from search_spaces.matmul import MATMUL, MatmulProblem, calculus
-from search_spaces.matmul.problem import DTYPES
+from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
+from search_spaces.matmul.problem import DTYPES, Operands
 
 if TYPE_CHECKING:
     from scheduler.store import Store
@@ -43,15 +43,22 @@ def tuned_matmul(
     transpose_b: bool = False,
     precision: Any = None,
     preferred_element_type: Any = None,
+    bias: Any = None,
+    activation: epilogue.Activation | None = None,
+    residual: Any = None,
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
 ) -> jax.Array:
-    """``jnp.matmul(a, b)`` by the best known schedule for its shapes on this chip.
+    """``activation(jnp.matmul(a, b) + bias) + residual`` by the best known schedule for its shapes on this chip.
+
+    What is None is left out. Sums, bias, activation and residual are computed in float32 (in float64 and in complex
+    numbers where operands are that, in whole numbers where all are), and rounded once, to the dtype of the result.
 
     Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
     tuned calls too. On a mesh outside of manual axes XLA answers, as it does for operands other than two of one
-    float32, bfloat16 or float16 dtype, for empty ones, and where `precision` names an algorithm. Sums are in float32.
+    float32, bfloat16 or float16 dtype, for empty ones, and where `precision` names an algorithm. Under a derivative an
+    activation is a pass of its own over float32 sums, and the backward pass keeps its slope.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.
@@ -60,6 +67,9 @@ def tuned_matmul(
       transpose_b: `b` is ``[..., n, k]``.
       precision: as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
       preferred_element_type: dtype of the result; None is the operands'.
+      bias: ``[n]`` (``[]`` where `b` is 1-D), added to each row. One for each element of a batch: `jax.vmap`.
+      activation: "relu", "gelu" (its tanh form, the default of `jax.nn.gelu`) or "silu".
+      residual: of the shape of the result.
       on_miss: where no schedule is stored: "model" answers with the cost model's first choice, "tune" searches now and
         stores what it finds, "xla" answers with XLA, "error" raises. None is TILE_SCHEDULER_ON_MISS, or else "model".
       backends: "pallas" (all but XLA), a backend's name or several; None allows all.
@@ -71,18 +81,21 @@ def tuned_matmul(
       ``[..., m, n]``, without the axes that a 1-D operand lacks.
 
     Raises:
-      TypeError, ValueError: as `jnp.matmul`; an unknown policy or backend.
+      TypeError, ValueError: as `jnp.matmul`; an unknown policy, backend or activation; a bias or residual of another
+        shape, or that the dtype of the result cannot hold.
       CacheMiss: nothing is stored and `on_miss` is "error"; names the command that would fill the cache.
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
-    question = (transpose_a, transpose_b, precision, preferred_element_type, on_miss, backends, schedule)
-    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return _matmul(question)(a, b)
+    question = (transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule)
+    # Spelt out: a loop takes as long as the look-up.
+    tracer = jax.core.Tracer
+    if isinstance(a, tracer) or isinstance(b, tracer) or isinstance(bias, tracer) or isinstance(residual, tracer):
+        return _matmul(question)(a, b, bias, residual)
     try:
         compiled = _compiled[question, _target.value]
     except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
         compiled = _compile(MATMUL, question, _matmul)
-    return compiled(a, b)
+    return compiled(a, b, bias, residual)
 
 
 def tuned(operation: Operation[Any]) -> Callable[..., jax.Array]:
@@ -242,24 +255,33 @@ def _operation(question: Any) -> Callable[..., jax.Array]:
     return call
 
 
-def _matmul(question: Any) -> Callable[[Any, Any], jax.Array]:
-    transpose_a, transpose_b, precision, preferred_element_type, on_miss, backends, schedule = question
+def _matmul(question: Any) -> Callable[..., jax.Array]:
+    transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule = question
     options = decide.options(MATMUL, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
 
-    def call(a: Any, b: Any) -> jax.Array:
-        a, b = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (a, b))
-        posed = _pose(a, b, transpose_a, transpose_b, precision, preferred_element_type)
-        if posed is None:
-            a, b = _swapped(a, transpose_a, "a"), _swapped(b, transpose_b, "b")
-            return jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type)
-        return _product(posed, a, b, options)
+    def call(*arrays: Any) -> jax.Array:
+        operands = Operands(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays))
+        posed = _pose(operands, transpose_a, transpose_b, precision, preferred_element_type, activation)
+        if posed is not None:
+            return _product(posed, operands, options)
+        a, b = _swapped(operands.a, transpose_a, "a"), _swapped(operands.b, transpose_b, "b")
+        return xla.matmul(
+            operands._replace(a=a, b=b),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            activation=activation,
+        )
 
     return call
 
 
-def _pose(a: Any, b: Any, transpose_a: bool, transpose_b: bool, precision: Any, preferred: Any) -> MatmulProblem | None:
-    """The problem of one matrix of each operand, or None where the product is for `jnp.matmul` to compute or refuse."""
-    if not (isinstance(a, jax.Array) and isinstance(b, jax.Array)) or not (a.ndim and b.ndim):
+def _pose(
+    operands: Operands, transpose_a: bool, transpose_b: bool, precision: Any, preferred: Any, activation: Any
+) -> MatmulProblem | None:
+    """The problem of one matrix of each operand, or None where the product is for XLA to compute or refuse."""
+    a, b, bias, residual = operands
+    given = (a, b, *(x for x in (bias, residual) if x is not None))
+    if not all(isinstance(x, jax.Array) for x in given) or not (a.ndim and b.ndim):
         return None
     if a.dtype != b.dtype or str(a.dtype) not in DTYPES or a.weak_type or b.weak_type:
         return None
@@ -269,15 +291,17 @@ def _pose(a: Any, b: Any, transpose_a: bool, transpose_b: bool, precision: Any, 
         return None
     out = str(a.dtype) if preferred is None else str(jnp.dtype(preferred))
     rounding = _rounding(precision)
-    if out not in DTYPES or rounding is None or jax_compat.has_explicit_axes((a, b)):
+    if out not in DTYPES or rounding is None or jax_compat.has_explicit_axes(given):
         return None
     m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
     k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
     try:
-        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        result = _result_shape(a, b, m, n)
     except ValueError:
         return None
-    if k != k_of_b:
+    if k != k_of_b or activation not in (None, *epilogue.ACTIVATIONS):
+        return None
+    if any(x.shape != shape or str(x.dtype) not in epilogue.DTYPES for x, shape in operands.added(result).values()):
         return None
     return MatmulProblem(
         m=m,
@@ -288,7 +312,16 @@ def _pose(a: Any, b: Any, transpose_a: bool, transpose_b: bool, precision: Any, 
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         precision=rounding,
+        bias="" if bias is None else str(bias.dtype),
+        activation=activation or "",
+        residual="" if residual is None else str(residual.dtype),
     )
+
+
+def _result_shape(a: jax.Array, b: jax.Array, m: int, n: int) -> tuple[int, ...]:
+    """Of ``jnp.matmul(a, b)``; raises ValueError where leading axes do not broadcast."""
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return *lead, *(() if a.ndim == 1 else (m,)), *(() if b.ndim == 1 else (n,))
 
 
 _ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
@@ -311,24 +344,28 @@ def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
         return None
 
 
-def _product(p: MatmulProblem, a: jax.Array, b: jax.Array, options: Options) -> jax.Array:
-    def call(problem: MatmulProblem, x: jax.Array, y: jax.Array) -> jax.Array:
-        return tuned_call(MATMUL, problem, x, y, options=options)
+def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Array:
+    def call(problem: MatmulProblem, *args: jax.Array) -> jax.Array:
+        return tuned_call(MATMUL, problem, *args, options=options)
 
-    one_row, one_column = a.ndim == 1, b.ndim == 1
-    matrix_a, matrix_b = (s.shape for s in p.operands())
+    a, b, bias, residual = operands
+    result = _result_shape(a, b, p.m, p.n)
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    matrices = p.named([s.shape for s in p.operands()])
     many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
     if many_a and many_b:
-        a, b = jnp.broadcast_to(a, (*lead, *matrix_a)), jnp.broadcast_to(b, (*lead, *matrix_b))
-    a = a.reshape((-1, *matrix_a) if many_a else matrix_a)
-    b = b.reshape((-1, *matrix_b) if many_b else matrix_b)
-    if many_a or many_b:
-        c, axis = calculus.batch(call, p, (a, b), (0 if many_a else None, 0 if many_b else None))
-        c = jnp.moveaxis(c, axis, 0)
-    else:
-        c = call(p, a, b)
-    return c.reshape(*lead, *(() if one_row else (p.m,)), *(() if one_column else (p.n,)))
+        a, b = jnp.broadcast_to(a, (*lead, *matrices.a)), jnp.broadcast_to(b, (*lead, *matrices.b))
+    many = Operands(many_a, many_b, bias=False, residual=many_a or many_b)
+    given = [
+        (x.reshape((-1, *matrix) if is_many else matrix), 0 if is_many else None)
+        for x, matrix, is_many in zip((a, b, bias, residual), matrices, many, strict=True)
+        if x is not None
+    ]
+    args, dims = zip(*given, strict=True)
+    if not any(many):
+        return call(p, *args).reshape(result)
+    c, axis = calculus.batch(call, p, args, dims)
+    return jnp.moveaxis(c, axis, 0).reshape(result)
 
 
 def _swapped(x: Any, transpose: bool, name: str) -> Any:

@@ -132,3 +132,43 @@ def test_an_array_on_another_device_is_answered_there():
     result = pallas(jax.device_put(X, device), jax.device_put(W, device))
     assert result.devices() == {device}
     close(result, X @ W)
+
+
+BIAS, RESIDUAL = jnp.linspace(-1, 1, 40), jnp.flip(X @ W)
+
+
+def layer(x, w, bias, residual):
+    return tuned_matmul(x, w, bias=bias, activation="gelu", residual=residual, backends="pallas")
+
+
+def formula(x, w, bias, residual):
+    return jax.nn.gelu(x @ w + bias) + residual
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_fused_call_inside_shard_map_has_the_numbers_and_gradients_of_all_shards(check_vma):
+    def shards(f):
+        return jax.shard_map(
+            f, mesh=mesh(AxisType.Auto), in_specs=(P("x"), P(), P(), P("x")), out_specs=P("x"), check_vma=check_vma
+        )
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda *args: (shards(f)(*args) ** 2).sum(), (0, 1, 2, 3)))(X, W, BIAS, RESIDUAL)
+
+    close(jax.jit(shards(layer))(X, W, BIAS, RESIDUAL), formula(X, W, BIAS, RESIDUAL))
+    assert used_kernels(shards(layer), X, W, BIAS, RESIDUAL)
+    for ours, theirs in zip(gradients(layer), gradients(formula), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_fused_call_on_a_mesh_goes_to_xla(kind):
+    x, residual = (jax.device_put(y, NamedSharding(mesh(kind), P("x"))) for y in (X, RESIDUAL))
+    result = jax.jit(layer)(x, W, BIAS, residual)
+    close(result, formula(X, W, BIAS, RESIDUAL))
+    assert not result.sharding.is_fully_replicated
+    assert not used_kernels(layer, x, W, BIAS, residual)
+    gradient = jax.jit(jax.grad(lambda bias: layer(x, W, bias, residual).sum()))(BIAS)
+    np.testing.assert_allclose(
+        gradient, jax.grad(lambda bias: formula(X, W, bias, RESIDUAL).sum())(BIAS), rtol=1e-4, atol=1e-3
+    )

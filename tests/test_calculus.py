@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -31,6 +32,11 @@ def problem_of(transpose_a: bool, transpose_b: bool, batch: int, **fields: str) 
 
 def normal(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).astype(dtype)
+
+
+def posing(posed: list[MatmulProblem]):
+    """`product`, which notes each problem that it is asked."""
+    return lambda p, *args: posed.append(p) or product(p, *args)
 
 
 def inputs(p: MatmulProblem, seed: int) -> list[jax.Array]:
@@ -64,7 +70,7 @@ def test_a_cotangent_of_another_dtype_keeps_the_wider_one(dtype, out_dtype):
     _, b = inputs(p, 0)
     ct = normal(9, p.result().shape, out_dtype)
     posed = []
-    da, _ = calculus.transpose(lambda q, *args: posed.append(q) or product(q, *args), p, ct, (None, b))
+    da, _ = calculus.transpose(posing(posed), p, ct, (None, b))
     assert posed[0].dtype == "float32"
     close(da, (ct.astype(jnp.float32) @ b.astype(jnp.float32)).astype(dtype), 1e-2)
 
@@ -73,7 +79,7 @@ def test_precision_is_passed_on_to_the_backward_products():
     p = problem_of(False, False, 1, precision="highest")
     a, b = inputs(p, 0)
     posed = []
-    calculus.transpose(lambda q, *args: posed.append(q) or product(q, *args), p, product(p, a, b), (None, b))
+    calculus.transpose(posing(posed), p, product(p, a, b), (None, b))
     assert [q.precision for q in posed] == ["highest"]
 
 
@@ -101,9 +107,112 @@ def test_one_product_does_for_a_vmapped_one(transpose_a, transpose_b, batch, dim
         for i, (x, dim) in enumerate(zip(inputs(p, 0), dims, strict=True))
     ]
     posed = []
-    c, dim = calculus.batch(lambda q, *args: posed.append(q) or product(q, *args), p, args, dims)
+    c, dim = calculus.batch(posing(posed), p, args, dims)
     expected = jax.vmap(lambda a, b: product(p, a, b), dims, out_axes=dim)(*args)
     close(c, expected)
     (q,) = posed
     assert q.flops == size * p.flops
     assert q.batch == (size * batch if None not in dims else batch), "an operand that is not batched is read once"
+
+
+# What follows the sums
+
+
+FUSED = [
+    {"bias": "float32"},
+    {"bias": "float32", "activation": "gelu", "residual": "float32"},
+    {"activation": "silu", "residual": "float32"},
+]
+
+
+def fused(layout: tuple[bool, bool, int], fields: dict[str, str]) -> tuple[MatmulProblem, list[jax.Array]]:
+    p = dataclasses.replace(problem_of(*layout), **fields)
+    return p, inputs(p, 0)
+
+
+@pytest.mark.parametrize("layout", [(False, True, 1), (True, False, 3)], ids=str)
+@pytest.mark.parametrize("fields", FUSED, ids=str)
+def test_an_epilogue_s_tangent_is_that_of_its_formula_whichever_operands_move(layout, fields):
+    p, args = fused(layout, fields)
+    tangents = inputs(p, 10)
+    exact = lambda *args: p.reference(*args)  # noqa: E731
+    for moving in itertools.product([True, False], repeat=len(args)):
+        posed = []
+        given = [t if moves else None for t, moves in zip(tangents, moving, strict=True)]
+        result, tangent = calculus.jvp(posing(posed), p, args, given)
+        zeros = [jnp.zeros_like(x) if t is None else t for x, t in zip(args, given, strict=True)]
+        expected, expected_tangent = jax.jvp(exact, tuple(args), tuple(zeros))
+        close(result, expected)
+        if any(moving):
+            close(tangent, expected_tangent)
+        else:
+            assert tangent is None
+        assert len(posed) == 1 + sum(moving[:2]), "one product for the result, one for each operand that moves"
+
+
+def test_a_derivative_and_a_batch_round_the_sums_no_sooner_than_the_call_itself():
+    """A sum of 257 has no bfloat16: rounded to 256 first, it would leave nothing where 256 is taken away."""
+    p = MatmulProblem(4, 3, 257, bias="float32", activation="relu")
+    a, b, bias = jnp.ones((4, 257), "bfloat16"), jnp.ones((257, 3), "bfloat16"), jnp.full(3, -256.0)
+    one = jnp.ones((4, 3), "bfloat16")
+    result, _ = calculus.jvp(product, p, (a, b, bias), (a, None, None))
+    close(result, one)
+    results, _ = calculus.batch(product, p, (a, b, jnp.stack([bias, 2 * bias])), (None, None, 0))
+    close(results, jnp.stack([one, 0 * one]))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_bias_gets_the_cotangent_s_sum_in_float32_and_a_residual_the_cotangent(batch):
+    p = MatmulProblem(4096, 3, 2, batch=batch, bias="bfloat16", residual="float32")
+    a, b, *_ = inputs(p, 0)
+    ct = jnp.ones(p.result().shape, "bfloat16")
+    da, db, dbias, dresidual = calculus.transpose(product, p, ct, (a, b, None, None))
+    assert (da, db) == (None, None)
+    close(dbias, jnp.full_like(dbias, 4096))  # in bfloat16 the sum would end at 256
+    close(dresidual, ct.astype("float32"))
+    assert [x.shape for x in (dbias, dresidual)] == [s.shape for s in p.operands()[2:]]
+    da, *others = calculus.transpose(product, p, ct, (None, b, None, None))
+    close(da, calculus.transpose(product, p.plain, ct, (None, b))[0])
+    assert all(x is not None for x in others[1:])
+
+
+def test_an_activation_has_a_transpose_in_its_residual_alone():
+    p = MatmulProblem(4, 3, 2, "float32", bias="float32", activation="relu", residual="float32")
+    a, b, bias, residual = inputs(p, 0)
+    ct = jnp.ones((4, 3))
+    *none, dresidual = calculus.transpose(product, p, ct, (a, b, bias, None))
+    assert none == [None, None, None]
+    close(dresidual, ct)
+    for args in [(None, b, bias, residual), (a, b, None, residual)]:
+        with pytest.raises(NotImplementedError, match=r"activation=relu .* is linear in its residual alone"):
+            calculus.transpose(product, p, ct, args)
+
+
+AXES = [  # of a, b, bias, residual; how many products, of which problem
+    ((0, None, None, 1), {"m": 20}),
+    ((1, None, None, None), {"m": 20}),
+    ((None, 0, None, None), {"n": 28}),
+    ((None, 1, 0, 2), {"n": 28}),
+    ((0, 1, None, 0), {"batch": 4}),
+    ((0, 0, 1, None), {"batch": 4}),
+    ((None, None, 0, None), {}),
+    ((None, None, None, 0), {}),
+    ((0, None, 0, 0), {"m": 20}),
+]
+
+
+@pytest.mark.parametrize(("dims", "wider"), AXES, ids=str)
+@pytest.mark.parametrize("layout", [(False, False, 1), (True, True, 3)], ids=str)
+def test_one_product_does_for_a_vmapped_one_with_an_epilogue(layout, dims, wider):
+    p, args = fused(layout, FUSED[1])
+    args = [
+        x if dim is None else normal(i, (*x.shape[:dim], 4, *x.shape[dim:]))
+        for i, (x, dim) in enumerate(zip(args, dims, strict=True))
+    ]
+    posed = []
+    c, dim = calculus.batch(posing(posed), p, args, dims)
+    close(c, jax.vmap(p.reference, dims, out_axes=dim)(*args))
+    apart = dims[1] is None and (dims[0] is None or dims[2] is not None)
+    wider = {name: extent * (p.batch if name == "batch" else 1) for name, extent in wider.items()}
+    (q,) = posed
+    assert q == dataclasses.replace(p.unrounded if apart else p, **wider)

@@ -15,17 +15,59 @@ Call = Callable[..., jax.Array]
 
 
 def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
-    (a, b), (da, db) = primals, tangents
-    parts = ([] if da is None else [call(p, da, b)]) + ([] if db is None else [call(p, a, db)])
-    return call(p, a, b), sum(parts[1:], parts[0]) if parts else None
+    """The tangent is ``slope (da b + a db + dbias) + dresidual``: products without epilogue, and the rest for XLA.
+
+    The slope of an activation needs what goes into it. So the product ends with its sums in float32, and what follows
+    them is a pass of its own: 8 more bytes of traffic for each element. To compute the sums again would take 2 k
+    operations for each, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward
+    pass JAX keeps the slope, in the dtype of the result.
+    """
+    a, b, *_ = p.named(primals)
+    da, db, dbias, dresidual = p.named(tangents)
+    out = p.result()
+    moving = ([] if da is None else [call(p.plain, da, b)]) + ([] if db is None else [call(p.plain, a, db)])
+    if dbias is not None:  # in float32, so that a backward pass sums it over the rows in float32
+        rows = dbias.astype(jnp.float32)[..., None, :]
+        moving.append(jnp.broadcast_to(rows, out.shape).astype(out.dtype))
+    if p.activation and moving:
+        sums = call(p.unrounded, a, b)
+        result, slope = (
+            x.astype(out.dtype) for x in jax.jvp(lambda x: p.finish(x, primals), (sums,), (jnp.ones_like(sums),))
+        )
+        moving = [slope * sum(moving[1:], moving[0])]
+    else:
+        result = call(p, *primals)
+    if dresidual is not None:
+        moving.append(dresidual.astype(out.dtype))
+    return result, sum(moving[1:], moving[0]) if moving else None
 
 
 def transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, args: Any) -> tuple[jax.Array | None, ...]:
+    """A bias gets the cotangent's sum over the rows, in float32, and a residual the cotangent.
+
+    Raises:
+      NotImplementedError: with an activation it is linear in nothing but the residual.
+    """
+    a, b, bias, residual = p.named(args)
+    if p.activation and any(x is None for x in (a, b, *([bias] if p.bias else []))):
+        raise NotImplementedError(f"matmul {p} is linear in its residual alone: it has no transpose in other operands")
+    cotangents: list[jax.Array | None] = [None, None]
+    if a is None or b is None:
+        cotangents = [*_transpose(call, p.plain, cotangent, a, b)]
+    if p.bias:
+        rows = cotangent.astype(jnp.float32).sum(axis=-2)
+        cotangents.append(rows.astype(p.bias) if bias is None else None)
+    if p.residual:
+        cotangents.append(cotangent.astype(p.residual) if residual is None else None)
+    return tuple(cotangents)
+
+
+def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: Any) -> tuple[jax.Array | None, ...]:
     """``da = dc bᵀ`` and ``db = aᵀ dc``, written in the layout that the operand has: no operand is copied."""
-    a, b = args
     other = b if a is None else a
     # A result wider than the operands has a wider cotangent: narrowing it here would lose what the caller asked for.
-    dtype = jnp.promote_types(cotangent.dtype, other.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(cotangent.dtype, other.dtype)
     dc, other = cotangent.astype(dtype), other.astype(dtype)
 
     def product(m: int, n: int, k: int, x: jax.Array, y: jax.Array, transpose_x: bool, transpose_y: bool) -> jax.Array:
@@ -44,22 +86,60 @@ def transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, args: Any) -> 
 
 
 def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch."""
-    (a, b), (a_dim, b_dim) = args, dims
-    lead = a.ndim - 2 - (a_dim is not None)  # axes that batch already
+    """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch.
+
+    A residual goes with the result, repeated where it is not batched, and so does a bias along n. Where biases differ
+    along what would join m, or where neither operand is batched, what follows the sums is for XLA to compute.
+    """
+    a, b, bias, residual = p.named(args)
+    a_dim, b_dim, bias_dim, residual_dim = p.named(dims)
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    lead = 1 if p.batch > 1 else 0  # axes that batch already
+
+    def along(x: jax.Array | None, dim: int | None, place: int) -> jax.Array | None:
+        """`x` with the new axis joined to the one at `place`."""
+        return None if x is None else _merge(_with_axis(x, dim, place, size), place)
+
+    if b_dim is None and (a_dim is None or bias_dim is not None):
+        return _batch_apart(call, p, args, dims)
     if b_dim is None:  # next to m; free where it is there already, as in [v, m, k]
-        size, place = a.shape[a_dim], lead + (1 if p.transpose_a else 0)
-        a = _merge(jnp.moveaxis(a, a_dim, place), place)
-        return _split(call(dataclasses.replace(p, m=size * p.m), a, b), lead, size), lead
-    size = b.shape[b_dim]
+        wider = dataclasses.replace(p, m=size * p.m)
+        a, residual = along(a, a_dim, lead + (1 if p.transpose_a else 0)), along(residual, residual_dim, lead)
+        return _split(_call(call, wider, a, b, bias, residual), lead, size), lead
     if a_dim is None:
-        place = lead + (0 if p.transpose_b else 1)
-        b = _merge(jnp.moveaxis(b, b_dim, place), place)
-        return _split(call(dataclasses.replace(p, n=size * p.n), a, b), lead + 1, size), lead + 1
-    a, b = jnp.moveaxis(a, a_dim, 0), jnp.moveaxis(b, b_dim, 0)
+        wider = dataclasses.replace(p, n=size * p.n)
+        b, bias = along(b, b_dim, lead + (0 if p.transpose_b else 1)), along(bias, bias_dim, lead)
+        residual = along(residual, residual_dim, lead + 1)
+        return _split(_call(call, wider, a, b, bias, residual), lead + 1, size), lead + 1
     batched = dataclasses.replace(p, batch=size * p.batch)
-    c = call(batched, *(x.reshape(s.shape) for x, s in zip((a, b), batched.operands(), strict=True)))
+    first = [_with_axis(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
+    c = call(batched, *(x.reshape(s.shape) for x, s in zip(first, batched.operands(), strict=True)))
     return c.reshape(size, *p.result().shape), 0
+
+
+def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
+    """The sums by one product, in float32, and what follows them as a pass over them."""
+    a, b, *rest = args
+    if dims[0] is None:
+        sums, dim = call(p.unrounded, a, b), None
+    else:
+        sums, dim = batch(call, p.unrounded, (a, b), dims[:2])
+
+    def follow(sums: jax.Array, *rest: jax.Array) -> jax.Array:
+        return p.finish(sums, (a, b, *rest)).astype(p.result().dtype)
+
+    return jax.vmap(follow, (dim, *dims[2:]))(sums, *rest), 0
+
+
+def _call(call: Call, p: MatmulProblem, *operands: jax.Array | None) -> jax.Array:
+    return call(p, *(x for x in operands if x is not None))
+
+
+def _with_axis(x: jax.Array, dim: int | None, place: int, size: int) -> jax.Array:
+    """The batched axis at `place`; `x` is repeated along it where it is not batched."""
+    if dim is not None:
+        return jnp.moveaxis(x, dim, place)
+    return jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], size, *x.shape[place:]))
 
 
 def _merge(x: jax.Array, axis: int) -> jax.Array:

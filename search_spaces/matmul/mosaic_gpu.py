@@ -67,6 +67,8 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         if target.platform != "cuda" or target.architecture != "sm_90":
             return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if problem.fused:
+            return "fuses no bias, activation or residual yet"
         if problem.dtype == "float32" and problem.precision != "default":
             return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
         if problem.dtype == "float32" and (problem.transpose_a or not problem.transpose_b):

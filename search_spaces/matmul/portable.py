@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, Space
 
@@ -61,15 +62,27 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
         rows, columns = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n)
         steps = _cdiv(p.k, s.tile_k)
         a, b = (p.m / rows) * (p.k / steps) * itemsize, (p.k / steps) * (p.n / columns) * itemsize
+        # Read once for each block of the result: a share of it in each step.
+        bias = p.n / columns * _itemsize(p.bias) / steps
+        residual = (p.m / rows) * (p.n / columns) * _itemsize(p.residual) / steps
         tile = s.tile_m * s.tile_k + s.tile_k * s.tile_n
+        result = s.tile_m * s.tile_n
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(np.full(len(s), p.batch), rows, columns),
-            operands=(Operand(bytes=a, axes=(0, 1)), Operand(bytes=b, axes=(0, 2))),
+            operands=(
+                Operand(bytes=a, axes=(0, 1)),
+                Operand(bytes=b, axes=(0, 2)),
+                *([Operand(bytes=bias, axes=(0, 2))] if p.bias else []),
+                *([Operand(bytes=residual, axes=(0, 1, 2))] if p.residual else []),
+            ),
             flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
             bytes_written=(p.m / rows) * (p.n / columns) * out_itemsize,
-            onchip_bytes=tile * itemsize + s.tile_m * s.tile_n * (4 + out_itemsize),
+            onchip_bytes=tile * itemsize
+            + s.tile_n * _itemsize(p.bias)
+            + result * (4 + out_itemsize + _itemsize(p.residual)),
             steps=steps,
+            special_ops=result * epilogue.EXPONENTIALS[p.activation] / steps,
             minor=np.where(s.minor == "m", 1, 2),
             group=np.where(s.minor == "m", rows, columns),
         )
@@ -78,13 +91,15 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
         self, problem: MatmulProblem, schedule: PortableSchedule, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
         p, s = problem, schedule
-        a, b = (x.reshape((p.batch, *x.shape[-2:])) for x in args)
+        args = tuple(x.reshape((p.batch, -1, x.shape[-1])) for x in args)
         a_axes = (1, 0) if p.transpose_a else (0, 1)
         b_axes = (1, 0) if p.transpose_b else (0, 1)
         rows, columns, steps = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n), _cdiv(p.k, s.tile_k)
         precision = p.lax_precision
 
-        def body(a_ref: Any, b_ref: Any, out_ref: Any, acc_ref: Any) -> None:
+        def body(*refs: Any) -> None:
+            *operand_refs, out_ref, acc_ref = refs
+            a_ref, b_ref, *following_refs = p.named(operand_refs)
             step = pl.program_id(3)
 
             @pl.when(step == 0)
@@ -105,7 +120,9 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
 
             @pl.when(step == steps - 1)
             def _() -> None:
-                out_ref[...] = acc_ref[...].astype(out_ref.dtype)
+                bias, residual = (None if ref is None else ref[...] for ref in following_refs)
+                finished = epilogue.finish(acc_ref[...], bias=bias, activation=p.activation, residual=residual)
+                out_ref[...] = finished.astype(out_ref.dtype)
 
         def tile(shape: tuple[int, int], axes: tuple[int, int], index: Any) -> pl.BlockSpec:
             def index_map(batch: Any, first: Any, second: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -115,6 +132,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
 
             return pl.BlockSpec((None, shape[axes[0]], shape[axes[1]]), index_map)
 
+        result_tile = tile((s.tile_m, s.tile_n), (0, 1), lambda row, column, step: (row, column))
         outer, inner = (rows, columns) if s.minor == "n" else (columns, rows)
         c = pl.pallas_call(
             body,
@@ -122,17 +140,24 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
             in_specs=[
                 tile((s.tile_m, s.tile_k), a_axes, lambda row, column, step: (row, step)),
                 tile((s.tile_k, s.tile_n), b_axes, lambda row, column, step: (step, column)),
+                *([tile((1, s.tile_n), (0, 1), lambda row, column, step: (0, column))] if p.bias else []),
+                *([result_tile] if p.residual else []),
             ],
-            out_specs=tile((s.tile_m, s.tile_n), (0, 1), lambda row, column, step: (row, column)),
+            out_specs=result_tile,
             out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.result().dtype),
             scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), jnp.float32)],
             interpret=True,
-        )(a, b)
+        )(*args)
         return c.reshape(p.result().shape)
 
 
 def _cdiv(a: Any, b: Any) -> Any:
     return -(-a // b)
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element; none where there is no such operand."""
+    return jnp.dtype(dtype).itemsize if dtype else 0
 
 
 def _tiles(extent: int) -> tuple[int, ...]:

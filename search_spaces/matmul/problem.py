@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.kernel import Problem, Tolerance
+from search_spaces.matmul import epilogue
 
 DTYPES = ("bfloat16", "float16", "float32")
 PRECISIONS = ("default", "high", "highest")
 
 
+class Operands(NamedTuple):
+    """What belongs to each operand of a problem, by name; None for a bias or a residual that it does not have."""
+
+    a: Any
+    b: Any
+    bias: Any = None
+    residual: Any = None
+
+    def added(self, result: tuple[int, ...]) -> dict[str, tuple[Any, tuple[int, ...]]]:
+        """The bias and the residual that are there, by name, with the shapes that a result of this shape wants."""
+        shapes = {"bias": (self.bias, result[-1:] if self.b.ndim > 1 else ()), "residual": (self.residual, result)}
+        return {name: (x, shape) for name, (x, shape) in shapes.items() if x is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class MatmulProblem(Problem):
-    """``c[batch, m, n] = a[batch, m, k] @ b[batch, k, n]``, accumulated in float32.
+    """``c[batch, m, n] = activation(a[batch, m, k] @ b[batch, k, n] + bias[batch, 1, n]) + residual[batch, m, n]``.
+
+    Accumulated in float32, in which the rest is computed too: only the result is rounded.
 
     Attributes:
       m, n, k: extents, at least 1. The batch axis exists only where `batch` is above 1.
@@ -28,6 +46,9 @@ class MatmulProblem(Problem):
       transpose_b: `b` is stored ``[batch, n, k]``.
       precision: what float32 operands may be rounded to ("default" allows TF32 where the hardware has it, "high" three
         bfloat16 passes, "highest" nothing); always "default" for 16-bit operands, whose products are exact in float32.
+      bias: dtype of the bias, stored ``[batch, n]``; "" is none.
+      activation: a name in `epilogue.ACTIVATIONS`; "" is none.
+      residual: dtype of the residual, stored as the result is; "" is none.
     """
 
     m: int
@@ -39,6 +60,9 @@ class MatmulProblem(Problem):
     transpose_a: bool = False
     transpose_b: bool = False
     precision: str = "default"
+    bias: str = ""
+    activation: str = ""
+    residual: str = ""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -49,6 +73,12 @@ class MatmulProblem(Problem):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if self.out_dtype not in ("", *DTYPES):
             raise ValueError(f"out_dtype={self.out_dtype!r} is not one of {', '.join(DTYPES)}")
+        added, activations = epilogue.DTYPES, tuple(epilogue.ACTIVATIONS)
+        for name, known in (("bias", added), ("activation", activations), ("residual", added)):
+            if getattr(self, name) not in ("", *known):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}; leave it out for none"
+                )
         # One problem has one spelling, or a cache would hold it twice.
         if self.out_dtype == self.dtype:
             object.__setattr__(self, "out_dtype", "")
@@ -60,13 +90,14 @@ class MatmulProblem(Problem):
         cls,
         a: Any,
         b: Any,
-        *,
+        *follows: Any,
         transpose_a: bool = False,
         transpose_b: bool = False,
         out_dtype: Any = "",
         precision: str = "default",
+        activation: str | None = None,
     ) -> MatmulProblem:
-        """From operands in the layout of `operands`."""
+        """From operands in the layout of `operands`; a bias, a residual or both follow `a` and `b`, in this order."""
         if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[:-2] != b.shape[:-2]:
             raise ValueError(f"a {a.shape} and b {b.shape} are not [m, k] and [k, n], nor batches of one size of these")
         m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
@@ -75,6 +106,14 @@ class MatmulProblem(Problem):
             raise ValueError(f"a {a.shape} and b {b.shape} do not multiply ({transpose_a=}, {transpose_b=})")
         if a.dtype != b.dtype:
             raise TypeError(f"a is {a.dtype} and b is {b.dtype}; one dtype is needed")
+        shapes = {"bias": (*a.shape[:-2], n), "residual": (*a.shape[:-2], m, n)}
+        left, dtypes = list(follows), {}
+        for name, shape in shapes.items():
+            if left and left[0].shape == shape:
+                dtypes[name] = str(left.pop(0).dtype)
+        if left:
+            wanted = ", then ".join(f"a {name} {shape}" for name, shape in shapes.items())
+            raise ValueError(f"after a and b may follow {wanted}, and not {left[0].shape}")
         batch = a.shape[0] if a.ndim == 3 else 1
         return cls(
             m=m,
@@ -86,14 +125,37 @@ class MatmulProblem(Problem):
             transpose_a=transpose_a,
             transpose_b=transpose_b,
             precision=precision,
+            activation=activation or "",
+            **dtypes,
         )
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        lead = (self.batch,) if self.batch > 1 else ()
+        """`a` and `b`, then the bias and the residual, as far as the problem has them."""
         a = (self.k, self.m) if self.transpose_a else (self.m, self.k)
         b = (self.n, self.k) if self.transpose_b else (self.k, self.n)
-        dtype = jnp.dtype(self.dtype)
-        return jax.ShapeDtypeStruct((*lead, *a), dtype), jax.ShapeDtypeStruct((*lead, *b), dtype)
+        shapes = ((self.dtype, a), (self.dtype, b), (self.bias, (self.n,)), (self.residual, (self.m, self.n)))
+        lead = (self.batch,) if self.batch > 1 else ()
+        return tuple(jax.ShapeDtypeStruct((*lead, *shape), jnp.dtype(dtype)) for dtype, shape in shapes if dtype)
+
+    def named(self, args: Sequence[Any]) -> Operands:
+        """What belongs to the operands, in the order of `operands`, by name."""
+        a, b, *rest = args
+        return Operands(a, b, rest[0] if self.bias else None, rest[-1] if self.residual else None)
+
+    @property
+    def plain(self) -> MatmulProblem:
+        """The product alone, without what follows it."""
+        return dataclasses.replace(self, bias="", activation="", residual="")
+
+    @property
+    def unrounded(self) -> MatmulProblem:
+        """The sums in float32, for what follows them to be computed elsewhere."""
+        return dataclasses.replace(self.plain, out_dtype="float32")
+
+    @property
+    def fused(self) -> bool:
+        """Whether anything follows the product."""
+        return bool(self.bias or self.activation or self.residual)
 
     def result(self) -> jax.ShapeDtypeStruct:
         lead = (self.batch,) if self.batch > 1 else ()
@@ -112,8 +174,22 @@ class MatmulProblem(Problem):
         return lax.Precision(self.precision)
 
     def reference(self, *args: jax.Array) -> jax.Array:
-        a, b = (x.astype(jnp.float32) for x in args)
-        return lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST)
+        a, b = (x.astype(jnp.float32) for x in args[:2])
+        return self.finish(lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST), args)
+
+    def finish(self, sums: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
+        """What follows the `sums` ``[batch, m, n]`` of the whole operands `args`, in the dtype of the sums."""
+        _, _, bias, residual = self.named(args)
+        rows = None if bias is None else bias[..., None, :]
+        return epilogue.finish(sums, bias=rows, activation=self.activation, residual=residual)
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Standard normal; where something follows the sums, `a` is scaled so that they are standard normal, too.
+
+        It is near zero that activations differ, and that a bias and a residual of this size are not lost in the sums.
+        """
+        a, *others = super().inputs(seed)
+        return ((a * self.k**-0.5).astype(a.dtype) if self.fused else a), *others
 
     def neighbour(self) -> MatmulProblem | None:
         def odd_below(extent: int, less: int) -> int:
@@ -138,12 +214,16 @@ class MatmulProblem(Problem):
     def tolerance(self) -> Tolerance:
         """Rounding of the result, plus rounding of products and sums that grows with k.
 
-        Operands are standard normal, so the result's standard deviation is sqrt(k) and 16 M elements stay within 6
-        of them. A product of TF32 operands is off by up to 2^-10 of itself, and those errors add like a random walk.
-        Tensor cores truncate: each of the k / 16 sums of an instruction drops up to 2^-22 of the running sum.
+        Operands are standard normal, so the sums' standard deviation is sqrt(k), or 1 where `inputs` says so, and 16 M
+        elements stay within 6 of them. A product of TF32 operands is off by up to 2^-10 of itself, and those errors add
+        like a random walk. Tensor cores truncate: each of the k / 16 sums of an instruction drops up to 2^-22 of the
+        running sum. An activation is nowhere steeper than 1.13, and the fast exponential and quotient of GPUs leave
+        some 2^-21 of it.
         """
         out = float(jnp.finfo(jnp.dtype(self.out_dtype or self.dtype)).eps)
         product = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}.get(self.arithmetic, 0.0)
         sums = max(1.0, self.k / 16) * 2.0**-22
-        absolute = 6 * self.k**0.5 * (product + sums)
+        deviation = 1.0 if self.fused else self.k**0.5
+        slope, curve = (1.13, 2.0**-20) if self.activation else (1.0, 0.0)
+        absolute = 6 * deviation * (slope * (product + sums) + curve)
         return Tolerance(absolute=absolute, relative=out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,18 +11,74 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.kernel import Library, LibraryKernel, Target
-from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul import epilogue
+from search_spaces.matmul.problem import MatmulProblem, Operands
 
 
 class XlaMatmul(LibraryKernel[MatmulProblem]):
     version = 1
 
     def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
-        a, b = args
-        return lax.dot_general(
-            a,
-            b,
+        out = problem.result().dtype
+        sums = lax.dot_general(
+            args[0],
+            args[1],
             problem.dimension_numbers,
             precision=problem.lax_precision,
-            preferred_element_type=jnp.dtype(problem.out_dtype or problem.dtype),
+            preferred_element_type=jnp.dtype(jnp.float32) if problem.fused else out,
         )
+        return problem.finish(sums, args).astype(out)
+
+
+def matmul(
+    operands: Operands, *, precision: Any = None, preferred_element_type: Any = None, activation: str | None = None
+) -> jax.Array:
+    """``activation(jnp.matmul(a, b) + bias) + residual`` of whatever `jnp.matmul` takes, where no problem says it.
+
+    Floating and complex sums are in float32 or wider, and all that follows them is in the widest dtype of sums, bias
+    and residual; the result, rounded once, has the dtype of `jnp.matmul`.
+
+    Args:
+      operands: `a` and `b` as `jnp.matmul` takes them; the bias is ``[n]``, or ``[]`` where `b` has one axis, and the
+        residual has the shape of the result.
+
+    Raises:
+      TypeError, ValueError: as `jnp.matmul`; a wrong activation, bias or residual, with what is wanted.
+    """
+    a, b, bias, residual = operands
+    if bias is None and activation is None and residual is None:
+        return jnp.matmul(a, b, precision=precision, preferred_element_type=preferred_element_type)
+    product = functools.partial(jnp.matmul, precision=precision)
+    out = jax.eval_shape(functools.partial(product, preferred_element_type=preferred_element_type), a, b)
+    _check(out, activation, operands.added(out.shape))
+    with jax.numpy_dtype_promotion("standard"):  # it is promised, whatever mixtures the caller forbids
+        wide = jnp.promote_types(out.dtype, jnp.float32) if jnp.issubdtype(out.dtype, jnp.inexact) else out.dtype
+        widest = functools.reduce(jnp.promote_types, [x.dtype for x in (bias, residual) if x is not None], wide)
+    sums = product(a, b, preferred_element_type=wide)
+    rows = None if bias is None else jnp.broadcast_to(bias, sums.shape)
+    finished = epilogue.finish(sums.astype(widest), bias=rows, activation=activation or "", residual=residual)
+    return finished.astype(out.dtype)
+
+
+def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
+    if activation is not None and activation not in epilogue.ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not None or one of {', '.join(epilogue.ACTIVATIONS)}")
+    if activation is not None and not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            f"activation={activation!r} wants a floating result, not {out.dtype}: set preferred_element_type"
+        )
+    for name, (x, shape) in added.items():
+        if not isinstance(x, jax.Array):
+            raise TypeError(f"{name} must be an array, not {type(x).__name__}")
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape} where a result of shape {out.shape} wants {shape}")
+        if _kind(x.dtype) > _kind(out.dtype):
+            raise TypeError(
+                f"{name} is {x.dtype}, which a result of {out.dtype} cannot hold: set preferred_element_type"
+            )
+
+
+def _kind(dtype: Any) -> int:
+    """Truth values, whole numbers, floating ones, complex ones: each holds those before it."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
