@@ -250,7 +250,7 @@ class Kernel(abc.ABC, Generic[P, S]):
       version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
       library: this is the plain XLA implementation, the answer to beat: one schedule, nothing to prune.
       verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
-        not measured is never taken from it.
+        not measured is never taken from it (see `verified`).
     """
 
     backend: ClassVar[str]
@@ -269,6 +269,14 @@ class Kernel(abc.ABC, Generic[P, S]):
     @abc.abstractmethod
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         """What one launch of each of `schedules` demands."""
+
+    def verified(self, problem: P, schedules: Columns, target: Target) -> Column | bool:
+        """Which of `schedules` were among those checked on a device of this architecture; by default all or none.
+
+        A part of the space that is newer than the check is left out here: a search, which verifies each candidate
+        itself, tries it, and an answer that was not measured is not taken from it.
+        """
+        return target.architecture in self.verified_on
 
     @abc.abstractmethod
     def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> jax.Array:

@@ -70,7 +70,8 @@ class Space(Generic[S]):
     """The schedules of one kernel for one problem.
 
     Attributes:
-      schedule: the frozen dataclass that a point becomes; its field names are the names of `choices`.
+      schedule: the frozen dataclass that a point becomes; its field names are the names of `choices`. A field that came
+        later than stored schedules has a default: the value with which these ran, so it never changes.
       choices: field -> the values it may take, in the order they are to be tried when all else is equal.
       rules: the reason in words -> a test that holds for legal points. A test gets one schedule or a `Columns` and is
         written so that both work (`&`, `|`, `np.where`; no `and`, `or`, `if`).
@@ -120,8 +121,19 @@ class Space(Generic[S]):
                 return f"breaks the rule {reason!r}"
         return None
 
+    @property
+    def defaults(self) -> dict[str, Choice]:
+        """Field -> default, of the fields that have one."""
+        fields = dataclasses.fields(self.schedule)  # type: ignore[arg-type]
+        return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+
+    def encode(self, values: Mapping[str, Choice]) -> dict[str, Choice]:
+        """A point as stores keep it, fields at their defaults left out: one schedule has one spelling, old or new."""
+        defaults = self.defaults
+        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+
     def decode(self, values: Mapping[str, Choice]) -> S:
-        """The schedule with these field values.
+        """The schedule with these field values, those with a default where they are left out: undoes `encode`.
 
         Raises:
           ValueError: a field is missing, unknown or of another type, with the right names in the message.
@@ -130,12 +142,13 @@ class Space(Generic[S]):
         for name in values:
             if name not in fields:
                 raise ValueError(f"a schedule has no field {unknown(name, fields)}")
-        if missing := [name for name in fields if name not in values]:
+        whole = self.defaults | dict(values)
+        if missing := [name for name in fields if name not in whole]:
             raise ValueError(f"the schedule lacks {', '.join(missing)}")
         for name, allowed in self.choices.items():
-            if allowed and type(values[name]) is not type(allowed[0]):
-                raise ValueError(f"{name}={values[name]!r} is not a {type(allowed[0]).__name__}")
-        return self.schedule(**values)
+            if allowed and type(whole[name]) is not type(allowed[0]):
+                raise ValueError(f"{name}={whole[name]!r} is not a {type(allowed[0]).__name__}")
+        return self.schedule(**whole)
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -94,6 +94,39 @@ def test_what_does_not_decode_says_what_would(values, message):
         SPACE.decode(values)
 
 
+@dataclasses.dataclass(frozen=True)
+class LaterTile(Tile):
+    """As `Tile`, with a field that came later than stored schedules."""
+
+    split: int = 1
+
+
+LATER = Space(LaterTile, {**SPACE.choices, "split": (2, 1)}, SPACE.rules)
+
+
+@given(st.integers(0, 23))
+def test_a_schedule_from_before_a_field_existed_is_the_one_at_its_default(index):
+    old = SPACE.points().row(index)
+    schedule = LATER.decode(old)
+    assert schedule == LaterTile(**old, split=1)
+    assert LATER.encode(dataclasses.asdict(schedule)) == old
+    assert LATER.broken(schedule) == SPACE.broken(SPACE.decode(old))
+
+
+@given(st.integers(0, 47))
+def test_a_point_has_one_spelling_and_decodes_from_it(index):
+    row = LATER.points().row(index)
+    assert ("split" in LATER.encode(row)) == (row["split"] != 1)
+    assert dataclasses.asdict(LATER.decode(LATER.encode(row))) == row == dataclasses.asdict(LATER.decode(row))
+
+
+def test_a_later_field_is_still_checked():
+    with pytest.raises(ValueError, match="split='1' is not a int"):
+        LATER.decode({"rows": 8, "columns": 8, "order": "m", "fused": True, "split": "1"})
+    with pytest.raises(ValueError, match="lacks fused"):
+        LATER.decode({"rows": 8, "columns": 8, "order": "m", "split": 1})
+
+
 @given(st.integers(0, 23))
 def test_a_row_decodes_to_the_schedule_it_came_from(index):
     points = SPACE.points()
