@@ -16,6 +16,10 @@ Column = npt.NDArray[Any]
 S = TypeVar("S")
 
 
+class NoColumn(AttributeError):
+    """A column was asked for that is not there."""
+
+
 class Columns:
     """Many schedules at once: one NumPy array per choice, read as attributes.
 
@@ -36,7 +40,7 @@ class Columns:
         try:
             return self._arrays[name]
         except KeyError:
-            raise AttributeError(f"no column {name!r}; there are {', '.join(self._arrays) or 'none'}") from None
+            raise NoColumn(f"no column {name!r}; there are {', '.join(self._arrays) or 'none'}") from None
 
     def __len__(self) -> int:
         return self._length
@@ -88,23 +92,36 @@ class Space(Generic[S]):
 
     def points(self) -> Columns:
         """The whole product of the choices, the last choice varying fastest."""
-        names = list(self.choices)
-        index = np.indices([len(self.choices[name]) for name in names]).reshape(len(names), self.size)
-        return Columns(
-            {name: np.array(self.choices[name])[index[axis]] for axis, name in enumerate(names)}, length=self.size
-        )
+        points = Columns({}, length=1)
+        for name, values in self.choices.items():
+            points = _times(points, name, values)
+        return points
 
     def legal(self) -> tuple[Columns, dict[str, int]]:
-        """The points that break no rule, and how many the others lost to each rule: the first one each breaks."""
-        points = self.points()
+        """The points that break no rule, in the order of `points`, and how many the others lost to each rule.
+
+        The product is built field by field, and a rule is asked as soon as the fields that it looks at are there: few
+        of a large product are ever made. A point counts once, for the first rule that its fields so far break.
+        """
+        points = Columns({}, length=1)
+        waiting = dict(self.rules)
         dropped: dict[str, int] = {}
-        for reason, rule in self.rules.items():
-            holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
-            lost = len(points) - int(holds.sum())
-            if lost:
-                dropped[reason] = lost
-                points = points.take(holds)
-        return points, dropped
+        left = list(self.choices.items())
+        while left or waiting:
+            if left:
+                points = _times(points, *left.pop(0))
+            for reason, rule in list(waiting.items()):
+                try:
+                    holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
+                except NoColumn:
+                    if left:
+                        continue
+                    raise
+                del waiting[reason]
+                if lost := len(points) - int(holds.sum()):
+                    dropped[reason] = lost * math.prod(len(values) for _, values in left)
+                    points = points.take(holds)
+        return points, {reason: dropped[reason] for reason in self.rules if reason in dropped}
 
     def schedules(self, points: Columns) -> Iterator[S]:
         for index in range(len(points)):
@@ -149,6 +166,13 @@ class Space(Generic[S]):
             if allowed and type(whole[name]) is not type(allowed[0]):
                 raise ValueError(f"{name}={whole[name]!r} is not a {type(allowed[0]).__name__}")
         return self.schedule(**whole)
+
+
+def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
+    """Every point with every value of a further field `name`, which varies fastest."""
+    count = len(points) * len(values)
+    repeated = points.take(np.repeat(np.arange(len(points)), len(values)))
+    return Columns({**repeated._arrays, name: np.tile(np.array(values), len(points))}, count)
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

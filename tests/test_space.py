@@ -43,7 +43,7 @@ def test_points_are_the_whole_product_with_the_last_choice_fastest():
     assert len({tuple(points.row(index).values()) for index in range(24)}) == 24
 
 
-def test_every_illegal_point_is_lost_to_the_first_rule_it_breaks():
+def test_every_illegal_point_is_lost_to_the_first_rule_that_its_fields_break():
     legal, dropped = SPACE.legal()
     assert dropped == {
         "rows divide 48": 8,
@@ -57,6 +57,25 @@ def test_one_schedule_and_columns_of_all_are_judged_alike():
     legal = set(SPACE.schedules(SPACE.legal()[0]))
     for schedule in SPACE.schedules(SPACE.points()):
         assert (SPACE.broken(schedule) is None) == (schedule in legal)
+
+
+@given(
+    st.permutations(["rows", "columns", "order", "fused"]),
+    st.permutations(list(SPACE.rules)),
+)
+def test_the_order_of_fields_and_rules_changes_neither_the_legal_points_nor_the_sum(fields, rules):
+    space = Space(Tile, {name: SPACE.choices[name] for name in fields}, {rule: SPACE.rules[rule] for rule in rules})
+    legal, dropped = space.legal()
+    judged = [schedule for schedule in space.schedules(space.points()) if space.broken(schedule) is None]
+    assert list(space.schedules(legal)) == judged
+    assert len(legal) + sum(dropped.values()) == space.size
+    assert list(dropped) == [rule for rule in rules if rule in dropped]
+
+
+def test_a_rule_that_names_no_field_of_the_space_is_a_defect_not_a_rule_without_effect():
+    space = Space(Tile, SPACE.choices, {"misspelt": lambda s: s.row_count > 8})
+    with pytest.raises(AttributeError, match="no column 'row_count'; there are rows, columns, order, fused"):
+        space.legal()
 
 
 def test_an_illegal_schedule_is_told_why():
