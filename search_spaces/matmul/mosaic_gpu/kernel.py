@@ -33,7 +33,7 @@ from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Footprint, Kernel, Target
 from search_spaces.matmul.mosaic_gpu.footprint import footprint
 from search_spaces.matmul.mosaic_gpu.geometry import Geometry
-from search_spaces.matmul.mosaic_gpu.product import finish, product, sums_dtype
+from search_spaces.matmul.mosaic_gpu.product import finish, product
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.mosaic_gpu.space import space
 from search_spaces.matmul.problem import MatmulProblem
@@ -52,8 +52,9 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
             return "fuses no bias, activation or residual yet"
         if problem.dtype == "float32" and problem.precision != "default":
             return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
-        if problem.dtype == "float32" and (problem.transpose_a or not problem.transpose_b):
-            return "multiplies float32 only where k is the last axis of both operands (transpose_b alone)"
+        # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
+        if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
+            return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
         return None
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
@@ -65,7 +66,9 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     def verified(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Column | bool:
         """The schedules there were when tests/device last ran: what came later is still to be checked."""
         s = schedules
-        then = ~s.swap & (s.split_k == 1) & (s.split != "none") & ~s.unswizzled
+        then = (
+            ~s.swap & (s.split_k == 1) & (s.split != "none") & ~s.unswizzled & (jnp.dtype(problem.dtype).itemsize > 1)
+        )
         return then & super().verified(problem, schedules, target)
 
     def run(
@@ -75,7 +78,7 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         g = Geometry(p, s)
         a, b = (_pad(x, extents) for x, extents in zip(args, (g.a_extents, g.b_extents), strict=True))
         pairs = g.pair_m * g.pair_n
-        dtype = p.result().dtype if s.split_k == 1 else sums_dtype(p)
+        dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
         lead = (g.parts,) if g.parts > 1 else ()
         kernel = plgpu.kernel(
             product(p, s),

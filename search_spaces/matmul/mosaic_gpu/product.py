@@ -26,11 +26,6 @@ def finish(p: MatmulProblem, sums: jax.Array) -> jax.Array:
     return sums.astype(p.result().dtype)
 
 
-def sums_dtype(p: MatmulProblem) -> Any:
-    """In which products are summed."""
-    return jnp.dtype(jnp.float32)
-
-
 def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     """The kernel, from its arrays in device memory: `a`, `b`, and the result or the sums of parts of k.
 
@@ -50,7 +45,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     b_block = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
     piece_block = (int(out.piece_m), int(out.piece_n))
     dtype = jnp.dtype(p.dtype)
-    out_dtype = p.result().dtype if s.split_k == 1 else sums_dtype(p)
+    out_dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
     swizzled, out_swizzled = _transforms(int(g.swizzle), dtype), _transforms(int(out.out_swizzle), out_dtype)
     both = {"num_arrivals": multipliers, "num_barriers": s.stages}
     on_chip = {
@@ -144,7 +139,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     lax.fori_loop(0, g.steps, lambda k_step, _: multiply_step(k_step, sums), None)
                     return sums[...]
 
-                half = pl.run_scoped(multiply_steps, plgpu.ACC((g.wg_m, g.wg_n), sums_dtype(p)))
+                half = pl.run_scoped(multiply_steps, plgpu.ACC((g.wg_m, g.wg_n), p.sums_dtype))
                 half = finish(p, half) if s.split_k == 1 else half
                 part, row, column = origin(tile)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

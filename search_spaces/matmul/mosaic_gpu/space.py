@@ -12,8 +12,6 @@ from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space
 
-# wgmma's columns come in eights (PTX ISA, wgmma.mma_async).
-ATOM_N = 8
 # A part of k that is shorter is over before its ring is full.
 FEWEST_STEPS = 4
 
@@ -69,7 +67,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     ]
     idle_cores = tiles(64, 64) < cores
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
-    whole_m = ATOM_M if p.transpose_a else round_up(p.m, ATOM_N)
+    whole_m = ATOM_M if p.transpose_a else round_up(p.m, _columns_step(p))
     few_rows = p.m <= ATOM_M
     # Rows of the result that only pieces without a swizzle reach as they are. Mosaic GPU lays out 16-bit ones so.
     row_bytes = p.n * out_itemsize
@@ -144,6 +142,11 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             ),
         },
     )
+
+
+def _columns_step(p: MatmulProblem) -> int:
+    """Columns of wgmma come in eights, those of whole numbers beyond 32 in sixteens (PTX ISA, wgmma.mma_async)."""
+    return 16 if p.dtype == "int8" and p.m > 32 else 8
 
 
 def _columns(s: Any) -> Any:
