@@ -30,6 +30,7 @@ BASE = HopperSchedule(
     raster_width=4,
     epilogue_n=64,
 )
+OLD_FIELDS = ("tile_m", "tile_n", "tile_k", "stages", "split", "cluster", "raster", "raster_width", "epilogue_n")
 LARGE = [
     MatmulProblem(4096, 4096, 4096),
     MatmulProblem(8192, 8192, 8192, transpose_b=True),
@@ -333,6 +334,13 @@ def test_parts_of_k_are_added_up_in_the_same_order_each_time():
     one = schedule(tile_m=64, tile_n=64, split="n", epilogue_n=32, split_k=4)
     times = [hopper.interpret(KERNEL, problem, one, cores=cores)[0] for cores in (1, 4)]
     np.testing.assert_array_equal(*times)
+
+
+def test_a_schedule_stored_before_the_later_fields_existed_is_read_as_it_ran():
+    stored = {name: value for name, value in dataclasses.asdict(BASE).items() if name in OLD_FIELDS}
+    space = KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET)
+    assert space.decode(stored) == BASE
+    assert space.encode(dataclasses.asdict(BASE)) == stored
 
 
 def test_few_rows_are_swapped_and_only_where_it_pays_is_k_split():
