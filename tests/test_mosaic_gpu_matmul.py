@@ -142,7 +142,11 @@ PRODUCTS = {  # name: problem, schedule, cores
         4,
     ),
     "float32": (MatmulProblem(128, 128, 96, dtype="float32", transpose_b=True), {"tile_k": 32, "epilogue_n": 32}, 4),
-    "swapped": (MatmulProblem(16, 256, 192), {"swap": True, "tile_m": 16, "tile_n": 256, "split": "n"}, 4),
+    "swapped": (
+        MatmulProblem(16, 256, 320),
+        {"swap": True, "tile_m": 16, "tile_n": 256, "tile_k": 256, "split": "n", "stages": 2},
+        4,
+    ),
     "swapped, one row, one warpgroup": (
         MatmulProblem(1, 200, 130, out_dtype="float32", transpose_b=True),
         {"swap": True, "tile_m": 8, "tile_n": 64, "split": "none"},

@@ -82,8 +82,8 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "swap": (False, True) if few_rows else (False,),
             "tile_m": _distinct(*tile_m, *(m for m, _ in filling), *((whole_m,) if few_rows else ())),
             "tile_n": _distinct(*tile_n, *(n for _, n in filling), *((32,) if idle_cores else ())),
-            # One or two swizzled rows of 128 bytes.
-            "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize)),
+            # One or two swizzled rows of 128 bytes; four where there is hardly anything to multiply them by.
+            "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
             "split_k": (1, *(parts for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if parts <= most_parts)),
             "stages": (4, 3, 5, 6, 2, 8, 12),
             "cluster": ("none", "m", "n") if cores > 1 else ("none",),
@@ -96,6 +96,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "operands are swapped for all of m at once, and two warpgroups share the rows of n": lambda s: np.where(
                 s.swap, (s.tile_m == whole_m) & (s.split != "m"), s.tile_m % ATOM_M == 0
             ),
+            "steps of four swizzled rows serve swapped operands": lambda s: s.swap | (s.tile_k * itemsize <= 256),
             "one warpgroup computes 64 rows, two compute more": lambda s: (
                 (s.split != "none") | (np.where(s.swap, s.tile_n, s.tile_m) == ATOM_M)
             ),
