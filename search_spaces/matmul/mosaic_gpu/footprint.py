@@ -19,11 +19,13 @@ BARRIER_BYTES = 8
 
 
 def footprint(p: MatmulProblem, s: Columns) -> Footprint:
+    """A block is a part of a tile; what precedes or follows the kernel, copies and sums of parts, is copied bytes."""
     g = Geometry(p, s)
     itemsize, result = jnp.dtype(p.dtype).itemsize, p.result()
     blocks_m, blocks_n = g.rows * g.pair_m, g.columns * g.pair_n
     row_bytes = p.k / (g.steps * s.split_k) * itemsize
-    registers = round_up(g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS, 8)
+    registers = g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS
+    allocated = round_up(registers, 8)
     a, b = p.operands()
     before = [padded_bytes(array.shape, extents, itemsize) for array, extents in ((a, g.a_extents), (b, g.b_extents))]
     elements = np.prod(result.shape, dtype=np.int64)
@@ -51,10 +53,10 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         group=s.raster_width * np.where(s.raster == "m", g.pair_m, g.pair_n),
         stages=s.stages,
         threads=g.warpgroups * THREADS,
-        registers=g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS,
+        registers=registers,
         # With one computing warpgroup nobody gives registers back, and all threads have as many.
         registers_per_block=THREADS
-        * (g.warpgroups * registers + np.where(g.warpgroups == 1, registers, COPY_REGISTERS)),
+        * (g.warpgroups * allocated + np.where(g.warpgroups == 1, allocated, COPY_REGISTERS)),
         # Each multiplication of 64 rows reads these, and its columns once more.
         onchip_bytes_read=g.warpgroups * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
         cluster=g.pair_m * g.pair_n,

@@ -3,7 +3,8 @@
 **Split of k.** Where the tiles of a result leave cores idle, `split_k` blocks share a tile. Each writes its float32
 sums to a place of its own in device memory, and a second launch adds the parts up, first to last, and finishes the
 result: the same bits each time. For results of m x n and s parts that costs ``4 s m n`` bytes written and as many read
-(from the last-level cache, where they fit), and one small launch, which XLA fuses with what follows. The alternatives:
+(from the last-level cache, where they fit), and one small launch, in which XLA fuses the sums with what follows. The
+alternatives:
 
 - Whoever comes last adds up, in the same launch: as many bytes, no second launch; but it needs a counter that tells
   who came last, which Pallas does not offer (its semaphores signal and wait), zeroed before each call.
@@ -14,10 +15,10 @@ result: the same bits each time. For results of m x n and s parts that costs ``4
 - Stream-k, where parts end anywhere in k: evens out a last wave, too, at the price of one of the above.
 
 **Ragged rows.** A copy reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
-device memory, and operands, which wgmma reads swizzled, in rows of 32 bytes at least. So an array with more than 8 rows
-that are no multiple of 8 is copied into a padded one, and so is an operand whose rows are over 128 bytes long and no
-multiple of 32. Results also leave in columns of 16 bytes, without a swizzle (`unswizzled`); where parts of k are added
-up, that launch cuts the result out of the sums, and nothing is copied for it.
+device memory, and its wgmma takes no operand without a swizzle, which has rows of 32 bytes at least. So an array with
+more than 8 rows that are no multiple of 8 is copied into a padded one, and so is an operand whose rows are over 128
+bytes long and no multiple of 32. Results also leave in columns of 16 bytes, without a swizzle (`unswizzled`); where
+parts of k are added up, that launch cuts the result out of the sums, and nothing is copied for it.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ FEWEST_STEPS = 4
 
 
 def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
+    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 2,000 for large ones."""
     itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
 
     def tiles(tile_m: Any, tile_n: Any) -> Any:
@@ -65,10 +66,9 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
         for n in (*tile_n, 96, 160, 192, 224)
         if m < 2 * p.m and n < 2 * p.n and not _is_power_of_two(m * n) and area_of_turns(m, n) <= least_area
     ]
-    idle_cores = tiles(64, 64) < cores
+    idle_cores, few_rows = tiles(64, 64) < cores, p.m <= ATOM_M
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = ATOM_M if p.transpose_a else round_up(p.m, _columns_step(p))
-    few_rows = p.m <= ATOM_M
     # Rows of the result that only pieces without a swizzle reach as they are. Mosaic GPU lays out 16-bit ones so.
     row_bytes = p.n * out_itemsize
     narrow = out_itemsize == 2 and row_bytes > 128 and row_bytes % 32 == 16 and (p.m <= 8 or p.m % 8 == 0)
