@@ -3,12 +3,14 @@
 import dataclasses
 import random
 import time
+from pathlib import Path
 
 import hopper
 import jax
 import numpy as np
 import pytest
 
+from scheduler import replay
 from scheduler.tuner import predict
 from search_spaces import Columns, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
@@ -31,6 +33,7 @@ BASE = HopperSchedule(
     epilogue_n=64,
 )
 OLD_FIELDS = ("tile_m", "tile_n", "tile_k", "stages", "split", "cluster", "raster", "raster_width", "epilogue_n")
+SWEEPS = Path(__file__).parent.parent / "sweeps" / "nvidia-h200"
 LARGE = [
     MatmulProblem(4096, 4096, 4096),
     MatmulProblem(8192, 8192, 8192, transpose_b=True),
@@ -345,6 +348,18 @@ def test_a_schedule_stored_before_the_later_fields_existed_is_read_as_it_ran():
     space = KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET)
     assert space.decode(stored) == BASE
     assert space.encode(dataclasses.asdict(BASE)) == stored
+
+
+@pytest.mark.parametrize(
+    "recording", sorted(SWEEPS.glob("matmul-*.jsonl.gz")), ids=lambda path: path.name.split(".")[0]
+)
+def test_the_space_still_holds_every_schedule_that_was_swept_and_spells_it_as_then(recording):
+    sweep, trials = replay.read(recording)
+    space = KERNEL.space(MatmulProblem.from_canonical(sweep.problem), TARGET)
+    today = {frozenset(space.encode(dataclasses.asdict(one)).items()) for one in space.schedules(space.legal()[0])}
+    swept = {frozenset(trial.schedule.items()) for trial in trials if trial.backend == KERNEL.backend}
+    assert len(swept) > 40
+    assert swept <= today
 
 
 def test_few_rows_are_swapped_and_only_where_it_pays_is_k_split():
