@@ -47,6 +47,17 @@ def test_a_call_without_a_result_s_dtype_is_jnp_matmul_s(dtype):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(jnp.matmul(a, b.T), np.float32))
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_what_follows_their_sums_is_for_xla_to_compute(dtype):
+    with pytest.raises(ValueError, match="take no bias, activation or residual"):
+        MatmulProblem(8, 8, 8, dtype=dtype, out_dtype="float32", activation="relu")
+    a, b = operands(dtype)
+    bias = jnp.linspace(-50, 50, 40)
+    got = tuned_matmul(a, b, transpose_b=True, preferred_element_type="float32", bias=bias, activation="relu")
+    wanted = jnp.maximum(jnp.matmul(a, b.T, preferred_element_type="float32") + bias, 0)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [dtype for dtype in NARROW if dtype != "int8"])
 def test_derivatives_of_8_bit_floats_are_those_of_jnp_matmul(dtype):
     a, b = operands(dtype)
