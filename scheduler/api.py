@@ -58,9 +58,9 @@ def tuned_matmul(
     Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
     tuned calls too. On a mesh outside of manual axes XLA answers, as it does for empty operands, where `precision`
     names an algorithm, and for operands other than two of one float32, bfloat16 or float16 dtype; or of one
-    float8_e4m3fn, float8_e5m2 or int8 dtype where `preferred_element_type` is one of the former, or int32 for int8, and
-    nothing follows the sums. Under a derivative an activation is a pass of its own over float32 sums, and the backward
-    pass keeps its slope.
+    float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the sums and `preferred_element_type` is one of the
+    former (for int8: int32, bfloat16 or float32). Under a derivative an activation is a pass of its own over float32
+    sums, and the backward pass keeps its slope.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.

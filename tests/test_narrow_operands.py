@@ -27,6 +27,12 @@ def test_sums_do_not_fit_8_bits_so_a_result_must_be_named(dtype):
     assert MatmulProblem(8, 8, 8, dtype=dtype, out_dtype="bfloat16", precision="highest").precision == "default"
 
 
+def test_sums_of_int8_do_not_fit_float16():
+    assert float(jnp.finfo(jnp.float16).max) < 5 * 127**2
+    with pytest.raises(ValueError, match="is not one of int32, bfloat16, float32, which int8 operands give"):
+        MatmulProblem(8, 8, 8, dtype="int8", out_dtype="float16")
+
+
 @pytest.mark.parametrize(("dtype", "out"), PAIRS)
 @pytest.mark.parametrize("backends", ["xla", "portable"])
 def test_a_call_gives_what_jnp_matmul_gives(dtype, out, backends):

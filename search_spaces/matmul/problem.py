@@ -16,9 +16,9 @@ from search_spaces.matmul import epilogue
 
 _FLOATS = ("bfloat16", "float16", "float32")
 # Operands' dtype -> the dtypes that a result may have. Sums of 8-bit products exceed 8 bits: they are for the caller to
-# scale, not for a product to round.
+# scale, not for a product to round. Five products of int8 may exceed what float16 holds.
 RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS) | {"int8": ("int32", *_FLOATS)}
+    dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS) | {"int8": ("int32", "bfloat16", "float32")}
 )
 DTYPES = tuple(RESULTS)
 PRECISIONS = ("default", "high", "highest")
