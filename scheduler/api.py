@@ -20,7 +20,7 @@ from scheduler.record import Record
 from search_spaces import end_load, jax_compat, load
 from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
-from search_spaces.matmul.problem import DTYPES, Operands
+from search_spaces.matmul.problem import RESULTS, Operands
 
 if TYPE_CHECKING:
     from scheduler.store import Store
@@ -56,9 +56,11 @@ def tuned_matmul(
     numbers where operands are that, in whole numbers where all are), and rounded once, to the dtype of the result.
 
     Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
-    tuned calls too. On a mesh outside of manual axes XLA answers, as it does for operands other than two of one
-    float32, bfloat16 or float16 dtype, for empty ones, and where `precision` names an algorithm. Under a derivative an
-    activation is a pass of its own over float32 sums, and the backward pass keeps its slope.
+    tuned calls too. On a mesh outside of manual axes XLA answers, as it does for empty operands, where `precision`
+    names an algorithm, and for operands other than two of one float32, bfloat16 or float16 dtype; or of one
+    float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the sums and `preferred_element_type` is one of the
+    former (for int8: int32, bfloat16 or float32). Under a derivative an activation is a pass of its own over float32
+    sums, and the backward pass keeps its slope.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.
@@ -283,7 +285,7 @@ def _pose(
     given = (a, b, *(x for x in (bias, residual) if x is not None))
     if not all(isinstance(x, jax.Array) for x in given) or not (a.ndim and b.ndim):
         return None
-    if a.dtype != b.dtype or str(a.dtype) not in DTYPES or a.weak_type or b.weak_type:
+    if a.dtype != b.dtype or str(a.dtype) not in RESULTS or a.weak_type or b.weak_type:
         return None
     if (transpose_a and a.ndim == 1) or (transpose_b and b.ndim == 1):
         return None
@@ -291,7 +293,7 @@ def _pose(
         return None
     out = str(a.dtype) if preferred is None else str(jnp.dtype(preferred))
     rounding = _rounding(precision)
-    if out not in DTYPES or rounding is None or jax_compat.has_explicit_axes(given):
+    if out not in RESULTS[str(a.dtype)] or rounding is None or jax_compat.has_explicit_axes(given):
         return None
     m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
     k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
@@ -300,6 +302,8 @@ def _pose(
     except ValueError:
         return None
     if k != k_of_b or activation not in (None, *epilogue.ACTIVATIONS):
+        return None
+    if a.dtype.itemsize == 1 and (activation is not None or operands.added(result)):
         return None
     if any(x.shape != shape or str(x.dtype) not in epilogue.DTYPES for x, shape in operands.added(result).values()):
         return None

@@ -228,8 +228,7 @@ class _Deciding:
         from scheduler import tuner
 
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
-        fields = {kernel: _fields(kernel, self.problem, hardware.target) for kernel in allowed}
-        fitting = [kernel for kernel in allowed if fields[kernel] == set(schedule)] or allowed
+        fitting = [k for k in allowed if _has_fields(k, self.problem, hardware.target, schedule)] or allowed
         reasons = {kernel: tuner.illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
         legal = [kernel for kernel in fitting if reasons[kernel] is None]
         if len(legal) == 1:
@@ -313,8 +312,11 @@ class _Deciding:
         return f"tile-scheduler tune {self.operation.name if own else place} {self.problem}"
 
 
-def _fields(kernel: Kernel[Any, Any], problem: Problem, target: Target) -> set[str]:
-    return {field.name for field in dataclasses.fields(kernel.space(problem, target).schedule)}
+def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:
+    """Whether these are the fields of the kernel's schedules, whatever their values."""
+    space = kernel.space(problem, target)
+    fields = {field.name for field in dataclasses.fields(space.schedule)}
+    return fields - space.defaults.keys() <= schedule.keys() <= fields
 
 
 def _hardware(platform: str, target: str) -> Hardware | None:

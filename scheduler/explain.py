@@ -74,7 +74,7 @@ def explain(
 def _account(
     kernel: Kernel[Any, Any], pruned: Pruned, problem: Problem, hardware: Hardware, trials: Sequence[Trial], top: int
 ) -> Account:
-    legal = {frozenset(pruned.points.row(index).items()) for index in range(len(pruned.points))}
+    legal = {frozenset(pruned.schedule(index).items()) for index in range(len(pruned.points))}
     last = {
         frozenset(trial.schedule.items()): trial
         for trial in trials
@@ -87,7 +87,7 @@ def _account(
         terms = CostModel(hardware).terms(kernel.footprint(problem, points, hardware.target))
     first = tuple(
         Ranked(
-            points.row(index),
+            pruned.schedule(index),
             float(pruned.predicted_s[index]),
             int(pruned.onchip_bytes[index]),
             {name: float(np.broadcast_to(values, (len(points),))[index]) for name, values in terms.items()},

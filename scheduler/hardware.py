@@ -80,9 +80,10 @@ class Hardware:
         return self.peak(arithmetic) / self.hbm_bytes_per_s
 
 
-def _peaks(half: float, tf32: float, fp32: float, fp8: float = 0.0) -> Mapping[str, float]:
+def _peaks(half: float, tf32: float, fp32: float, int8: float = 0.0, fp8: float = 0.0) -> Mapping[str, float]:
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "bf16_3x": half / 3, "float32": fp32}
-    return MappingProxyType(peaks | ({"float8_e4m3fn": fp8, "float8_e5m2": fp8} if fp8 else {}))
+    narrow = {"int8": int8, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
+    return MappingProxyType(peaks | {name: rate for name, rate in narrow.items() if rate})
 
 
 # NVIDIA H100 Tensor Core GPU Architecture (whitepaper, 2022), tables of the SXM5: rates, registers, threads, memory.
@@ -95,7 +96,7 @@ _H100 = Hardware(
     architecture="sm_90",
     cores=132,
     memory_bytes=80 * GIB,
-    flops_per_s=_peaks(half=989.4e12, tf32=494.7e12, fp32=66.9e12, fp8=1978.9e12),
+    flops_per_s=_peaks(half=989.4e12, tf32=494.7e12, fp32=66.9e12, int8=1978.9e12, fp8=1978.9e12),
     hbm_bytes_per_s=3.35e12,
     l2_bytes_per_s=14.8e12,
     l2_bytes=50 * MB,
@@ -127,7 +128,7 @@ TABLE: tuple[Hardware, ...] = (
         architecture="sm_80",
         cores=108,
         memory_bytes=80 * GIB,
-        flops_per_s=_peaks(half=312e12, tf32=156e12, fp32=19.5e12),
+        flops_per_s=_peaks(half=312e12, tf32=156e12, fp32=19.5e12, int8=624e12),
         hbm_bytes_per_s=2.039e12,
         l2_bytes_per_s=5e12,
         l2_bytes=40 * MB,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scheduler.cost import CostModel, arithmetic_intensity
 from scheduler.hardware import Hardware
 from search_spaces.kernel import Kernel, Problem
-from search_spaces.space import Choice, Columns
+from search_spaces.space import Choice, Columns, Space
 
 # Boost clocks exceed the one that a data sheet's peak assumes (1.98 against 1.83 GHz on an H200), so a bound derived
 # from that peak excludes nothing within this factor of the incumbent.
@@ -25,10 +25,11 @@ class Candidate:
 
     Attributes:
       backend, version: of its kernel.
-      schedule: field -> value; empty for a library kernel.
+      schedule: field -> value, those at their defaults left out; empty for a library kernel.
       predicted_s: the model's time.
       onchip_bytes: what one block asks for.
       library: it is the plain XLA implementation.
+      defaults: field -> value, of the fields that have a default.
     """
 
     backend: str
@@ -37,6 +38,11 @@ class Candidate:
     predicted_s: float
     onchip_bytes: int
     library: bool
+    defaults: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+
+    def whole(self) -> Candidate:
+        """The same with every field in its schedule, as who compares candidates field by field wants them."""
+        return dataclasses.replace(self, schedule={**self.defaults, **self.schedule})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Pruned:
 
     Attributes:
       kernel: whose space it was.
+      space: the space.
       size: points before any rule.
       dropped: reason in words -> points lost to it, in the order the reasons were applied; a point counts once.
       points: those kept, best prediction first.
@@ -52,22 +59,29 @@ class Pruned:
     """
 
     kernel: Kernel[Any, Any]
+    space: Space[Any]
     size: int
     dropped: Mapping[str, int]
     points: Columns
     predicted_s: npt.NDArray[np.float64]
     onchip_bytes: npt.NDArray[np.int64]
 
+    def schedule(self, index: int) -> dict[str, Choice]:
+        """That of the `index`-th point as stores keep it."""
+        return self.space.encode(self.points.row(index))
+
     def candidates(self) -> list[Candidate]:
         """Those kept, best prediction first."""
+        defaults = self.space.defaults
         return [
             Candidate(
                 backend=self.kernel.backend,
                 version=self.kernel.version,
-                schedule=self.points.row(index),
+                schedule=self.schedule(index),
                 predicted_s=float(self.predicted_s[index]),
                 onchip_bytes=int(self.onchip_bytes[index]),
                 library=self.kernel.library,
+                defaults=defaults,
             )
             for index in range(len(self.points))
         ]
@@ -81,6 +95,7 @@ def prune(
     *,
     keep: int | None = None,
     incumbent_s: float | None = None,
+    verified: bool = False,
 ) -> Pruned:
     """The points of the kernel's space for `problem` that can run on `hardware`, ranked.
 
@@ -91,17 +106,19 @@ def prune(
       model: predicts the times to rank by.
       keep: how many of the best ranked to keep; None keeps all that can run.
       incumbent_s: a time already reached, in seconds: what cannot beat it by the chip's peak rates is dropped.
+      verified: keep only what the kernel says was checked on a device of this architecture.
     """
+    space = kernel.space(problem, hardware.target)
     if kernel.library:
         return Pruned(
             kernel=kernel,
+            space=space,
             size=1,
             dropped={},
             points=Columns({}, length=1),
             predicted_s=np.array([model.library_seconds(problem)]),
             onchip_bytes=np.zeros(1, dtype=np.int64),
         )
-    space = kernel.space(problem, hardware.target)
     points, dropped = space.legal()
     footprint = kernel.footprint(problem, points, hardware.target)
 
@@ -117,6 +134,9 @@ def prune(
         f"needs more registers than one core has ({hardware.registers_per_core})": full(footprint.registers_per_block)
         > hardware.registers_per_core,
     }
+    if verified:
+        reason = f"has not been checked on a device of architecture {hardware.architecture}"
+        obstacles[reason] = ~full(kernel.verified(problem, points, hardware.target))
     if incumbent_s is not None:
         obstacles["cannot beat the incumbent"] = full(model.floor(footprint)) > _BOOST * incumbent_s
     alive = np.ones(len(points), dtype=bool)
@@ -134,6 +154,7 @@ def prune(
         rank = rank[:keep]
     return Pruned(
         kernel=kernel,
+        space=space,
         size=space.size,
         dropped=dropped,
         points=points.take(rank),

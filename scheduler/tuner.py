@@ -112,10 +112,10 @@ def explain(
 def predict(
     operation: Operation[Any], problem: Problem, hardware: Hardware, *, backends: frozenset[str] | None = None
 ) -> Answer:
-    """The model's first choice, without measuring anything.
+    """The model's first choice, without measuring anything, among the schedules that were verified on the architecture.
 
-    A kernel that competes with the library must promise at least `MODEL_GAIN` over it and have been verified on this
-    architecture; where `backends` leaves the library out, the best prediction is the answer.
+    A kernel that competes with the library must promise at least `MODEL_GAIN` over it. Where `backends` leaves the
+    library out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
@@ -133,7 +133,9 @@ def predict(
         elif reason := kernel.supports(problem, hardware.target):
             refused[kernel.backend] = reason
         else:
-            pruned = prune(kernel, problem, hardware, model, keep=1)
+            pruned = prune(kernel, problem, hardware, model, keep=1, verified=True)
+            if not len(pruned.points) and operation.library.backend not in allowed:
+                pruned = prune(kernel, problem, hardware, model, keep=1)
             found = pruned.candidates()
             if not found:
                 refused[kernel.backend] = f"nothing left of {pruned.size}: {_counts(pruned.dropped)}"
@@ -380,7 +382,9 @@ class _Tuning:
 
         known = {index: _seconds(trial) for index, trial in self.trials.items()}
         budget = max(self.budget, len(known) + (0 not in known))
-        search = Search(self.candidates, budget=budget, seed=seed, first=[0], known=known)
+        search = Search(
+            [candidate.whole() for candidate in self.candidates], budget=budget, seed=seed, first=[0], known=known
+        )
         started = time.perf_counter()
         total = min(budget, len(self.candidates))
         best = min(filter(_seconds, self.trials.values()), key=_time, default=None)

@@ -97,12 +97,12 @@ class Problem(abc.ABC):
         return Tolerance(absolute=8 * eps, relative=8 * eps)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Operands drawn from a normal distribution: zeros and small integers run faster than real data."""
+        """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
+
+        Whole numbers have a quarter of their dtype's range for a standard deviation.
+        """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
-        return tuple(
-            jax.random.normal(key, s.shape, jnp.float32).astype(s.dtype)
-            for key, s in zip(keys, self.operands(), strict=True)
-        )
+        return tuple(_drawn(key, s) for key, s in zip(keys, self.operands(), strict=True))
 
     def neighbour(self) -> Problem | None:
         """A slightly smaller problem whose extents no tile divides, on which a schedule that wins must be right too.
@@ -158,6 +158,14 @@ class Problem(abc.ABC):
                 kind = types[field.name]
                 told[field.name] = kind(value) if kind in (int, bool) else value
         return told
+
+
+def _drawn(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
+    normal = jax.random.normal(key, s.shape, jnp.float32)
+    if not jnp.issubdtype(s.dtype, jnp.integer):
+        return normal.astype(s.dtype)
+    least, most = jnp.iinfo(s.dtype).min, jnp.iinfo(s.dtype).max
+    return jnp.clip(jnp.round(normal * (most / 4)), least, most).astype(s.dtype)
 
 
 @functools.cache
@@ -250,7 +258,7 @@ class Kernel(abc.ABC, Generic[P, S]):
       version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
       library: this is the plain XLA implementation, the answer to beat: one schedule, nothing to prune.
       verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
-        not measured is never taken from it.
+        not measured is never taken from it (see `verified`).
     """
 
     backend: ClassVar[str]
@@ -269,6 +277,14 @@ class Kernel(abc.ABC, Generic[P, S]):
     @abc.abstractmethod
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         """What one launch of each of `schedules` demands."""
+
+    def verified(self, problem: P, schedules: Columns, target: Target) -> Column | bool:
+        """Which of `schedules` were among those checked on a device of this architecture; by default all or none.
+
+        A part of the space that is newer than the check is left out here: a search, which verifies each candidate
+        itself, tries it, and an answer that was not measured is not taken from it.
+        """
+        return target.architecture in self.verified_on
 
     @abc.abstractmethod
     def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> jax.Array:

@@ -16,6 +16,10 @@ Column = npt.NDArray[Any]
 S = TypeVar("S")
 
 
+class NoColumn(AttributeError):
+    """A column was asked for that is not there."""
+
+
 class Columns:
     """Many schedules at once: one NumPy array per choice, read as attributes.
 
@@ -36,7 +40,7 @@ class Columns:
         try:
             return self._arrays[name]
         except KeyError:
-            raise AttributeError(f"no column {name!r}; there are {', '.join(self._arrays) or 'none'}") from None
+            raise NoColumn(f"no column {name!r}; there are {', '.join(self._arrays) or 'none'}") from None
 
     def __len__(self) -> int:
         return self._length
@@ -70,7 +74,8 @@ class Space(Generic[S]):
     """The schedules of one kernel for one problem.
 
     Attributes:
-      schedule: the frozen dataclass that a point becomes; its field names are the names of `choices`.
+      schedule: the frozen dataclass that a point becomes; its field names are the names of `choices`. A field that came
+        later than stored schedules has a default: the value with which these ran, so it never changes.
       choices: field -> the values it may take, in the order they are to be tried when all else is equal.
       rules: the reason in words -> a test that holds for legal points. A test gets one schedule or a `Columns` and is
         written so that both work (`&`, `|`, `np.where`; no `and`, `or`, `if`).
@@ -87,23 +92,36 @@ class Space(Generic[S]):
 
     def points(self) -> Columns:
         """The whole product of the choices, the last choice varying fastest."""
-        names = list(self.choices)
-        index = np.indices([len(self.choices[name]) for name in names]).reshape(len(names), self.size)
-        return Columns(
-            {name: np.array(self.choices[name])[index[axis]] for axis, name in enumerate(names)}, length=self.size
-        )
+        points = Columns({}, length=1)
+        for name, values in self.choices.items():
+            points = _times(points, name, values)
+        return points
 
     def legal(self) -> tuple[Columns, dict[str, int]]:
-        """The points that break no rule, and how many the others lost to each rule: the first one each breaks."""
-        points = self.points()
+        """The points that break no rule, in the order of `points`, and how many the others lost to each rule.
+
+        The product is built field by field, and a rule is asked as soon as the fields that it looks at are there: few
+        of a large product are ever made. A point counts once, for the first rule that its fields so far break.
+        """
+        points = Columns({}, length=1)
+        waiting = dict(self.rules)
         dropped: dict[str, int] = {}
-        for reason, rule in self.rules.items():
-            holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
-            lost = len(points) - int(holds.sum())
-            if lost:
-                dropped[reason] = lost
-                points = points.take(holds)
-        return points, dropped
+        left = list(self.choices.items())
+        while left or waiting:
+            if left:
+                points = _times(points, *left.pop(0))
+            for reason, rule in list(waiting.items()):
+                try:
+                    holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
+                except NoColumn:
+                    if left:
+                        continue
+                    raise
+                del waiting[reason]
+                if lost := len(points) - int(holds.sum()):
+                    dropped[reason] = lost * math.prod(len(values) for _, values in left)
+                    points = points.take(holds)
+        return points, {reason: dropped[reason] for reason in self.rules if reason in dropped}
 
     def schedules(self, points: Columns) -> Iterator[S]:
         for index in range(len(points)):
@@ -120,8 +138,19 @@ class Space(Generic[S]):
                 return f"breaks the rule {reason!r}"
         return None
 
+    @property
+    def defaults(self) -> dict[str, Choice]:
+        """Field -> default, of the fields that have one."""
+        fields = dataclasses.fields(self.schedule)  # type: ignore[arg-type]
+        return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+
+    def encode(self, values: Mapping[str, Choice]) -> dict[str, Choice]:
+        """A point as stores keep it, fields at their defaults left out: one schedule has one spelling, old or new."""
+        defaults = self.defaults
+        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+
     def decode(self, values: Mapping[str, Choice]) -> S:
-        """The schedule with these field values.
+        """The schedule with these field values, those with a default where they are left out: undoes `encode`.
 
         Raises:
           ValueError: a field is missing, unknown or of another type, with the right names in the message.
@@ -130,12 +159,20 @@ class Space(Generic[S]):
         for name in values:
             if name not in fields:
                 raise ValueError(f"a schedule has no field {unknown(name, fields)}")
-        if missing := [name for name in fields if name not in values]:
+        whole = self.defaults | dict(values)
+        if missing := [name for name in fields if name not in whole]:
             raise ValueError(f"the schedule lacks {', '.join(missing)}")
         for name, allowed in self.choices.items():
-            if allowed and type(values[name]) is not type(allowed[0]):
-                raise ValueError(f"{name}={values[name]!r} is not a {type(allowed[0]).__name__}")
-        return self.schedule(**values)
+            if allowed and type(whole[name]) is not type(allowed[0]):
+                raise ValueError(f"{name}={whole[name]!r} is not a {type(allowed[0]).__name__}")
+        return self.schedule(**whole)
+
+
+def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
+    """Every point with every value of a further field `name`, which varies fastest."""
+    count = len(points) * len(values)
+    repeated = points.take(np.repeat(np.arange(len(points)), len(values)))
+    return Columns({**repeated._arrays, name: np.tile(np.array(values), len(points))}, count)
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

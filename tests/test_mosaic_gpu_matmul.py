@@ -3,15 +3,20 @@
 import dataclasses
 import random
 import time
+from pathlib import Path
 
 import hopper
 import jax
 import numpy as np
 import pytest
 
+from scheduler import replay
+from scheduler.tuner import predict
 from search_spaces import Columns, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
-from search_spaces.matmul.mosaic_gpu import HopperSchedule, MosaicGpuMatmul, _walk
+from search_spaces.matmul import MATMUL
+from search_spaces.matmul.mosaic_gpu import HopperSchedule, MosaicGpuMatmul
+from search_spaces.matmul.mosaic_gpu.product import walk
 from search_spaces.matmul.problem import MatmulProblem
 
 KERNEL = MosaicGpuMatmul()
@@ -27,6 +32,8 @@ BASE = HopperSchedule(
     raster_width=4,
     epilogue_n=64,
 )
+OLD_FIELDS = ("tile_m", "tile_n", "tile_k", "stages", "split", "cluster", "raster", "raster_width", "epilogue_n")
+SWEEPS = Path(__file__).parent.parent / "sweeps" / "nvidia-h200"
 LARGE = [
     MatmulProblem(4096, 4096, 4096),
     MatmulProblem(8192, 8192, 8192, transpose_b=True),
@@ -45,6 +52,13 @@ SMALL = [
     MatmulProblem(512, 512, 65536, out_dtype="float32"),
     MatmulProblem(1024, 1024, 2048, transpose_a=True, transpose_b=True),
     MatmulProblem(30000, 64, 64),
+    MatmulProblem(16, 4096, 14336, transpose_b=True),
+    MatmulProblem(33, 4096, 4096, transpose_a=True, out_dtype="float32"),
+    MatmulProblem(5, 1000, 2000, dtype="float32", transpose_b=True, out_dtype="bfloat16"),
+    MatmulProblem(1000, 1000, 1000, transpose_b=True),
+    MatmulProblem(200, 1000, 3000, batch=2),
+    MatmulProblem(40, 4096, 4096, dtype="int8", out_dtype="int32", transpose_b=True),
+    MatmulProblem(1024, 1024, 4096, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
 ]
 
 
@@ -57,10 +71,13 @@ def footprint(problem, schedules):
 
 
 def sample(problem, count, seed):
-    """Points of the legal space: those whose memory the chip has, and those that want more."""
+    """Points of the legal space: those whose memory the chip has, and those that want more; half with later fields."""
     points, _ = KERNEL.space(problem, TARGET).legal()
-    chosen = points.take(sorted(random.Random(seed).sample(range(len(points)), min(count, len(points)))))
-    return list(KERNEL.space(problem, TARGET).schedules(chosen))
+    later = ~KERNEL.verified(problem, points, TARGET)
+    draw, chosen = random.Random(seed), []
+    for rows in (np.flatnonzero(later), np.flatnonzero(~later)):
+        chosen += draw.sample(rows.tolist(), min((count + 1) // 2, len(rows)))
+    return list(KERNEL.space(problem, TARGET).schedules(points.take(sorted(chosen))))
 
 
 @pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
@@ -79,7 +96,7 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
 def test_the_sample_holds_schedules_of_both_sides_of_the_limit():
     schedules = [(p, one) for p in LARGE + SMALL for one in sample(p, 5, seed=str(p))]
     fits = [footprint(p, Columns.of([one])).onchip_bytes[0] <= hopper.H200.onchip_bytes for p, one in schedules]
-    assert len(fits) >= 60
+    assert len(fits) >= 80
     assert 10 <= sum(fits) <= len(fits) - 10
 
 
@@ -128,6 +145,52 @@ PRODUCTS = {  # name: problem, schedule, cores
         4,
     ),
     "float32": (MatmulProblem(128, 128, 96, dtype="float32", transpose_b=True), {"tile_k": 32, "epilogue_n": 32}, 4),
+    "swapped": (
+        MatmulProblem(16, 256, 320),
+        {"swap": True, "tile_m": 16, "tile_n": 256, "tile_k": 256, "split": "n", "stages": 2},
+        4,
+    ),
+    "swapped, one row, one warpgroup": (
+        MatmulProblem(1, 200, 130, out_dtype="float32", transpose_b=True),
+        {"swap": True, "tile_m": 8, "tile_n": 64, "split": "none"},
+        4,
+    ),
+    "swapped, a transposed, batch": (
+        MatmulProblem(40, 144, 96, batch=2, transpose_a=True),
+        {"swap": True, "tile_m": 64, "split": "n"},
+        3,
+    ),
+    "swapped, float32, rows of 16 bytes": (
+        MatmulProblem(12, 108, 96, dtype="float32", transpose_b=True),
+        {"swap": True, "tile_m": 16, "tile_k": 32, "split": "n"},
+        2,
+    ),
+    "swapped, parts of k": (
+        MatmulProblem(24, 136, 640),
+        {"swap": True, "tile_m": 24, "tile_n": 64, "split": "none", "split_k": 3},
+        5,
+    ),
+    "parts of k, none as long as the others": (MatmulProblem(61, 37, 600, transpose_b=True), {"split_k": 4}, 5),
+    "parts of k, batch, cluster": (
+        MatmulProblem(256, 72, 512, batch=2),
+        {"tile_n": 64, "split_k": 2, "cluster": "m"},
+        4,
+    ),
+    "8-bit floats": (
+        MatmulProblem(72, 48, 300, dtype="float8_e5m2", out_dtype="bfloat16", transpose_b=True),
+        {"tile_n": 64, "tile_k": 128},
+        2,
+    ),
+    "8-bit whole numbers, swapped, parts of k": (
+        MatmulProblem(20, 72, 600, dtype="int8", out_dtype="int32", transpose_b=True),
+        {"swap": True, "tile_m": 24, "tile_n": 64, "tile_k": 128, "split": "none", "split_k": 2},
+        4,
+    ),
+    "one computing warpgroup, result in columns of 16 bytes": (
+        MatmulProblem(64, 104, 96),
+        {"tile_m": 64, "split": "none", "unswizzled": True},
+        2,
+    ),
 }
 
 
@@ -146,6 +209,11 @@ RACES = {
     "ring filled across tiles": (MatmulProblem(256, 256, 64), {"tile_m": 64, "split": "n", "stages": 4}, 2),
     "cluster along m": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 2}, 2),
     "cluster along n": (MatmulProblem(128, 512, 192), {"cluster": "n", "stages": 2, "epilogue_n": 32}, 2),
+    "swapped, parts of k": (
+        MatmulProblem(16, 256, 512),
+        {"swap": True, "tile_m": 16, "split": "n", "split_k": 2, "stages": 2},
+        3,
+    ),
 }
 
 
@@ -182,11 +250,13 @@ def fits(found):
 @pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
 def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem):
     points, _ = KERNEL.space(problem, TARGET).legal()
-    rows = np.where(points.split == "m", points.tile_m // 2, points.tile_m)
-    columns = np.where(points.split == "n", points.tile_n // 2, points.tile_n)
+    along_m = np.where(points.split == "m", points.tile_m // 2, points.tile_m)
+    along_n = np.where(points.split == "n", points.tile_n // 2, points.tile_n)
+    rows, columns = np.where(points.swap, [along_n, along_m], [along_m, along_n])
     assert np.all(rows % 64 == 0)
     assert np.all((columns % 8 == 0) & (columns <= 256))
-    assert np.all(columns % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
+    assert np.all(along_n % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
+    assert np.all(~points.swap | (points.tile_m >= problem.m))
 
 
 def test_a_space_and_its_footprint_take_milliseconds():
@@ -210,7 +280,8 @@ def test_a_footprint_accounts_for_the_whole_product(problem):
     blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
     result = problem.result()
     assert np.all(found.flops * found.steps * blocks >= problem.flops)
-    np.testing.assert_allclose(found.bytes_written * blocks, np.prod(result.shape) * result.dtype.itemsize)
+    written = np.where(points.split_k > 1, 4 * points.split_k, result.dtype.itemsize)
+    np.testing.assert_allclose(found.bytes_written * blocks, np.prod(result.shape) * written)
     for operand, array in zip(found.operands, problem.operands(), strict=True):
         readers = blocks / np.prod([found.grid[axis] for axis in operand.axes], axis=0)
         np.testing.assert_allclose(
@@ -222,8 +293,8 @@ def test_a_footprint_accounts_for_the_whole_product(problem):
 @pytest.mark.parametrize("raster", ["m", "n"])
 @pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 4), (8, 8, 2), (7, 5, 4), (3, 10, 8), (10, 3, 16)])
 def test_the_walk_visits_every_tile_once_and_turns_to_a_neighbour_between_bands(rows, columns, width, raster):
-    walk = jax.vmap(lambda number: _walk(number, rows, columns, raster, width))
-    batch, row, column = (np.asarray(x) for x in walk(np.arange(2 * rows * columns, dtype=np.int32)))
+    visit = jax.vmap(lambda number: walk(number, rows, columns, raster, width))
+    batch, row, column = (np.asarray(x) for x in visit(np.arange(2 * rows * columns, dtype=np.int32)))
     assert sorted(zip(batch, row, column, strict=True)) == list(np.ndindex(2, rows, columns))
     minor, major = (row, column) if raster == "m" else (column, row)
     inside = np.flatnonzero(np.diff(batch) == 0)
@@ -254,6 +325,68 @@ def test_only_arrays_that_copies_cannot_reach_are_padded():
     a, c = 4001 * 4104 + 4008 * 4160, 4001 * 4096 + 4008 * 4096  # b has 4104 rows: a multiple of 8
     assert found.copied_bytes[0] == 2 * (a + c)
     assert found.launches[0] == 3
+
+
+def test_parts_of_k_cost_their_sums_and_a_launch_that_also_cuts_out_the_result():
+    problem = MatmulProblem(1000, 1000, 1024)  # b and the result have rows of 2000 bytes
+    b, c = 1024 * 1000 + 1024 * 1024, 1000 * 1000 + 1000 * 1024
+    fields = ({}, {"unswizzled": True}, {"split_k": 2})
+    found = footprint(problem, Columns.of([schedule(**each) for each in fields]))
+    assert found.copied_bytes.tolist() == [2 * (b + c), 2 * b, 2 * b + 1000 * 1000 * (2 * 4 + 2)]
+    assert found.launches.tolist() == [3, 2, 3]
+    assert found.grid[0].tolist() == [1, 1, 2]
+    assert found.steps.tolist() == [16, 16, 8]
+
+
+@interpreted
+def test_parts_of_k_are_added_up_in_the_same_order_each_time():
+    problem = MatmulProblem(64, 64, 256)
+    one = schedule(tile_m=64, tile_n=64, split="n", epilogue_n=32, split_k=4)
+    times = [hopper.interpret(KERNEL, problem, one, cores=cores)[0] for cores in (1, 4)]
+    np.testing.assert_array_equal(*times)
+
+
+def test_a_schedule_stored_before_the_later_fields_existed_is_read_as_it_ran():
+    stored = {name: value for name, value in dataclasses.asdict(BASE).items() if name in OLD_FIELDS}
+    space = KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET)
+    assert space.decode(stored) == BASE
+    assert space.encode(dataclasses.asdict(BASE)) == stored
+
+
+@pytest.mark.parametrize(
+    "recording", sorted(SWEEPS.glob("matmul-*.jsonl.gz")), ids=lambda path: path.name.split(".")[0]
+)
+def test_the_space_still_holds_every_schedule_that_was_swept_and_spells_it_as_then(recording):
+    sweep, trials = replay.read(recording)
+    space = KERNEL.space(MatmulProblem.from_canonical(sweep.problem), TARGET)
+    today = {frozenset(space.encode(dataclasses.asdict(one)).items()) for one in space.schedules(space.legal()[0])}
+    swept = {frozenset(trial.schedule.items()) for trial in trials if trial.backend == KERNEL.backend}
+    assert len(swept) > 40
+    assert swept <= today
+
+
+def test_few_rows_are_swapped_and_only_where_it_pays_is_k_split():
+    def fields(problem):
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        return set(points.swap.tolist()), max(points.split_k), set(points.split.tolist())
+
+    assert fields(MatmulProblem(65, 8192, 8192))[0] == {False}
+    assert fields(MatmulProblem(64, 8192, 8192)) == ({False, True}, 4, {"n", "none"})
+    assert fields(MatmulProblem(4096, 4096, 4096)) == ({False}, 1, {"m", "n"})
+    assert fields(MatmulProblem(64, 64, 65536))[1] == 64
+    assert fields(MatmulProblem(64, 64, 128))[1] == 1
+
+
+def test_the_model_alone_takes_only_what_a_device_has_checked():
+    for problem in (p for p in LARGE + SMALL if p.operands()[0].dtype.itemsize > 1):
+        space = KERNEL.space(problem, TARGET)
+        points, _ = space.legal()
+        assert np.any(KERNEL.verified(problem, points, TARGET))
+        chosen = predict(MATMUL, problem, hopper.H200, backends=frozenset({"mosaic_gpu"})).schedule
+        assert not set(chosen) & {"swap", "split_k", "unswizzled"}
+        assert chosen["split"] != "none"
+    elsewhere = dataclasses.replace(TARGET, architecture="sm_100")
+    assert not np.any(KERNEL.verified(problem, points, elsewhere))
 
 
 def test_what_it_cannot_do_it_refuses_in_words():

@@ -137,6 +137,42 @@ def test_ties_go_to_less_on_chip_memory_and_then_to_the_spaces_own_order():
     assert np.ptp(pruned.predicted_s[:6]) == 0
 
 
+@dataclasses.dataclass(frozen=True)
+class LaterDemand(Demand):
+    """With a field that came later than stored schedules."""
+
+    split: int = 1
+
+
+class DemandingLater(Demanding):
+    """A kernel with a later field, of which one value has been checked on a device."""
+
+    def space(self, problem, target):
+        space = super().space(problem, target)
+        return Space(LaterDemand, {**space.choices, "split": (1, 2)}, space.rules)
+
+    def verified(self, problem, schedules, target):
+        return (schedules.split == 1) & (target.architecture == "sm_90")
+
+
+def test_a_schedule_has_the_spelling_of_before_a_later_field_existed():
+    before = prune(Demanding(), SMALL, H200, CostModel(H200)).candidates()
+    after = prune(DemandingLater(), SMALL, H200, CostModel(H200)).candidates()
+    assert len(after) == 2 * len(before)
+    spelled = [candidate.schedule for candidate in after if "split" not in candidate.schedule]
+    assert sorted(map(str, spelled)) == sorted(str(candidate.schedule) for candidate in before)
+    assert {candidate.whole().schedule["split"] for candidate in after} == {1, 2}
+
+
+def test_only_what_was_checked_on_the_architecture_is_kept_on_request():
+    model = CostModel(H200)
+    every, checked = (prune(DemandingLater(), SMALL, H200, model, verified=verified) for verified in (False, True))
+    assert set(checked.points.split) == {1}
+    assert checked.dropped["has not been checked on a device of architecture sm_90"] == len(every.points) / 2
+    elsewhere = dataclasses.replace(H200, architecture="sm_100")
+    assert len(prune(DemandingLater(), SMALL, elsewhere, CostModel(elsewhere), verified=True).points) == 0
+
+
 def test_the_kept_ones_are_the_best_of_all():
     model = CostModel(CPU)
     every, few = (prune(PortableMatmul(), SMALL, CPU, model, keep=keep) for keep in (None, 7))

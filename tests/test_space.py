@@ -43,7 +43,7 @@ def test_points_are_the_whole_product_with_the_last_choice_fastest():
     assert len({tuple(points.row(index).values()) for index in range(24)}) == 24
 
 
-def test_every_illegal_point_is_lost_to_the_first_rule_it_breaks():
+def test_every_illegal_point_is_lost_to_the_first_rule_that_its_fields_break():
     legal, dropped = SPACE.legal()
     assert dropped == {
         "rows divide 48": 8,
@@ -57,6 +57,25 @@ def test_one_schedule_and_columns_of_all_are_judged_alike():
     legal = set(SPACE.schedules(SPACE.legal()[0]))
     for schedule in SPACE.schedules(SPACE.points()):
         assert (SPACE.broken(schedule) is None) == (schedule in legal)
+
+
+@given(
+    st.permutations(["rows", "columns", "order", "fused"]),
+    st.permutations(list(SPACE.rules)),
+)
+def test_the_order_of_fields_and_rules_changes_neither_the_legal_points_nor_the_sum(fields, rules):
+    space = Space(Tile, {name: SPACE.choices[name] for name in fields}, {rule: SPACE.rules[rule] for rule in rules})
+    legal, dropped = space.legal()
+    judged = [schedule for schedule in space.schedules(space.points()) if space.broken(schedule) is None]
+    assert list(space.schedules(legal)) == judged
+    assert len(legal) + sum(dropped.values()) == space.size
+    assert list(dropped) == [rule for rule in rules if rule in dropped]
+
+
+def test_a_rule_that_names_no_field_of_the_space_is_a_defect_not_a_rule_without_effect():
+    space = Space(Tile, SPACE.choices, {"misspelt": lambda s: s.row_count > 8})
+    with pytest.raises(AttributeError, match="no column 'row_count'; there are rows, columns, order, fused"):
+        space.legal()
 
 
 def test_an_illegal_schedule_is_told_why():
@@ -92,6 +111,39 @@ def test_a_space_without_choices_has_one_point():
 def test_what_does_not_decode_says_what_would(values, message):
     with pytest.raises(ValueError, match=message):
         SPACE.decode(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterTile(Tile):
+    """As `Tile`, with a field that came later than stored schedules."""
+
+    split: int = 1
+
+
+LATER = Space(LaterTile, {**SPACE.choices, "split": (2, 1)}, SPACE.rules)
+
+
+@given(st.integers(0, 23))
+def test_a_schedule_from_before_a_field_existed_is_the_one_at_its_default(index):
+    old = SPACE.points().row(index)
+    schedule = LATER.decode(old)
+    assert schedule == LaterTile(**old, split=1)
+    assert LATER.encode(dataclasses.asdict(schedule)) == old
+    assert LATER.broken(schedule) == SPACE.broken(SPACE.decode(old))
+
+
+@given(st.integers(0, 47))
+def test_a_point_has_one_spelling_and_decodes_from_it(index):
+    row = LATER.points().row(index)
+    assert ("split" in LATER.encode(row)) == (row["split"] != 1)
+    assert dataclasses.asdict(LATER.decode(LATER.encode(row))) == row == dataclasses.asdict(LATER.decode(row))
+
+
+def test_a_later_field_is_still_checked():
+    with pytest.raises(ValueError, match="split='1' is not a int"):
+        LATER.decode({"rows": 8, "columns": 8, "order": "m", "fused": True, "split": "1"})
+    with pytest.raises(ValueError, match="lacks fused"):
+        LATER.decode({"rows": 8, "columns": 8, "order": "m", "split": 1})
 
 
 @given(st.integers(0, 23))

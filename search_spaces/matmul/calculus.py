@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul.problem import RESULTS, MatmulProblem
 
 Call = Callable[..., jax.Array]
 
@@ -66,15 +66,18 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
     """``da = dc bᵀ`` and ``db = aᵀ dc``, written in the layout that the operand has: no operand is copied."""
     other = b if a is None else a
     # A result wider than the operands has a wider cotangent: narrowing it here would lose what the caller asked for.
+    # 8-bit floats, which JAX promotes to nothing, are exact in whatever the cotangent is.
+    narrow = other.dtype.itemsize == 1
     with jax.numpy_dtype_promotion("standard"):
-        dtype = jnp.promote_types(cotangent.dtype, other.dtype)
+        dtype = cotangent.dtype if narrow else jnp.promote_types(cotangent.dtype, other.dtype)
     dc, other = cotangent.astype(dtype), other.astype(dtype)
 
     def product(m: int, n: int, k: int, x: jax.Array, y: jax.Array, transpose_x: bool, transpose_y: bool) -> jax.Array:
+        out = p.dtype if p.dtype in RESULTS[str(dtype)] else ""  # an 8-bit cotangent is rounded afterwards
         problem = dataclasses.replace(
-            p, m=m, n=n, k=k, dtype=str(dtype), out_dtype=p.dtype, transpose_a=transpose_x, transpose_b=transpose_y
+            p, m=m, n=n, k=k, dtype=str(dtype), out_dtype=out, transpose_a=transpose_x, transpose_b=transpose_y
         )
-        return call(problem, x, y)
+        return call(problem, x, y).astype(p.dtype)
 
     if a is None and not p.transpose_a:  # [m, k] = dc [m, n] @ bᵀ [n, k]
         return product(p.m, p.k, p.n, dc, other, False, not p.transpose_b), None

@@ -115,7 +115,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
                 b_tile,
                 (((a_axes[1],), (b_axes[0],)), ((), ())),
                 precision=precision,
-                preferred_element_type=jnp.float32,
+                preferred_element_type=p.sums_dtype,
             )
 
             @pl.when(step == steps - 1)
@@ -145,7 +145,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
             ],
             out_specs=result_tile,
             out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.result().dtype),
-            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), jnp.float32)],
+            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.sums_dtype)],
             interpret=True,
         )(*args)
         return c.reshape(p.result().shape)

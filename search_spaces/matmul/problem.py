@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,13 @@ from jax import lax
 from search_spaces.kernel import Problem, Tolerance
 from search_spaces.matmul import epilogue
 
-DTYPES = ("bfloat16", "float16", "float32")
+_FLOATS = ("bfloat16", "float16", "float32")
+# Operands' dtype -> the dtypes that a result may have. Sums of 8-bit products exceed 8 bits: they are for the caller to
+# scale, not for a product to round. Five products of int8 may exceed what float16 holds.
+RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS) | {"int8": ("int32", "bfloat16", "float32")}
+)
+DTYPES = tuple(RESULTS)
 PRECISIONS = ("default", "high", "highest")
 
 
@@ -35,17 +42,18 @@ class Operands(NamedTuple):
 class MatmulProblem(Problem):
     """``c[batch, m, n] = activation(a[batch, m, k] @ b[batch, k, n] + bias[batch, 1, n]) + residual[batch, m, n]``.
 
-    Accumulated in float32, in which the rest is computed too: only the result is rounded.
+    Accumulated in float32, in which the rest is computed too: only the result is rounded. Products of int8 are
+    accumulated in int32; after those of 8-bit operands nothing else follows.
 
     Attributes:
       m, n, k: extents, at least 1. The batch axis exists only where `batch` is above 1.
       dtype: of both operands.
       batch: independent products in one call.
-      out_dtype: of the result; "" is `dtype`.
+      out_dtype: of the result, one of `RESULTS`; "" is `dtype`, for operands that are not 8-bit.
       transpose_a: `a` is stored ``[batch, k, m]``.
       transpose_b: `b` is stored ``[batch, n, k]``.
       precision: what float32 operands may be rounded to ("default" allows TF32 where the hardware has it, "high" three
-        bfloat16 passes, "highest" nothing); always "default" for 16-bit operands, whose products are exact in float32.
+        bfloat16 passes, "highest" nothing); always "default" for narrower ones, whose products are exact in float32.
       bias: dtype of the bias, stored ``[batch, n]``; "" is none.
       activation: a name in `epilogue.ACTIVATIONS`; "" is none.
       residual: dtype of the residual, stored as the result is; "" is none.
@@ -71,14 +79,19 @@ class MatmulProblem(Problem):
         for name, allowed in (("dtype", DTYPES), ("precision", PRECISIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        if self.out_dtype not in ("", *DTYPES):
-            raise ValueError(f"out_dtype={self.out_dtype!r} is not one of {', '.join(DTYPES)}")
+        if (self.out_dtype or self.dtype) not in RESULTS[self.dtype]:
+            given = ", ".join(RESULTS[self.dtype])
+            raise ValueError(f"out_dtype={self.out_dtype!r} is not one of {given}, which {self.dtype} operands give")
         added, activations = epilogue.DTYPES, tuple(epilogue.ACTIVATIONS)
         for name, known in (("bias", added), ("activation", activations), ("residual", added)):
             if getattr(self, name) not in ("", *known):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}; leave it out for none"
                 )
+        if self.fused and jnp.dtype(self.dtype).itemsize == 1:
+            raise ValueError(
+                f"{self.dtype} operands take no bias, activation or residual: their sums are to be scaled first"
+            )
         # One problem has one spelling, or a cache would hold it twice.
         if self.out_dtype == self.dtype:
             object.__setattr__(self, "out_dtype", "")
@@ -162,6 +175,11 @@ class MatmulProblem(Problem):
         return jax.ShapeDtypeStruct((*lead, self.m, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
     @property
+    def sums_dtype(self) -> Any:
+        """In which products are summed."""
+        return jnp.dtype(jnp.int32 if self.dtype == "int8" else jnp.float32)
+
+    @property
     def dimension_numbers(self) -> lax.DotDimensionNumbers:
         """As `jax.lax.dot_general` wants them."""
         lead = 1 if self.batch > 1 else 0
@@ -218,11 +236,17 @@ class MatmulProblem(Problem):
         elements stay within 6 of them. A product of TF32 operands is off by up to 2^-10 of itself, and those errors add
         like a random walk. Tensor cores truncate: each of the k / 16 sums of an instruction drops up to 2^-22 of the
         running sum. An activation is nowhere steeper than 1.13, and the fast exponential and quotient of GPUs leave
-        some 2^-21 of it.
+        some 2^-21 of it. Hopper keeps some 14 bits of sums of 8-bit floats (DeepSeek-V3, arXiv:2412.19437, 3.3.2), of
+        32 products each. Sums of int8 are exact, and in float32, in which answers are compared, they are so up to
+        2^24: `inputs` stay below.
         """
-        out = float(jnp.finfo(jnp.dtype(self.out_dtype or self.dtype)).eps)
+        out = 2.0**-23 if self.out_dtype == "int32" else float(jnp.finfo(self.result().dtype).eps)
         product = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}.get(self.arithmetic, 0.0)
         sums = max(1.0, self.k / 16) * 2.0**-22
+        if self.dtype.startswith("float8"):
+            sums = max(1.0, self.k / 32) * 2.0**-14
+        elif self.dtype == "int8":
+            sums = 0.0
         deviation = 1.0 if self.fused else self.k**0.5
         slope, curve = (1.13, 2.0**-20) if self.activation else (1.0, 0.0)
         absolute = 6 * deviation * (slope * (product + sums) + curve)

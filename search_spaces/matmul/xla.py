@@ -20,12 +20,14 @@ class XlaMatmul(LibraryKernel[MatmulProblem]):
 
     def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         out = problem.result().dtype
+        # Whole numbers are summed as such, whatever they are then rounded to.
+        unrounded = problem.fused or problem.dtype == "int8"
         sums = lax.dot_general(
             args[0],
             args[1],
             problem.dimension_numbers,
             precision=problem.lax_precision,
-            preferred_element_type=jnp.dtype(jnp.float32) if problem.fused else out,
+            preferred_element_type=problem.sums_dtype if unrounded else out,
         )
         return problem.finish(sums, args).astype(out)
 

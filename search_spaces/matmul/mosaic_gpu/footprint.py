@@ -1,0 +1,66 @@
+"""What a launch of a schedule demands of a Hopper GPU."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.kernel import Footprint, Operand
+from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, SUM_BYTES, THREADS, Geometry, padded_bytes, round_up
+from search_spaces.matmul.mosaic_gpu.product import COPY_REGISTERS
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Columns
+
+# What a computing thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does (ptxas).
+OTHER_REGISTERS = 40
+# Mosaic GPU gives each on-chip array whole kibibytes, and each barrier 8 bytes.
+ALIGNMENT = 1024
+BARRIER_BYTES = 8
+
+
+def footprint(p: MatmulProblem, s: Columns) -> Footprint:
+    """A block is a part of a tile; what precedes or follows the kernel, copies and sums of parts, is copied bytes."""
+    g = Geometry(p, s)
+    itemsize, result = jnp.dtype(p.dtype).itemsize, p.result()
+    blocks_m, blocks_n = g.rows * g.pair_m, g.columns * g.pair_n
+    row_bytes = p.k / (g.steps * s.split_k) * itemsize
+    registers = g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS
+    allocated = round_up(registers, 8)
+    a, b = p.operands()
+    before = [padded_bytes(array.shape, extents, itemsize) for array, extents in ((a, g.a_extents), (b, g.b_extents))]
+    elements = np.prod(result.shape, dtype=np.int64)
+    # The second launch reads the sums of all parts and writes the result.
+    after = np.where(
+        s.split_k > 1,
+        elements * (s.split_k * SUM_BYTES + result.dtype.itemsize),
+        padded_bytes(result.shape, g.c_extents, result.dtype.itemsize),
+    )
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(g.parts, blocks_m, blocks_n),
+        operands=(
+            Operand(bytes=p.m / blocks_m * row_bytes, axes=(0, 1), multicast=g.pair_n),
+            Operand(bytes=p.n / blocks_n * row_bytes, axes=(0, 2), multicast=g.pair_m),
+        ),
+        flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
+        bytes_written=(p.m / blocks_m) * (p.n / blocks_n) * g.piece_itemsize,
+        onchip_bytes=round_up(s.stages * s.tile_m * s.tile_k * itemsize, ALIGNMENT)
+        + round_up(s.stages * s.tile_k * s.tile_n * itemsize, ALIGNMENT)
+        + round_up(g.warpgroups * g.slots * g.piece_m * g.piece_n * g.piece_itemsize, ALIGNMENT)
+        + 2 * s.stages * BARRIER_BYTES,
+        steps=g.steps,
+        minor=np.where(s.raster == "m", 1, 2),
+        group=s.raster_width * np.where(s.raster == "m", g.pair_m, g.pair_n),
+        stages=s.stages,
+        threads=g.warpgroups * THREADS,
+        registers=registers,
+        # With one computing warpgroup nobody gives registers back, and all threads have as many.
+        registers_per_block=THREADS
+        * (g.warpgroups * allocated + np.where(g.warpgroups == 1, allocated, COPY_REGISTERS)),
+        # Each multiplication of 64 rows reads these, and its columns once more.
+        onchip_bytes_read=g.warpgroups * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
+        cluster=g.pair_m * g.pair_n,
+        persistent=True,
+        copied_bytes=sum(before) + after,
+        launches=1 + sum(copy > 0 for copy in (*before, after)),
+    )

@@ -1,0 +1,102 @@
+"""What follows from a problem and a schedule: shares of warpgroups, pieces, swizzles, padded extents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.matmul.problem import MatmulProblem
+
+THREADS = 128  # of a warpgroup
+# wgmma multiplies 64 rows at a time (PTX ISA, wgmma.mma_async).
+ATOM_M = 64
+SUM_BYTES = 4  # of a float32, an int32
+
+
+class Geometry:
+    """Of one schedule, or of `Columns` of schedules.
+
+    Attributes:
+      warpgroups: those that compute.
+      wg_m, wg_n: what one of them computes of a tile.
+      wg_rows, wg_columns: the same as wgmma sees it: rows in atoms of 64, and columns.
+      pair_m, pair_n: tiles of a cluster along each axis.
+      rows, columns: clusters along each axis.
+      parts: independent sums of a tile: one for each element of the batch and each part of k.
+      steps: of one part.
+      piece_m, piece_n: extents of a piece of the epilogue.
+      pieces: into which a warpgroup's result falls.
+      slots: pieces that a warpgroup has room for.
+      piece_itemsize: bytes of an element of a piece: of the result, or of a sum where parts are still to be added.
+      swizzle, out_swizzle: bytes of a swizzled row of the operands, and of the pieces: 16 is no swizzle.
+      a_extents, b_extents, c_extents: of the arrays in device memory, padded as far as copies demand it.
+    """
+
+    def __init__(self, p: MatmulProblem, s: Any) -> None:
+        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+        self.warpgroups = 2 - (s.split == "none")
+        self.wg_m, self.wg_n = s.tile_m // (1 + (s.split == "m")), s.tile_n // (1 + (s.split == "n"))
+        self.wg_rows, self.wg_columns = np.where(s.swap, self.wg_n, self.wg_m), np.where(s.swap, self.wg_m, self.wg_n)
+        self.pair_m, self.pair_n = 1 + (s.cluster == "m"), 1 + (s.cluster == "n")
+        self.rows, self.columns = cdiv(p.m, s.tile_m * self.pair_m), cdiv(p.n, s.tile_n * self.pair_n)
+        self.parts = p.batch * s.split_k
+        self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k)
+
+        self.piece_m, self.piece_n = np.where(s.swap, self.wg_m, ATOM_M), s.epilogue_n
+        self.pieces = (self.wg_m // self.piece_m) * (self.wg_n // self.piece_n)
+        self.slots = np.minimum(2, self.pieces)
+        self.piece_itemsize = np.where(s.split_k > 1, SUM_BYTES, out_itemsize)
+
+        a, b = ((p.k, p.m) if p.transpose_a else (p.m, p.k)), ((p.n, p.k) if p.transpose_b else (p.k, p.n))
+        # A wgmma wants both operands swizzled alike, and a warpgroup's half must end where a swizzled row ends.
+        a_row, b_row = (self.wg_m if p.transpose_a else s.tile_k), (s.tile_k if p.transpose_b else self.wg_n)
+        self.swizzle = _swizzle(np.gcd(a_row, b_row), (a[1], b[1]), itemsize)
+        self.a_extents = _legal_extents(a, self.swizzle, itemsize)
+        self.b_extents = _legal_extents(b, self.swizzle, itemsize)
+        self.out_swizzle = np.where(
+            s.split_k > 1,
+            _swizzle(self.piece_n, (), SUM_BYTES),  # an array of our own, as wide as it takes
+            _swizzle(self.piece_n, (p.n,), out_itemsize, least=np.where(s.swap | s.unswizzled, 16, 32)),
+        )
+        self.c_extents = _legal_extents((p.m, p.n), self.out_swizzle, self.piece_itemsize)
+
+
+def padded_bytes(shape: tuple[int, ...], extents: tuple[Any, Any], itemsize: int) -> Any:
+    """Bytes read and written to get from one of an array and its padded twin to the other; 0 where they are alike."""
+    size = np.prod(shape[-2:], dtype=np.int64)
+    padded = extents[0] * extents[1]
+    return np.where(padded > size, size + padded, 0) * np.prod(shape[:-2], dtype=np.int64) * itemsize
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    return -(-a // b)
+
+
+def round_up(a: Any, b: Any) -> Any:
+    return cdiv(a, b) * b
+
+
+def _swizzle(row: Any, extents: tuple[int, ...], itemsize: int, least: Any = 32) -> Any:
+    """Bytes of the widest swizzled row that divides `row` elements, and the arrays' `extents` where one does.
+
+    It is 32, 64 or 128; or 16, which is no swizzle, where `least` allows that.
+    """
+    widest = np.gcd(row * itemsize, 128)
+    for extent in extents:
+        dividing = math.gcd(extent * itemsize, 128)
+        widest = np.where((extent * itemsize > 128) & (dividing >= least), np.minimum(widest, dividing), widest)
+    return widest
+
+
+def _legal_extents(extents: tuple[int, int], swizzle: Any, itemsize: Any) -> tuple[Any, Any]:
+    """The least extents of an array that copies reach: whole tiles of 8 swizzled rows or under one, 16-byte strides.
+
+    Within them no edge needs a mask: copies fill what lies beyond with zeros and write nothing there.
+    """
+    rows, columns = extents
+    swizzled = swizzle // itemsize
+    whole = np.where(columns <= swizzled, round_up(columns, 16 // itemsize), round_up(columns, swizzled))
+    return rows if rows <= 8 else round_up(rows, 8), whole

@@ -1,0 +1,111 @@
+"""The matrix product on Hopper: what it supports, and how one product is launched.
+
+**Split of k.** Where the tiles of a result leave cores idle, `split_k` blocks share a tile. Each writes its float32
+sums to a place of its own in device memory, and a second launch adds the parts up, first to last, and finishes the
+result: the same bits each time. For results of m x n and s parts that costs ``4 s m n`` bytes written and as many read
+(from the last-level cache, where they fit), and one small launch, in which XLA fuses the sums with what follows. The
+alternatives:
+
+- Whoever comes last adds up, in the same launch: as many bytes, no second launch; but it needs a counter that tells
+  who came last, which Pallas does not offer (its semaphores signal and wait), zeroed before each call.
+- Each part waits for the one before it and adds to its sums, by semaphores: half of the bytes, no second launch; but
+  the parts finish one after the other, and blocks that wait must all run at once, or none ends.
+- Copies that add in device memory (TMA reductions): half of the bytes, but the order is that of arrival, so the bits
+  differ from run to run as soon as there are three addends, and a launch must zero the array before.
+- Stream-k, where parts end anywhere in k: evens out a last wave, too, at the price of one of the above.
+
+**Ragged rows.** A copy reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
+device memory, and its wgmma takes no operand without a swizzle, which has rows of 32 bytes at least. So an array with
+more than 8 rows that are no multiple of 8 is copied into a padded one, and so is an operand whose rows are over 128
+bytes long and no multiple of 32. Results also leave in columns of 16 bytes, without a swizzle (`unswizzled`); where
+parts of k are added up, that launch cuts the result out of the sums, and nothing is copied for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.kernel import Footprint, Kernel, Target
+from search_spaces.matmul.mosaic_gpu.footprint import footprint
+from search_spaces.matmul.mosaic_gpu.geometry import Geometry
+from search_spaces.matmul.mosaic_gpu.product import finish, product
+from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
+from search_spaces.matmul.mosaic_gpu.space import space
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Column, Columns, Space
+
+
+class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
+    backend = "mosaic_gpu"
+    version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def supports(self, problem: MatmulProblem, target: Target) -> str | None:
+        if target.platform != "cuda" or target.architecture != "sm_90":
+            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if problem.fused:
+            return "fuses no bias, activation or residual yet"
+        if problem.dtype == "float32" and problem.precision != "default":
+            return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
+        # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
+        if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
+            return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
+        return None
+
+    def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
+        return space(problem, target.cores)
+
+    def footprint(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules)
+
+    def verified(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Column | bool:
+        """The schedules there were when tests/device last ran: what came later is still to be checked."""
+        s = schedules
+        then = (
+            ~s.swap & (s.split_k == 1) & (s.split != "none") & ~s.unswizzled & (jnp.dtype(problem.dtype).itemsize > 1)
+        )
+        return then & super().verified(problem, schedules, target)
+
+    def run(
+        self, problem: MatmulProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, s = problem, schedule
+        g = Geometry(p, s)
+        a, b = (_pad(x, extents) for x, extents in zip(args, (g.a_extents, g.b_extents), strict=True))
+        pairs = g.pair_m * g.pair_n
+        dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
+        lead = (g.parts,) if g.parts > 1 else ()
+        kernel = plgpu.kernel(
+            product(p, s),
+            out_type=jax.ShapeDtypeStruct((*lead, *map(int, g.c_extents)), dtype),
+            grid=(max(1, min(target.cores // pairs, g.parts * g.rows * g.columns)),),
+            grid_names=("worker",),
+            cluster=(pairs,),
+            cluster_names=("pair",),
+            num_threads=g.warpgroups + 1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        )
+        # Indices are 32 bits wide, whatever the user's default.
+        with jax.enable_x64(False):
+            c: jax.Array = kernel(a, b)
+        whole = c if g.c_extents == (p.m, p.n) else c[..., : p.m, : p.n]
+        return whole if s.split_k == 1 else _sum(p, s, whole)
+
+
+def _sum(p: MatmulProblem, s: HopperSchedule, parts: jax.Array) -> jax.Array:
+    """The result from the sums ``[split_k * batch, m, n]`` of all parts of k, added up first to last."""
+    parts = parts.reshape(s.split_k, *p.result().shape)
+    return finish(p, functools.reduce(operator.add, (parts[part] for part in range(s.split_k))))
+
+
+def _pad(x: jax.Array, extents: tuple[Any, Any]) -> jax.Array:
+    rows, columns = (int(extent) for extent in extents)
+    pads = [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])]
+    return jnp.pad(x, pads) if any(after for _, after in pads) else x

@@ -1,0 +1,194 @@
+"""The kernel itself: what a block keeps on chip, and who does what with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, Geometry
+from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule, mirrored
+from search_spaces.matmul.problem import MatmulProblem
+
+# Registers per thread, in multiples of 8. A block of 384 threads starts with 168 each (65,536 / 384, rounded down);
+# what the copying threads give back, the computing ones share. With one computing warpgroup each thread starts with
+# all that it can address, and nobody needs to give.
+COPY_REGISTERS = 40
+COMPUTE_REGISTERS = 232
+
+
+def finish(p: MatmulProblem, sums: jax.Array) -> jax.Array:
+    """The result of a tile, or of the whole product, from its complete sums: rounds once."""
+    return sums.astype(p.result().dtype)
+
+
+def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
+    """The kernel, from its arrays in device memory: `a`, `b`, and the result or the sums of parts of k.
+
+    One warpgroup copies operands into a ring of `stages` slots, one or two warpgroups multiply them. Both sides count
+    the steps of all tiles of their block, so that the ring stays full from one tile to the next. The copier waits for
+    "released" of a slot that it has filled before, a multiplier for "loaded".
+
+    Below, `a` fills the rows of wgmma and `b` its columns. Where operands are swapped, that is the mirrored product,
+    and only what leaves the kernel is turned back.
+    """
+    out = Geometry(problem, schedule)
+    swap = schedule.swap
+    p, s = mirrored(problem, schedule) if swap else (problem, schedule)
+    g = Geometry(p, s)
+    multipliers, slots, parts = g.warpgroups, int(out.slots), g.parts
+    a_block = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
+    b_block = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
+    piece_block = (int(out.piece_m), int(out.piece_n))
+    dtype = jnp.dtype(p.dtype)
+    out_dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
+    swizzled, out_swizzled = _transforms(int(g.swizzle), dtype), _transforms(int(out.out_swizzle), out_dtype)
+    both = {"num_arrivals": multipliers, "num_barriers": s.stages}
+    on_chip = {
+        "a_ring": plgpu.SMEM((s.stages, *a_block), dtype, transforms=swizzled),
+        "b_ring": plgpu.SMEM((s.stages, *b_block), dtype, transforms=swizzled),
+        "pieces": plgpu.SMEM((multipliers, slots, *piece_block), out_dtype, transforms=out_swizzled),
+        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
+        # A slot that two blocks fill is free when both have read theirs.
+        "released": plgpu.Barrier(**both)
+        if s.cluster == "none"
+        else plgpu.ClusterBarrier(collective_axes=("pair",), **both),
+    }
+
+    def window(array: Any, batch: Any, *slices: Any) -> Any:
+        return array.at[(batch, *slices) if p.batch > 1 else slices]
+
+    def place(array: Any, part: Any, *slices: Any) -> Any:
+        return array.at[(part, *slices) if parts > 1 else slices]
+
+    def matmul(a: Any, b: Any, c: Any) -> None:
+        a, b = (b, a) if swap else (a, b)
+        worker, workers, pair = lax.axis_index("worker"), lax.axis_size("worker"), lax.axis_index("pair")
+        warpgroup = lax.axis_index("warpgroup")
+        tiles = lax.div(parts * g.rows * g.columns - 1 - worker + workers, workers)
+
+        def origin(tile: Any) -> tuple[Any, Any, Any]:
+            """Part, first row and first column of the `tile`-th tile of this block."""
+            part, row, column = walk(worker + tile * workers, g.rows, g.columns, s.raster, s.raster_width)
+            row = 2 * row + pair if s.cluster == "m" else row
+            column = 2 * column + pair if s.cluster == "n" else column
+            return part, row * s.tile_m, column * s.tile_n
+
+        def load(a_ring: Any, b_ring: Any, loaded: Any, released: Any) -> None:
+            def load_tile(tile: Any, _: None) -> None:
+                part, row, column = origin(tile)
+                rows, columns = pl.ds(row, s.tile_m), pl.ds(column, s.tile_n)
+                batch, first_step = part, 0
+                if s.split_k > 1:
+                    batch, first_step = lax.rem(part, p.batch), lax.div(part, p.batch) * g.steps
+
+                def load_step(k_step: Any, _: None) -> None:
+                    step = tile * g.steps + k_step
+                    slot = lax.rem(step, s.stages)
+                    ks = pl.ds((first_step + k_step) * s.tile_k, s.tile_k)
+
+                    @pl.when(step >= s.stages)
+                    def wait_for_room() -> None:
+                        plgpu.barrier_wait(released.at[slot])
+
+                    plgpu.copy_gmem_to_smem(
+                        window(a, batch, *((ks, rows) if p.transpose_a else (rows, ks))),
+                        a_ring.at[slot],
+                        loaded.at[slot],
+                        collective_axes="pair" if s.cluster == "n" else None,
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        window(b, batch, *((columns, ks) if p.transpose_b else (ks, columns))),
+                        b_ring.at[slot],
+                        loaded.at[slot],
+                        collective_axes="pair" if s.cluster == "m" else None,
+                    )
+
+                lax.fori_loop(0, g.steps, load_step, None)
+
+            lax.fori_loop(0, tiles, load_tile, None)
+
+            # The other block of a cluster writes into this one's slots and barriers: stay until both released the last.
+            def drain(step: Any, _: None) -> None:
+                plgpu.barrier_wait(released.at[lax.rem(step, s.stages)])
+
+            lax.fori_loop(lax.max(tiles * g.steps - s.stages, 0), tiles * g.steps, drain, None)
+
+        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any) -> None:
+            first_row = warpgroup * g.wg_m if s.split == "m" else 0
+            first_column = warpgroup * g.wg_n if s.split == "n" else 0
+            rows, columns = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n)
+            width = g.wg_n if swap else s.epilogue_n
+            corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, g.wg_n, width)]
+
+            def multiply_tile(tile: Any, _: None) -> None:
+                def multiply_step(k_step: Any, sums: Any) -> None:
+                    slot = lax.rem(tile * g.steps + k_step, s.stages)
+                    a_half = a_ring.at[slot, :, rows].T if p.transpose_a else a_ring.at[slot, rows, :]
+                    b_half = b_ring.at[slot, columns, :].T if p.transpose_b else b_ring.at[slot, :, columns]
+                    plgpu.barrier_wait(loaded.at[slot])
+                    plgpu.wgmma(sums, a_half, b_half)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(released.at[slot])
+
+                def multiply_steps(sums: Any) -> jax.Array:
+                    lax.fori_loop(0, g.steps, lambda k_step, _: multiply_step(k_step, sums), None)
+                    return sums[...]
+
+                half = pl.run_scoped(multiply_steps, plgpu.ACC((g.wg_m, g.wg_n), p.sums_dtype))
+                half = finish(p, half) if s.split_k == 1 else half
+                part, row, column = origin(tile)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for count, (m, n) in enumerate(corners):
+                    piece = pieces.at[warpgroup, count % slots]
+                    if count >= slots:
+                        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                    sums = half[m : m + ATOM_M, n : n + width]
+                    if swap:
+                        piece.T[...] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
+                    else:
+                        piece[...] = sums
+                    plgpu.commit_smem()
+                    corner = pl.ds(row + first_row + m, ATOM_M), pl.ds(column + first_column + n, width)
+                    plgpu.copy_smem_to_gmem(piece, place(c, part, *(corner[::-1] if swap else corner)))
+
+            lax.fori_loop(0, tiles, multiply_tile, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any) -> None:
+            @pl.when(warpgroup == multipliers)
+            def copier() -> None:
+                if multipliers == 2:
+                    plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+                load(a_ring, b_ring, loaded, released)
+
+            @pl.when(warpgroup != multipliers)
+            def multiplier() -> None:
+                if multipliers == 2:
+                    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+                multiply(a_ring, b_ring, pieces, loaded, released)
+
+        pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
+
+    return matmul
+
+
+def walk(number: Any, rows: int, columns: int, raster: str, width: int) -> tuple[Any, Any, Any]:
+    """Part, row and column of a tile by its number: in bands of `width` tiles, every other one walked backwards."""
+    minors, majors = (rows, columns) if raster == "m" else (columns, rows)
+    part, number = lax.div(number, rows * columns), lax.rem(number, rows * columns)
+    band, number = lax.div(number, width * majors), lax.rem(number, width * majors)
+    width_here = width if minors % width == 0 else lax.min(width, minors - band * width)
+    major, minor = lax.div(number, width_here), band * width + lax.rem(number, width_here)
+    major = lax.select(lax.rem(band, 2) == 0, major, majors - 1 - major)
+    return (part, minor, major) if raster == "m" else (part, major, minor)
+
+
+def _transforms(swizzle: int, dtype: Any) -> tuple[Any, ...]:
+    """Of an array on chip: tiles of 8 rows as wide as a swizzled one, which 16 bytes are not."""
+    tiles = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+    return (tiles,) if swizzle == 16 else (tiles, plgpu.SwizzleTransform(swizzle))

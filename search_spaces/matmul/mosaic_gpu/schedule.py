@@ -1,0 +1,58 @@
+"""One way to compute a matrix product on Hopper: the fields of a schedule, and the same product the other way round."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from search_spaces.matmul.problem import MatmulProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperSchedule:
+    """How a product is laid over blocks, and over time.
+
+    Attributes:
+      tile_m, tile_n: extents of the output tile that one block computes at a time.
+      tile_k: extent of k that one step loads and multiplies.
+      stages: steps whose operands have room on chip; loads run so far ahead, into the next tile where this one ends.
+      split: the axis along which two computing warpgroups halve the tile, "m" or "n", or "none": one computes it.
+      cluster: the axis along which two blocks pair up, each loading half of the operand that both need, or "none".
+      raster: the axis along which tiles that follow each other are neighbours, "m" or "n": bands of...
+      raster_width: ...so many tiles (pairs of tiles along the axis of a cluster), walked to and fro.
+      epilogue_n: columns of the pieces in which a warpgroup hands over its result; they have 64 rows, or, where
+        operands are swapped, tile_m.
+      swap: the tile is computed as ``c^T = b^T a^T``: n takes the 64 rows that wgmma multiplies at a time, m its
+        columns, which come in eights. Few rows of `a` then take no room for 64, and most of the ring holds `b`.
+      split_k: parts of k that different blocks sum; a second launch adds the parts up, always in the same order.
+      unswizzled: pieces of the epilogue lie in columns of 16 bytes, as results are reached whose rows are a multiple of
+        16 bytes and not of 32.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    split: str
+    cluster: str
+    raster: str
+    raster_width: int
+    epilogue_n: int
+    swap: bool = False
+    split_k: int = 1
+    unswizzled: bool = False
+
+
+def mirrored(p: MatmulProblem, s: HopperSchedule) -> tuple[MatmulProblem, HopperSchedule]:
+    """The same product as ``c^T = b^T a^T``, and the same schedule for it: m and n, `a` and `b` change places."""
+    other = {"m": "n", "n": "m", "none": "none"}
+    return (
+        dataclasses.replace(p, m=p.n, n=p.m, transpose_a=not p.transpose_b, transpose_b=not p.transpose_a),
+        dataclasses.replace(
+            s,
+            tile_m=s.tile_n,
+            tile_n=s.tile_m,
+            split=other[s.split],
+            cluster=other[s.cluster],
+            raster=other[s.raster],
+        ),
+    )

@@ -1,0 +1,168 @@
+"""The schedules of a matrix product on Hopper that are worth considering, and why the others are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, cdiv, round_up
+from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Space
+
+# A part of k that is shorter is over before its ring is full.
+FEWEST_STEPS = 4
+
+
+def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
+    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 2,000 for large ones."""
+    itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+
+    def tiles(tile_m: Any, tile_n: Any) -> Any:
+        return p.batch * cdiv(p.m, tile_m) * cdiv(p.n, tile_n)
+
+    def shares(s: Any) -> Any:
+        """Parts of tiles: what is dealt out to blocks."""
+        return tiles(s.tile_m, s.tile_n) * s.split_k
+
+    def turns(s: Any) -> Any:
+        """Shares of the busiest block."""
+        return cdiv(shares(s), cores)
+
+    def area_of_turns(tile_m: Any, tile_n: Any) -> Any:
+        return cdiv(tiles(tile_m, tile_n), cores) * tile_m * tile_n
+
+    def bytes_in_flight(s: Any) -> Any:
+        return s.stages * (s.tile_m + s.tile_n) * s.tile_k * itemsize
+
+    def steps_of_share(s: Any) -> Any:
+        return cdiv(cdiv(p.k, s.tile_k), s.split_k)
+
+    def steps(s: Any) -> Any:
+        return steps_of_share(s) * turns(s)
+
+    def clusters(s: Any, axis: str) -> Any:
+        extent, tile = (p.m, s.tile_m) if axis == "m" else (p.n, s.tile_n)
+        return cdiv(extent, tile * (1 + (s.cluster == axis)))
+
+    def order_matters(s: Any) -> Any:
+        return (turns(s) > 1) & (clusters(s, "m") > 1) & (clusters(s, "n") > 1)
+
+    def rows(s: Any) -> Any:
+        """Of one warpgroup, as wgmma sees them."""
+        return np.where(
+            s.swap,
+            s.tile_n // np.where(s.split == "n", 2, 1),
+            s.tile_m // np.where(s.split == "m", 2, 1),
+        )
+
+    tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
+    least_area = min(area_of_turns(m, n) for m in tile_m for n in tile_n)
+    filling = [
+        (m, n)
+        for m in (*tile_m, 192)
+        for n in (*tile_n, 96, 160, 192, 224)
+        if m < 2 * p.m and n < 2 * p.n and not _is_power_of_two(m * n) and area_of_turns(m, n) <= least_area
+    ]
+    idle_cores, few_rows = tiles(64, 64) < cores, p.m <= ATOM_M
+    # All of m at once; where it lies along a's rows, as wide as a swizzled one.
+    whole_m = ATOM_M if p.transpose_a else round_up(p.m, _columns_step(p))
+    # Rows of the result that only pieces without a swizzle reach as they are. Mosaic GPU lays out 16-bit ones so.
+    row_bytes = p.n * out_itemsize
+    narrow = out_itemsize == 2 and row_bytes > 128 and row_bytes % 32 == 16 and (p.m <= 8 or p.m % 8 == 0)
+    most_parts = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
+
+    return Space(
+        HopperSchedule,
+        choices={
+            "epilogue_n": (64, 128, 32, 16) if idle_cores else (64, 128, 32),
+            "split": ("m", "n", "none") if idle_cores or few_rows else ("m", "n"),
+            "swap": (False, True) if few_rows else (False,),
+            "tile_m": _distinct(*tile_m, *(m for m, _ in filling), *((whole_m,) if few_rows else ())),
+            "tile_n": _distinct(*tile_n, *(n for _, n in filling), *((32,) if idle_cores else ())),
+            # One or two swizzled rows of 128 bytes; four where there is hardly anything to multiply them by.
+            "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
+            "split_k": (1, *(parts for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if parts <= most_parts)),
+            "stages": (4, 3, 5, 6, 2, 8, 12),
+            "cluster": ("none", "m", "n") if cores > 1 else ("none",),
+            "raster": ("n",) if idle_cores else ("n", "m"),
+            "raster_width": (1,) if idle_cores else (8, 4, 16, 1),
+            "unswizzled": (False, True) if narrow else (False,),
+        },
+        rules={
+            "each warpgroup multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % ATOM_M == 0),
+            "operands are swapped for all of m at once, and two warpgroups share the rows of n": lambda s: np.where(
+                s.swap, (s.tile_m == whole_m) & (s.split != "m"), s.tile_m % ATOM_M == 0
+            ),
+            "steps of four swizzled rows serve swapped operands": lambda s: s.swap | (s.tile_k * itemsize <= 256),
+            "one warpgroup computes 64 rows, two compute more": lambda s: (
+                (s.split != "none") | (np.where(s.swap, s.tile_n, s.tile_m) == ATOM_M)
+            ),
+            "pieces of the epilogue divide a warpgroup's columns": lambda s: (
+                (_columns(s) % s.epilogue_n == 0) & (np.logical_not(s.swap) | (s.epilogue_n == ATOM_M))
+            ),
+            "pieces of the epilogue are 128 or 256 bytes wide where the columns allow it": lambda s: (
+                s.swap
+                | (s.epilogue_n * out_itemsize <= 256)
+                & ((s.epilogue_n * out_itemsize >= 128) | (_columns(s) % (2 * s.epilogue_n) != 0))
+            ),
+            "tiles of no power of two serve to fill the last wave": lambda s: (
+                s.swap | _is_power_of_two(s.tile_m * s.tile_n) | (area_of_turns(s.tile_m, s.tile_n) <= least_area)
+            ),
+            "a split of k gives work to idle cores, in parts of 4 steps or more": lambda s: (
+                (s.split_k == 1) | (shares(s) <= cores) & (steps_of_share(s) >= FEWEST_STEPS)
+            ),
+            "no part of k is empty": lambda s: (s.split_k - 1) * steps_of_share(s) * s.tile_k < p.k,
+            "more parts of k would leave fewer cores idle": lambda s: (
+                (s.split_k == 1) | (2 * shares(s) > cores) | (steps_of_share(s) < 2 * FEWEST_STEPS)
+            ),
+            "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
+            "with under 80 KiB in flight, and more to come, the tensor cores wait for memory": lambda s: (
+                (bytes_in_flight(s) >= 80 * 1024) | (s.stages + 1 >= steps(s))
+            ),
+            "more than 256 KiB in flight hide no more latency": lambda s: bytes_in_flight(s) <= 256 * 1024,
+            "a cluster has a pair of tiles, and halves the loads of the larger operand": lambda s: (
+                (s.cluster == "none")
+                | ((s.cluster == "m") & (p.m > s.tile_m) & (s.tile_n >= s.tile_m))
+                | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= s.tile_n))
+            ),
+            "where the order changes nothing, one is enough": lambda s: (
+                order_matters(s) | ((s.raster == "n") & (s.raster_width == 1))
+            ),
+            "bands one tile wide load more than wider ones": lambda s: (
+                (s.raster_width > 1) | np.logical_not(order_matters(s))
+            ),
+            "bands wider than the grid are as wide as the grid": lambda s: (
+                (s.raster_width <= 4)
+                | (s.raster_width < 2 * np.where(s.raster == "m", clusters(s, "m"), clusters(s, "n")))
+            ),
+            "what is summed in parts, or swapped, leaves in a way of its own": lambda s: (
+                np.logical_not(s.unswizzled) | np.logical_not(s.swap) & (s.split_k == 1)
+            ),
+        },
+    )
+
+
+def _columns_step(p: MatmulProblem) -> int:
+    """Columns of wgmma come in eights, those of whole numbers beyond 32 in sixteens (PTX ISA, wgmma.mma_async)."""
+    return 16 if p.dtype == "int8" and p.m > 32 else 8
+
+
+def _columns(s: Any) -> Any:
+    """Columns of the result that one warpgroup computes."""
+    return np.where(s.split == "n", s.tile_n // 2, s.tile_n)
+
+
+def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:
+    """The tiles that `extent` fills by more than half, and the smallest in any case."""
+    return tuple(tile for tile in tiles if tile == min(tiles) or tile < 2 * extent)
+
+
+def _distinct(*values: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _is_power_of_two(value: Any) -> Any:
+    return value & (value - 1) == 0
