@@ -193,17 +193,24 @@ def refusal(p: RowProblem, target: Target) -> str | None:
     """Why the row kernels of this architecture cannot do `p`, or None."""
     if target.platform != "cuda" or target.architecture != "sm_90":
         return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
-    if p.columns < LANES * min(vectors(p)):
-        return f"rows of {p.columns} elements are shorter than what one warp loads at once"
+    if p.columns < (LANES if p.rows >= WARPS else THREADS):
+        return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
     if max(int(np.prod(x.shape, dtype=np.int64)) for x in p.operands()) > MOST_ELEMENTS:
         return "an array has more elements than 32-bit indices reach"
     return None
 
 
 def vectors(p: RowProblem) -> tuple[int, ...]:
-    """Elements of one access: the most whose bytes each row starts at a multiple of, and half of that."""
+    """Elements of one access, widest first: at most 16 bytes, such that rows start at multiples of it.
+
+    The widest that a warp's 32 fit a row with, and half of it; the widest of which a row is whole lines, for a ring; of
+    rows so short that a warpgroup's accesses may not fit, all narrower ones.
+    """
     widest = int(np.gcd(p.columns, WIDEST_BYTES // p.itemsize))
-    return (widest, widest // 2) if widest > 1 else (1,)
+    fitting = [vector for vector in (8, 4, 2, 1) if vector <= widest and LANES * vector <= p.columns]
+    in_lines = int(np.gcd(p.columns, LANES * widest)) // LANES
+    short = p.columns < THREADS * widest
+    return tuple(vector for vector in fitting if short or vector in (*fitting[:2], in_lines))
 
 
 def coalescing(row_bytes: Any, access_bytes: Any) -> Any:
