@@ -47,6 +47,17 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return loaded
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores an array from registers to a reference in a Mosaic GPU kernel, however narrow or unaligned its rows are.
+
+    From 0.12 on ``ref[...] = value`` refuses what is not fast.
+    """
+    if JAX_VERSION >= (0, 12):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 # What lowering and compiling raise for a kernel that cannot be built; anything else is a defect of the program.
 COMPILER_ERRORS: tuple[type[Exception], ...] = (
     ValueError,

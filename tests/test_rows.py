@@ -51,11 +51,11 @@ def footprint(problem, schedules):
 
 
 def registers(warps, vector, rows=1):
-    return RowSchedule("registers", warps, vector, rows, pieces=0, slots=0, ahead=0)
+    return RowSchedule("registers", warps, vector, rows, pieces=0, slots=0, ahead=0, held=0)
 
 
-def ring(warps, vector, pieces, slots, ahead=1):
-    return RowSchedule("ring", warps, vector, 1, pieces, slots, ahead)
+def ring(warps, vector, pieces, slots, ahead=1, held=0):
+    return RowSchedule("ring", warps, vector, 1, pieces, slots, ahead, held)
 
 
 def fits(found):
@@ -115,6 +115,7 @@ ROWS = {  # name: rows, columns, dtype, schedule
     "a ring with room for rows ahead": (3, 1024, "float32", ring(4, 4, 1, 5)),
     "a ring shorter than a row, chunks come again": (3, 3072, "float32", ring(4, 4, 1, 4)),
     "the same, two slots ahead, two warpgroups": (3, 6144, "bfloat16", ring(8, 8, 1, 3, ahead=2)),
+    "registers hold two chunks, three come again": (3, 128 * 32, "bfloat16", ring(4, 4, 1, 4, held=2)),
     "the last chunk overlaps, four warpgroups": (3, 128 * 37, "bfloat16", ring(16, 4, 1, 2)),
 }
 
@@ -154,6 +155,7 @@ def test_halves_are_right_to_the_last_ragged_edge(name):
 RACES = {
     "rows ahead": (4, 2048, ring(8, 4, 1, 5)),
     "chunks again": (3, 3072, ring(4, 4, 1, 4, ahead=2)),
+    "chunks in registers, none again": (3, 3072, ring(4, 4, 1, 5, held=2)),
 }
 
 
@@ -194,18 +196,20 @@ def test_epsilon_reaches_the_kernel():
 
 @pytest.mark.parametrize("columns", [4096, 6144, 256 * 21, 131072, 128256])
 @pytest.mark.parametrize("warps", [4, 8, 16])
-@pytest.mark.parametrize(("slots", "ahead"), [(2, 1), (4, 1), (5, 3), (12, 2), (32, 4)])
-def test_a_ring_serves_every_chunk_twice_and_is_freed_in_the_order_it_is_filled(columns, warps, slots, ahead):
-    r = Ring(columns=columns, vector=8, warpgroups=warps // 4, pieces=1, slots=slots, ahead=ahead)
+@pytest.mark.parametrize(
+    ("slots", "ahead", "held"), [(2, 1, 0), (4, 1, 1), (5, 3, 0), (12, 2, 0), (13, 1, 2), (32, 4, 0)]
+)
+def test_a_ring_serves_every_chunk_twice_and_is_freed_in_the_order_it_is_filled(columns, warps, slots, ahead, held):
+    r = Ring(columns=columns, vector=8, warpgroups=warps // 4, pieces=1, slots=slots, ahead=ahead, held=held)
     chunks, kept, loads = r.chunks, int(r.kept), int(r.loads)
-    chunk_of_load = [*range(chunks), *range(chunks - kept)]
+    chunk_of_load = [*range(chunks), *range(held, chunks - kept)]
     assert len(chunk_of_load) == loads
     # What `compute` reads on the way there and on the way back: steps of the copier, and when it lets go of them.
     there = [(step, step < chunks - kept) for step in range(chunks)]
     back = [(chunks - kept + position, True) for position in range(kept)]
-    back += [(chunks + position, True) for position in range(chunks - kept)]
-    for way in (there, back):
-        assert sorted(chunk_of_load[step] for step, _ in way) == list(range(chunks))
+    back += [(chunks + position, True) for position in range(chunks - kept - held)]
+    assert [chunk_of_load[step] for step, _ in there] == list(range(chunks))
+    assert sorted(chunk_of_load[step] for step, _ in back) == list(range(held, chunks)), "the rest is in registers"
     order = [step for step, let_go in there + back if let_go]
     assert order == list(range(loads)), "a slot is filled again in the order of the loads"
     # A load goes into the slot of the one `slots` before: that must be let go before anyone waits for this load.
@@ -215,8 +219,10 @@ def test_a_ring_serves_every_chunk_twice_and_is_freed_in_the_order_it_is_filled(
 
 
 def test_a_ring_keeps_all_of_a_row_that_fits():
-    assert Ring(columns=32768, vector=8, warpgroups=4, pieces=2, slots=6, ahead=1).loads == 4
-    assert Ring(columns=131072, vector=8, warpgroups=4, pieces=2, slots=12, ahead=1).loads == 16 + 5
+    four_warpgroups = {"vector": 8, "warpgroups": 4, "pieces": 2, "ahead": 1}
+    assert Ring(columns=32768, slots=6, held=0, **four_warpgroups).loads == 4
+    assert Ring(columns=131072, slots=13, held=0, **four_warpgroups).loads == 16 + 4
+    assert Ring(columns=131072, slots=13, held=4, **four_warpgroups).loads == 16
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")

@@ -16,7 +16,7 @@ from search_spaces.kernel import Footprint, Kernel, Operand, Target
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.rowwise.registers import registers
-from search_spaces.rowwise.ring import REDUCTION_BYTES, Ring, ring
+from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS, REDUCTION_BYTES, Ring, ring
 from search_spaces.rowwise.team import LANES, WARPS, Team
 from search_spaces.space import Columns, Space
 
@@ -40,6 +40,7 @@ class RowSchedule:
       pieces: on a ring, accesses of a thread to one chunk; 0 in registers.
       slots: chunks that the ring has room for; 0 in registers.
       ahead: of a row longer than the ring, slots left free to load ahead; 0 in registers.
+      held: of a row longer than the ring, chunks that threads hold in registers besides.
     """
 
     hold: str
@@ -49,6 +50,7 @@ class RowSchedule:
     pieces: int
     slots: int
     ahead: int
+    held: int
 
 
 class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
@@ -94,12 +96,13 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "vector": vectors(p),
                 "rows": (1, 2, 4),
                 "pieces": (0, 2, 4, 1, 8),
-                "slots": (0, 8, 12, 6, 4, 3, 16, 24, 32),
+                "slots": (0, 8, 13, 6, 4, 3, 16, 20, 27, 32),
                 "ahead": (0, 1, 2, 4),
+                "held": (0, 2, 4, 6) if p.columns * p.itemsize >= 128 * 1024 else (0,),
             },
             rules={
                 "registers hold rows of a warp or a warpgroup, without a ring": lambda s: (
-                    in_ring(s) | ((s.warps <= WARPS) & (s.pieces + s.slots + s.ahead == 0))
+                    in_ring(s) | ((s.warps <= WARPS) & (s.pieces + s.slots + s.ahead + s.held == 0))
                 ),
                 "a ring is filled for whole warpgroups, a row at a time": lambda s: (
                     (s.hold == "registers")
@@ -125,6 +128,9 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "what is left free matters only to rows longer than the ring": lambda s: (
                     (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
                 ),
+                "registers hold no more than the ring lacks room for": lambda s: (
+                    (s.held == 0) | (of(s).chunks >= s.slots - s.ahead + s.held)
+                ),
             },
         )
 
@@ -146,7 +152,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         shared_words = p.itemsize / 4 if shared_bytes else 0.0
         registers_held = np.where(
             on_ring,
-            _RING_REGISTERS + (statistics + s.pieces * (1 + shared_words)) * s.vector,
+            _RING_REGISTERS + (statistics + s.pieces * (1 + shared_words + s.held * p.itemsize / 4)) * s.vector,
             _OTHER_REGISTERS + (s.rows + shared_words) * _pieces_of_row(p, s) * s.vector,
         ).astype(np.int64)
         threads = np.where(on_ring, s.warps * LANES, THREADS)
@@ -164,7 +170,9 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             stages=np.where(on_ring, s.slots, 1),
             threads=threads,
             registers=registers_held,
-            registers_per_block=(threads + np.where(on_ring, THREADS, 0)) * (-(-registers_held // 8) * 8),
+            registers_per_block=np.where(
+                on_ring, _registers_of_ring(threads, registers_held), THREADS * _round_up(registers_held, 8)
+            ),
             onchip_bytes_read=np.where(on_ring, 2 * row_bytes / steps, 0),
             special_ops=special * rows * p.columns / steps,
             vector_ops=vector_ops / steps,
@@ -186,7 +194,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
 
 # What a thread holds besides its elements (ptxas; see docs/rows.md).
 _OTHER_REGISTERS = 24
-_RING_REGISTERS = 48
+_RING_REGISTERS = 32
 
 
 def refusal(p: RowProblem, target: Target) -> str | None:
@@ -232,12 +240,28 @@ def _ring(p: RowProblem, s: Any) -> Ring:
         pieces=at_least_one(s.pieces, 1),
         slots=at_least_one(s.slots, 2),
         ahead=s.ahead,
+        held=s.held,
     )
 
 
 def _shared_bytes(p: RowProblem) -> int:
     """Of the operands that all rows share."""
     return sum(int(np.prod(x.shape)) for x in p.operands()[1:]) * p.itemsize
+
+
+def _registers_of_ring(threads: Any, each: Any) -> Any:
+    """What all threads of a block start with, so that those who compute can have `each` of it when the copier has left.
+
+    Where no registers are handed over, all have the same.
+    """
+    all_threads = threads + THREADS
+    handed_over = _round_up(-(-(threads * _round_up(each, 8) + THREADS * COPY_REGISTERS) // all_threads), 8)
+    start = np.where(np.isin(threads // THREADS, list(COMPUTE_REGISTERS)), handed_over, _round_up(each, 8))
+    return all_threads * start
+
+
+def _round_up(a: Any, b: int) -> Any:
+    return -(-a // b) * b
 
 
 def _rows_of_block(s: Any) -> Any:

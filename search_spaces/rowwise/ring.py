@@ -1,4 +1,4 @@
-"""Rows that wait in on-chip memory between their reduction and their result: a ring of chunks, filled ahead."""
+"""Rows that wait in on-chip memory between their reduction and their results: a ring of chunks, filled ahead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.jax_compat import plgpu
+from search_spaces.jax_compat import plgpu, store
 from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.rowwise.registers import COMPILER
 from search_spaces.rowwise.team import WARPS, Everyone, Team
@@ -20,15 +20,20 @@ from search_spaces.rowwise.team import WARPS, Everyone, Team
 ALIGNMENT = 1024
 REDUCTION_BYTES = 2048
 BARRIER_BYTES = 8
+# Registers per thread, in multiples of 8. All of a block start with 65,536 / threads, rounded down to a multiple of 8;
+# what the copying threads give back, those share who compute: by their warpgroups. One alone needs nothing, for two
+# warpgroups start with more than a thread can have.
+COPY_REGISTERS = 40
+COMPUTE_REGISTERS = {2: 232, 4: 104}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """How rows pass through on-chip memory; fields may be `Columns` of schedules.
 
-    A line is what one warp gets by one access of its threads, and a row is whole lines. Chunks are loaded in order; of
-    a row longer than the ring the last chunks stay, and the others are loaded again after them. So chunks leave the
-    ring in the order in which they came.
+    A line is what one warp gets by one access of its threads, and a row is whole lines. Chunks are loaded in order. Of
+    a row longer than the ring the first chunks may be held in registers and the last ones stay in the ring; those in
+    between are loaded again after them. So chunks leave the ring in the order in which they came.
 
     Attributes:
       columns: of a row.
@@ -37,6 +42,7 @@ class Ring:
       pieces: lines of each warp in a chunk.
       slots: chunks that the ring has room for.
       ahead: slots that stay free of a row that is longer than the ring, for what is loaded next.
+      held: chunks of a row that threads hold in registers.
     """
 
     columns: int
@@ -45,6 +51,7 @@ class Ring:
     pieces: Any
     slots: Any
     ahead: Any
+    held: Any
 
     @property
     def line(self) -> Any:
@@ -68,13 +75,18 @@ class Ring:
 
     @property
     def kept(self) -> Any:
-        """Chunks of a row that stay until its results are computed."""
-        return np.minimum(self.chunks, self.slots - self.ahead)
+        """Chunks of a row that stay in the ring until its results are computed."""
+        return np.minimum(self.chunks - self.held, self.slots - self.ahead)
+
+    @property
+    def again(self) -> Any:
+        """Chunks of a row that are loaded twice."""
+        return self.chunks - self.held - self.kept
 
     @property
     def loads(self) -> Any:
         """Of chunks for one row."""
-        return 2 * self.chunks - self.kept
+        return self.chunks + self.again
 
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
@@ -95,7 +107,9 @@ def ring(
     places by turns, so that one barrier a row is enough: none writes to a place before all have passed the barrier of
     the row after, and so have read it.
     """
-    rows, lines, kept, chunks, loads = result.shape[0], r.lines, int(r.kept), r.chunks, int(r.loads)
+    rows, lines, chunks = result.shape[0], r.lines, r.chunks
+    kept, loaded_again, loads = int(r.kept), int(r.again), int(r.loads)
+    overlap = chunks * r.chunk - lines  # of the last chunk and the one before
     team, warps = Team(warps=1, vector=r.vector), WARPS * r.warpgroups
     count = len(reduction.start)
     on_chip = {
@@ -126,7 +140,7 @@ def ring(
                         plgpu.barrier_wait(released.at[slot])
                         plgpu.commit_smem()  # orders the others' reads before a write by the copying unit
 
-                    chunk = lax.select(load < chunks, load, load - chunks)
+                    chunk = lax.select(load < chunks, load, load - chunks + r.held)
                     plgpu.copy_gmem_to_smem(
                         x.at[pl.ds(line_of(turn, chunk), r.chunk)],
                         slots.at[slot],
@@ -148,65 +162,89 @@ def ring(
             places = [own + WARPS * piece for piece in range(r.pieces)]
 
             def compute_row(turn: Any, _: None) -> None:
-                def gather(chunk: Any, statistics: Statistics, *, overlap: int = 0) -> Statistics:
-                    slot = lax.rem(turn * loads + chunk, r.slots)
+                def slot_of(load: Any) -> Any:
+                    return lax.rem(turn * loads + load, r.slots)
+
+                def read(slot: Any) -> list[jax.Array]:
+                    return [team.read(slots.at[slot], place, 0) for place in places]
+
+                def gather(chunk: Any, statistics: Statistics, *, last: bool = False) -> Statistics:
+                    slot = slot_of(chunk)
                     plgpu.barrier_wait(loaded.at[slot])
-                    pieces = [team.read(slots.at[slot], place, 0) for place in places]
-                    if overlap:
-                        row = team.index(0)
+                    pieces = read(slot)
+                    if last and overlap:
+                        line = team.index(0)
                         pieces = [
-                            jnp.where(row + place >= overlap, piece, reduction.outside)
+                            jnp.where(line + place >= overlap, piece, reduction.outside)
                             for place, piece in zip(places, pieces, strict=True)
                         ]
-                    statistics = reduction.absorb(statistics, pieces)
-                    if kept < chunks:
 
-                        @pl.when(chunk < chunks - kept)
-                        def release() -> None:
-                            plgpu.barrier_arrive(released.at[slot])
+                    @pl.when(chunk < chunks - kept)
+                    def release() -> None:
+                        plgpu.barrier_arrive(released.at[slot])
 
-                    return statistics
+                    return reduction.absorb(statistics, pieces)
 
-                start = tuple(team.fill(value) for value in reduction.start)
-                overlap = chunks * r.chunk - lines
-                statistics = lax.fori_loop(0, chunks - bool(overlap), gather, start)
-                if overlap:
-                    statistics = gather(jnp.int32(chunks - 1), statistics, overlap=overlap)
-                place = lax.rem(turn, 2)
-                for number, of_warps in enumerate(reduction.join(statistics, team)):
-                    told[place, number, pl.ds(warpgroup * WARPS, WARPS)] = of_warps
-                plgpu.barrier_arrive(all_told.at[0])
-                plgpu.barrier_wait(all_told.at[0])
-                everyone = Everyone(warps)
-                of_all = tuple(everyone.read(told.at[place, number]) for number in range(count))
-                settled = reduction.settle(reduction.join(of_all, everyone))
-
-                def finish(position: Any, _: None, *, again: bool) -> None:
-                    """The `position`-th of the chunks that stayed, or of those that were loaded `again`."""
-                    chunk = position if again else chunks - kept + position
-                    slot = lax.rem(turn * loads + chunk + (chunks if again else 0), r.slots)
+                def finish(chunk: Any, pieces: list[jax.Array]) -> None:
                     column = lax.min(chunk * r.chunk, lines - r.chunk)
-                    others = [team.read(rest[0], column + place, 0) if rest else None for place in places]
-                    if again:
-                        plgpu.barrier_wait(loaded.at[slot])
-                    pieces = [team.read(slots.at[slot], place, 0) for place in places]
-                    plgpu.barrier_arrive(released.at[slot])
                     first = line_of(turn, chunk)
+                    others = [team.read(rest[0], column + place, 0) if rest else None for place in places]
                     for place, piece, other in zip(places, pieces, others, strict=True):
                         team.write(out, first + place, 0, reduction.finish(piece, other, settled))
 
-                lax.fori_loop(0, kept, lambda position, _: finish(position, None, again=False), None)
-                lax.fori_loop(0, chunks - kept, lambda position, _: finish(position, None, again=True), None)
+                def finish_from_ring(chunk: Any, load: Any, *, wait: bool) -> None:
+                    slot = slot_of(load)
+                    if wait:
+                        plgpu.barrier_wait(loaded.at[slot])
+                    pieces = read(slot)
+                    plgpu.barrier_arrive(released.at[slot])
+                    finish(chunk, pieces)
+
+                statistics: Statistics = tuple(team.fill(value) for value in reduction.start)
+                held = []
+                for chunk in range(r.held):
+                    slot = slot_of(chunk)
+                    plgpu.barrier_wait(loaded.at[slot])
+                    held.append([team.read_narrow(slots.at[slot], place, 0) for place in places])
+                    plgpu.barrier_arrive(released.at[slot])
+                    statistics = reduction.absorb(statistics, [piece.astype(jnp.float32) for piece in held[-1]])
+                statistics = lax.fori_loop(r.held, chunks - 1, gather, statistics)
+                statistics = gather(jnp.int32(chunks - 1), statistics, last=True)
+                board = told.at[lax.rem(turn, 2)]
+                for number, of_warps in enumerate(reduction.join(statistics, team)):
+                    store(board.at[number, pl.ds(warpgroup * WARPS, WARPS)], of_warps)
+                plgpu.barrier_arrive(all_told.at[0])
+                plgpu.barrier_wait(all_told.at[0])
+                everyone = Everyone(warps)
+                of_all = tuple(everyone.read(board.at[number]) for number in range(count))
+                settled = reduction.settle(reduction.join(of_all, everyone))
+                for chunk, narrow in enumerate(held):
+                    finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])
+
+                def finish_kept(chunk: Any, _: None) -> None:
+                    finish_from_ring(chunk, chunk, wait=False)
+
+                def finish_again(chunk: Any, _: None) -> None:
+                    finish_from_ring(chunk, chunk - r.held + chunks, wait=True)
+
+                lax.fori_loop(chunks - kept, chunks, finish_kept, None)
+                lax.fori_loop(r.held, r.held + loaded_again, finish_again, None)
 
             lax.fori_loop(0, turns, compute_row, None)
 
         def block(slots: Any, told: Any, loaded: Any, released: Any, all_told: Any) -> None:
+            most = COMPUTE_REGISTERS.get(r.warpgroups)
+
             @pl.when(warpgroup == r.warpgroups)
             def copier() -> None:
+                if most is not None:
+                    plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
                 copy(slots, loaded, released)
 
             @pl.when(warpgroup != r.warpgroups)
             def computer() -> None:
+                if most is not None:
+                    plgpu.set_max_registers(most, action="increase")
                 compute(slots, told, loaded, released, all_told)
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")

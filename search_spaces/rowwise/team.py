@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from search_spaces.jax_compat import load, plgpu
+from search_spaces.jax_compat import load, plgpu, store
 
 LANES = 32  # threads of a warp
 WARPS = 4  # of a warpgroup
@@ -55,7 +55,11 @@ class Team:
 
     def read(self, ref: Any, row: Any, column: Any) -> jax.Array:
         """The piece of ``ref[rows, columns]`` that starts there."""
-        return load(ref.at[self._place(row, column)], self.layout).astype(jnp.float32)
+        return self.read_narrow(ref, row, column).astype(jnp.float32)
+
+    def read_narrow(self, ref: Any, row: Any, column: Any) -> jax.Array:
+        """The same in the dtype that it has in memory: to be held, until `astype` widens it."""
+        return load(ref.at[self._place(row, column)], self.layout)
 
     def read_shared(self, ref: Any, column: Any) -> jax.Array:
         """The piece of ``ref[columns]`` that starts there, which is the same for all rows."""
@@ -67,7 +71,7 @@ class Team:
         return lax.broadcast_in_dim(piece, self.shape, (1,))
 
     def write(self, ref: Any, row: Any, column: Any, piece: jax.Array) -> None:
-        ref[self._place(row, column)] = piece.astype(ref.dtype)
+        store(ref.at[self._place(row, column)], piece.astype(ref.dtype))
 
     def fill(self, value: float) -> jax.Array:
         """A piece of equal elements."""
