@@ -1,32 +1,36 @@
 """Softmax, RMS norm and SiLU-and-mul against XLA: best Pallas schedule and final answer, interleaved, beside a copy.
 
-Each problem of a job is searched first (or found in the cache), for so many minutes at most: run it again to go on.
-Then fresh processes, which chose nothing, verify the best Pallas schedule, the final answer and XLA's program, and time
-them in turns, and XLA's copy of as many bytes with them. Rates count each operand read once and each result written
-once. Ratios are XLA's time over ours: above one is faster.
+    python benchmarks/rows.py --search --seconds 540     # as often as it says that problems are left
+    python benchmarks/rows.py                            # searches what is left, then judges
+
+Each problem of a job is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the
+best Pallas schedule, the final answer and XLA's program and time them in turns, and XLA's copy of as many bytes. Rates
+count each operand read once and each result written once. Ratios are XLA's time over ours: above one is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from harness import environment, write_result
+from harness import environment, paced, write_result
+from judge import REPETITIONS, judge, start_judge
 from rich.console import Console
 from rich.table import Table
 
-from scheduler import jobs, timer
+from scheduler import jobs
+from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
 from scheduler.jobs import Malformed
-from scheduler.record import Entry, Failure, Measurement, Record
+from scheduler.record import Entry, Record
 from scheduler.store import Store, default_url
 from scheduler.tuner import key_of, recheck, start_runner, tune
-from scheduler.workers import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
+from scheduler.workers import Runner, Task
 from search_spaces import LibraryKernel, Operation
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.rowwise.problem import RowProblem
@@ -40,7 +44,6 @@ CPU_SUITE: tuple[tuple[Operation[Any], RowProblem], ...] = (
     (RMS_NORM, RmsNormProblem(33, 100, "float32")),
     (SILU_AND_MUL, SiluAndMulProblem(16, 256, "float32")),
 )
-REPETITIONS = 10
 MIB = 2**20
 
 
@@ -65,107 +68,102 @@ COPY = Operation("copy", CopyProblem, (XlaCopy(),))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", action="store_true", help="only fill the cache")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
+    )
+    parser.add_argument("--only", default="", help="only problems whose text holds this, such as 'softmax'")
     parser.add_argument("--budget", type=int, default=None, help="trials of each search, in place of the job's")
-    parser.add_argument("--minutes", type=float, default=8.0, help="search no further problem after so many minutes")
     parser.add_argument("--rounds", type=int, default=5, help=f"turns of {REPETITIONS} repetitions in the comparison")
     parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
-    parser.add_argument("--only", default="", help="only problems whose text holds this, such as 'softmax'")
-    parser.add_argument("--search-only", action="store_true", help="fill the cache and judge nothing")
     options = parser.parse_args(arguments)
+    deadline = started + options.seconds
 
     store = Store(options.cache or default_url())
-    runner = start_runner(SOFTMAX)
-    hardware = runner.hardware
-    suite = [task for task in _suite(hardware, options.budget) if options.only in str(task)]
-    end = time.monotonic() + 60 * options.minutes
-    records = {task: _record(task, runner, store, end) for task in suite}
-    runner.close()
-    left = sum(record is None for record in records.values())
-    print(f"{len(suite) - left} of {len(suite)} problems searched" + (": run this again for the others" * bool(left)))
-    if options.search_only or left:
+    with contextlib.closing(start_runner(SOFTMAX)) as runner:
+        suite = [task for task in tasks(runner.hardware, options.budget) if options.only in str(task)]
+        search(suite, runner, store, deadline)
+    if options.search:
         return
-
-    judge = InProcess() if isinstance(runner, InProcess) else Pool(_gpu(), slots=LIBRARY_COMPILATIONS)
     rows = []
-    for task, record in records.items():
-        assert record is not None
-        rows.append(_row(task, record, judge, options.rounds))
-        print(f"{task}: {rows[-1]['final_tb_per_s']:.2f} TB/s by {rows[-1]['final_backend']}", flush=True)
-    judge.close()
+    with contextlib.closing(start_judge()) as judges:
+        for task in paced(suite, "judge", deadline):
+            if (record := _record(task, judges.hardware, store)) is not None:
+                rows.append(row(task, record, judges, options.rounds))
     figures = summary(rows)
-    _print(rows, hardware)
+    _print(rows, judges.hardware)
     Console().print(figures)
-    measured = environment(runner.environment, SOFTMAX, RMS_NORM, SILU_AND_MUL)
-    write_result("rows", hardware, summary=figures, rows=rows, environment=measured)
+    if len(rows) < len(suite):
+        raise SystemExit(f"{len(suite) - len(rows)} of {len(suite)} problems are not judged: no result is written")
+    measured = environment(judges.environment, SOFTMAX, RMS_NORM, SILU_AND_MUL)
+    write_result("rows", judges.hardware, summary=figures, rows=rows, environment=measured)
 
 
-def _suite(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
+def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
+    """The suite."""
     if hardware.platform == "cpu":
         return [jobs.Task(operation, problem, budget or 4) for operation, problem in CPU_SUITE]
-    tasks = jobs.parse(JOB.read_text())
-    wrong = [str(task) for task in tasks if isinstance(task, Malformed)]
+    parsed = jobs.parse(JOB.read_text())
+    wrong = [str(task) for task in parsed if isinstance(task, Malformed)]
     assert not wrong, wrong
     return [
         jobs.Task(task.operation, task.problem, budget or task.budget)
-        for task in tasks
+        for task in parsed
         if not isinstance(task, Malformed)
     ]
 
 
-def _gpu() -> Gpu:
-    gpu = Gpu.query()
-    assert gpu is not None, "the GPU that was searched on is gone"
-    return gpu
+def search(suite: Sequence[jobs.Task], runner: Runner, store: Store, deadline: float) -> None:
+    """Searches those whose answer `store` does not have; one that fails is told."""
+    left = [task for task in suite if _record(task, runner.hardware, store) is None]
+    for task in paced(left, "search", deadline):
+        try:
+            record = tune(task.operation, task.problem, budget=task.budget, runner=runner, store=store)
+        except NoCandidate as error:  # the other problems are worth their time
+            print(f"{task}: {error}", flush=True)
+            continue
+        best = record.winner
+        print(f"{task}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
 
 
-def _record(task: jobs.Task, runner: Runner, store: Store, end: float) -> Record | None:
-    record = store.get(key_of(task.operation, task.problem, runner.hardware))
-    if record is not None and isinstance(recheck(task.operation, task.problem, runner.hardware, record), Entry):
-        return record
-    if time.monotonic() > end:
-        return None
-    record = tune(task.operation, task.problem, budget=task.budget, runner=runner, store=store)
-    best = record.winner
-    print(f"{task}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
-    return record
+def _record(task: jobs.Task, hardware: Hardware, store: Store) -> Record | None:
+    """What is stored of it, if it still holds."""
+    record = store.get(key_of(task.operation, task.problem, hardware))
+    held = record is not None and isinstance(recheck(task.operation, task.problem, hardware, record), Entry)
+    return record if held else None
 
 
-def _row(task: jobs.Task, record: Record, judge: Runner, rounds: int) -> dict[str, Any]:
-    """The answers timed in turns; the library and a final answer that is the library share one measurement."""
+def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
+    """One line of the result.
+
+    Raises:
+      SystemExit: a schedule that the record names does not run, or is wrong.
+    """
     operation, problem = task.operation, task.problem
     assert isinstance(problem, RowProblem)
-    pallas = frozenset(operation.backends) - {operation.library.backend}
     entries = {
         "xla": record.best(frozenset({operation.library.backend})),
-        "pallas": record.best(pallas),
+        "pallas": record.best(frozenset(operation.backends) - {operation.library.backend}),
         "final": record.winner,
     }
-    tasks = {
+    candidates = {
         name: Task(operation, problem, entry.backend, entry.schedule, REPETITIONS)
         for name, entry in entries.items()
         if entry is not None
     }
-    # As many elements read and written as the operation moves.
-    moved = round(problem.bytes_moved / 2 / problem.itemsize)
-    copied = CopyProblem(rows=max(1, moved // problem.columns), columns=problem.columns, dtype=problem.dtype)
-    tasks["copy"] = Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)
-    alias = {name: next(other for other, seen in tasks.items() if seen == one) for name, one in tasks.items()}
-    names = list(dict.fromkeys(alias.values()))
-    samples: dict[str, list[Measurement]] = {name: [] for name in names}
-    order = random.Random(0)
-    for name in names:
-        judge.measure(tasks[name])
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
-            outcome = judge.measure(tasks[name], again=True)
-            if isinstance(outcome, Failure):
-                raise SystemExit(f"{task} {name}: {outcome}")
-            samples[name].append(outcome)
-    times = {name: timer.join(taken) for name, taken in samples.items()}
-    xla_s = times[alias["xla"]].median_s
-    row: dict[str, Any] = {
+    judged = judge(judges, candidates, rounds)
+    # As many elements read and written as the operation moves. Alone: other operands make a process give up these.
+    elements = round(problem.bytes_moved / 2 / problem.itemsize)
+    copied = CopyProblem(rows=max(1, elements // problem.columns), columns=problem.columns, dtype=problem.dtype)
+    copy = judge(judges, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
+    if failures := {**judged.failures, **copy.failures}:
+        raise SystemExit(f"{task}: {failures}")
+    times = {name: judged.times(name) for name in entries} | {"copy": copy.times("copy")}
+    xla = times["xla"]
+    assert xla is not None, "a record has the library's time"
+    line: dict[str, Any] = {
         "operation": operation.name,
         "problem": str(problem),
         "columns": problem.columns,
@@ -175,17 +173,16 @@ def _row(task: jobs.Task, record: Record, judge: Runner, rounds: int) -> dict[st
         "final_backend": record.winner.backend,
         "trials": record.tried,
     }
-    for name in ("copy", "xla", "pallas", "final"):
-        measured = times.get(alias.get(name, ""))
-        entry = entries.get(name)
+    for name, measured in times.items():
         moved_bytes = copied.bytes_moved if name == "copy" else problem.bytes_moved
-        row[f"{name}_us"] = measured and measured.median_s * 1e6
-        row[f"{name}_tb_per_s"] = measured and moved_bytes / measured.median_s / 1e12
-        row[f"{name}_vs_xla"] = measured and xla_s / measured.median_s
-        row[f"{name}_schedule"] = entry and dict(entry.schedule)
-        row[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
-        row[f"{name}_l2"] = measured and measured.l2
-    return row
+        entry = entries.get(name)
+        line[f"{name}_us"] = measured and measured.median_s * 1e6
+        line[f"{name}_tb_per_s"] = measured and moved_bytes / measured.median_s / 1e12
+        line[f"{name}_vs_xla"] = measured and xla.median_s / measured.median_s
+        line[f"{name}_schedule"] = entry and dict(entry.schedule)
+        line[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
+        line[f"{name}_l2"] = measured and measured.l2
+    return line
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:

@@ -1,5 +1,6 @@
 """The benchmark of the row-wise operations: its problems, and the figures it boils them down to."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,18 +8,11 @@ import pytest
 
 from scheduler import hardware, jobs
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import rows as benchmark
+
 ROOT = Path(__file__).parents[1]
 H200 = hardware.find("NVIDIA H200")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    sys.modules.pop("rows", None)
-    import rows
-
-    yield rows
-    del sys.modules["rows"]
 
 
 @pytest.mark.parametrize("job", ["benchmarks/rows.toml", "sweeps/rows.toml"])
@@ -29,8 +23,8 @@ def test_every_problem_of_a_job_is_one_that_a_pallas_kernel_takes(job):
         assert task.operation.kernel("mosaic_gpu").supports(task.problem, H200.target) is None
 
 
-def test_the_suite_reaches_from_the_launch_to_a_gibibyte_and_from_256_to_262144_columns(benchmark):
-    problems = [task.problem for task in benchmark._suite(H200, None)]
+def test_the_suite_reaches_from_the_launch_to_a_gibibyte_and_from_256_to_262144_columns():
+    problems = [task.problem for task in benchmark.tasks(H200, None)]
     sizes = [p.operands()[0].size * p.itemsize for p in problems]
     assert min(sizes) < 2**20
     assert max(sizes) == 2**30
@@ -54,7 +48,7 @@ def row(operation, columns, *, pallas=4.0, vs_xla=1.2, size=2**27, dtype="bfloat
     }
 
 
-def test_the_summary_takes_the_worst_of_what_each_figure_is_about(benchmark):
+def test_the_summary_takes_the_worst_of_what_each_figure_is_about():
     figures = benchmark.summary(
         [
             row("softmax", 4096, pallas=4.2, vs_xla=1.15),
@@ -78,6 +72,17 @@ def test_the_summary_takes_the_worst_of_what_each_figure_is_about(benchmark):
     assert figures["final_vs_xla_worst"] == 0.98
 
 
-def test_a_large_problem_without_a_pallas_schedule_counts_as_nothing(benchmark):
+def test_a_large_problem_without_a_pallas_schedule_counts_as_nothing():
     missing = row("softmax", 4096, pallas=None, vs_xla=None)
     assert benchmark.summary([row("softmax", 1024), missing])["softmax_tb_per_s_worst"] == 0.0
+
+
+def test_a_rehearsal_searches_judges_and_writes_every_figure(tmp_path, monkeypatch):
+    written = {}
+    monkeypatch.setattr(benchmark, "write_result", lambda name, _, **told: written.update(told, name=name))
+    benchmark.main(["--cache", str(tmp_path / "cache.db"), "--budget", "2", "--rounds", "1"])
+    assert written["name"] == "rows"
+    assert written["summary"].keys() == benchmark.summary([]).keys()
+    assert written["summary"]["problems"] == len(written["rows"]) == 3
+    assert written["summary"]["final_vs_xla_worst"] > 0
+    json.dumps(written)
