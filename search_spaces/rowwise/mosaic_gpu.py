@@ -77,11 +77,13 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
     def space(self, problem: P, target: Target) -> Space[RowSchedule]:
         p, cores = problem, target.cores
 
+        def in_registers(s: Any) -> Any:
+            return s.hold == "registers"
+
         def in_ring(s: Any) -> Any:
             return s.hold == "ring"
 
         def of(s: Any) -> Ring:
-            """The ring of the schedules that have one; 1 where a choice is 0, so that no quotient is undefined."""
             return _ring(p, s)
 
         def bytes_in_ring(s: Any) -> Any:
@@ -92,7 +94,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             RowSchedule,
             choices={
                 "hold": ("registers", "ring"),
-                "warps": (4, 1, 8, 16),
+                "warps": (16, 8, 4, 1),
                 "vector": vectors(p),
                 "rows": (1, 2, 4),
                 "pieces": (0, 2, 4, 1, 8),
@@ -105,7 +107,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                     in_ring(s) | ((s.warps <= WARPS) & (s.pieces + s.slots + s.ahead + s.held == 0))
                 ),
                 "a ring is filled for whole warpgroups, a row at a time": lambda s: (
-                    (s.hold == "registers")
+                    in_registers(s)
                     | ((s.warps >= WARPS) & (s.pieces > 0) & (s.slots > s.ahead) & (s.ahead > 0) & (s.rows == 1))
                 ),
                 "a row is one piece at least, and a problem one block": lambda s: (
@@ -116,14 +118,14 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                     in_ring(s) | (s.rows * _pieces_of_row(p, s) * s.vector <= 256)
                 ),
                 "a row on a ring is whole lines of a warp": lambda s: (
-                    (s.hold == "registers") | (p.columns % (LANES * s.vector) == 0)
+                    in_registers(s) | (p.columns % (LANES * s.vector) == 0)
                 ),
-                "a chunk is no longer than a row": lambda s: (s.hold == "registers") | (of(s).chunk <= of(s).lines),
+                "a chunk is no longer than a row": lambda s: in_registers(s) | (of(s).chunk <= of(s).lines),
                 "a row of under 32 elements for each of 128 threads needs no ring": lambda s: (
-                    (s.hold == "registers") | (p.columns >= 32 * THREADS)
+                    in_registers(s) | (p.columns >= 32 * THREADS)
                 ),
                 "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
-                    (s.hold == "registers") | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
+                    in_registers(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
                 ),
                 "what is left free matters only to rows longer than the ring": lambda s: (
                     (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
@@ -232,6 +234,7 @@ def coalescing(row_bytes: Any, access_bytes: Any) -> Any:
 
 
 def _ring(p: RowProblem, s: Any) -> Ring:
+    """The ring of a schedule that has one; of others something that divides, and means nothing."""
     at_least_one = np.maximum if isinstance(s, Columns) else max
     return Ring(
         columns=p.columns,
