@@ -71,7 +71,7 @@ def sample(problem, count):
     """Legal schedules, whether or not they fit on the chip; none with so many accesses that lowering drags."""
     points, _ = space(problem).legal()
     found = footprint(problem, points)
-    quick = np.flatnonzero((found.registers <= 128) | (found.steps > 1))
+    quick = np.flatnonzero((found.registers <= 64) | (found.steps > 1))
     chosen = random.Random(str(problem)).sample(list(quick), min(count, len(quick)))
     return list(space(problem).schedules(points.take(sorted(chosen))))
 
@@ -79,7 +79,7 @@ def sample(problem, count):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
 def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(problem):
     kernel = kernel_of(problem)
-    for one in sample(problem, 2 if isinstance(problem, SoftmaxProblem) else 1):
+    for one in sample(problem, 1):
         predicted = footprint(problem, Columns.of([one])).onchip_bytes[0]
         assert hopper.onchip_bytes_asked(lambda one=one: hopper.lower(kernel, problem, one)) == predicted, one
         if predicted <= hopper.H200.onchip_bytes:
@@ -90,10 +90,10 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
 
 
 def test_the_sample_holds_both_places_where_a_row_waits_and_both_sides_of_the_limit():
-    rows = [(p, one) for p in PROBLEMS for one in sample(p, 2) if isinstance(one, RowSchedule)]
+    rows = [(p, one) for p in PROBLEMS for one in sample(p, 1) if isinstance(one, RowSchedule)]
     assert {one.hold for _, one in rows} == {"registers", "ring"}
-    fitting = [bool(fits(footprint(p, Columns.of([one])))[0]) for p, one in rows]
-    assert {True, False} == set(fitting)
+    onchip = [footprint(p, Columns.of([one])).onchip_bytes[0] for p, one in rows]
+    assert min(onchip) <= hopper.H200.onchip_bytes < max(onchip)
 
 
 def test_64_bit_indices_elsewhere_change_nothing_here():
@@ -106,39 +106,31 @@ def test_64_bit_indices_elsewhere_change_nothing_here():
         jax.config.update("jax_enable_x64", before)
 
 
-ROWS = {  # name: rows, columns, dtype, schedule
-    "a warpgroup a row": (6, 1024, "bfloat16", registers(4, 8)),
-    "a ragged end of rows and of a row": (5, 1000, "float32", registers(4, 4, rows=2)),
-    "odd columns": (3, 333, "float16", registers(4, 1)),
-    "a warp a row, the last block and the last piece overlap": (9, 600, "bfloat16", registers(1, 8)),
-    "several rows a warp": (17, 72, "float32", registers(1, 2, rows=2)),
-    "a ring with room for rows ahead": (3, 1024, "float32", ring(4, 4, 1, 5)),
-    "a ring shorter than a row, chunks come again": (3, 3072, "float32", ring(4, 4, 1, 4)),
-    "the same, two slots ahead, two warpgroups": (3, 6144, "bfloat16", ring(8, 8, 1, 3, ahead=2)),
-    "registers hold two chunks, three come again": (3, 128 * 32, "bfloat16", ring(4, 4, 1, 4, held=2)),
-    "the last chunk overlaps, four warpgroups": (3, 128 * 37, "bfloat16", ring(16, 4, 1, 2)),
+ROWS = {  # name: problem, schedule
+    "a ragged end of rows and of a row": (SoftmaxProblem(5, 1000, "float32"), registers(4, 4, rows=2)),
+    "odd columns": (SoftmaxProblem(3, 333, "float16"), registers(4, 1)),
+    "a warp a row, the last block and the last piece overlap": (RmsNormProblem(9, 328), registers(1, 8)),
+    "several rows a warp": (SoftmaxProblem(17, 72, "float32"), registers(1, 2, rows=2)),
+    "a ring with room for rows ahead": (SoftmaxProblem(3, 1024, "float32"), ring(4, 4, 1, 5)),
+    "chunks come again, two slots ahead, two warpgroups": (RmsNormProblem(3, 6144), ring(8, 8, 1, 3, ahead=2)),
+    "registers hold two chunks, three come again": (SoftmaxProblem(3, 4096), ring(4, 4, 1, 4, held=2)),
+    "the last chunk overlaps, four warpgroups": (SoftmaxProblem(2, 128 * 37), ring(16, 4, 1, 2)),
 }
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("problem", "name"),
-    [(SoftmaxProblem, name) for name in ROWS] + [(RmsNormProblem, name) for name in list(ROWS)[3::4]],
-)
-def test_rows_are_right_to_the_last_ragged_edge(problem, name):
-    rows, columns, dtype, schedule = ROWS[name]
-    posed = problem(rows, columns, dtype)
-    assert schedule.hold == "registers" or np.any(footprint(posed, Columns.of([schedule])).persistent)
-    actual, expected = hopper.interpret(kernel_of(posed), posed, schedule, cores=2)
-    tolerance = posed.tolerance()
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_right_to_the_last_ragged_edge(name):
+    problem, schedule = ROWS[name]
+    actual, expected = hopper.interpret(kernel_of(problem), problem, schedule, cores=2)
+    tolerance = problem.tolerance()
     np.testing.assert_allclose(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute)
 
 
 HALVES = {
     "a warpgroup a row, the last block of a row overlaps": (3, 1304, "bfloat16", SiluSchedule(4, 8, 1, 1)),
     "a warp a row, the last rows overlap": (7, 512, "float16", SiluSchedule(1, 8, 2, 1)),
-    "odd columns": (4, 99, "float32", SiluSchedule(1, 1, 3, 1)),
-    "several rows a warp": (16, 128, "float32", SiluSchedule(1, 4, 1, 2)),
+    "odd columns, several rows a warp": (9, 99, "float32", SiluSchedule(1, 1, 3, 2)),
 }
 
 
@@ -154,8 +146,7 @@ def test_halves_are_right_to_the_last_ragged_edge(name):
 
 RACES = {
     "rows ahead": (4, 2048, ring(8, 4, 1, 5)),
-    "chunks again": (3, 3072, ring(4, 4, 1, 4, ahead=2)),
-    "chunks in registers, none again": (3, 3072, ring(4, 4, 1, 5, held=2)),
+    "chunks in registers, and others again": (3, 3072, ring(4, 4, 1, 4, held=2)),
 }
 
 
