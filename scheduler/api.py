@@ -510,11 +510,11 @@ def _are_rows(arrays: Sequence[Any]) -> bool:
 
 
 def _plain_rows(problem: type[RowProblem], params: Mapping[str, Any], *arrays: Any) -> jax.Array:
-    """The formula in float32 or wider; the result is of the dtype of the first array, or of its float."""
-    x, *shared = (jnp.asarray(x) for x in arrays)
-    wide = jnp.promote_types(jnp.result_type(x, *shared), jnp.float32)
-    out = problem.compute(*(x.astype(wide) for x in (x, *shared)), **params)
-    return out.astype(x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else wide)
+    """The formula in float32, or float64 where an array is; the result is of the dtype of the first, if that floats."""
+    arrays = tuple(jnp.asarray(x) for x in arrays)
+    wide = jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
+    out = problem.compute(*(x.astype(wide) for x in arrays), **params)
+    return out.astype(arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide)
 
 
 def _swapped(x: Any, transpose: bool, name: str) -> Any:

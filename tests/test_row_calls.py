@@ -121,7 +121,8 @@ def test_what_kernels_do_not_take_is_answered_by_the_formula():
     assert tuned_silu_and_mul(jnp.zeros((3, 0))).shape == (3, 0)
     integers = tuned_softmax(np.arange(6).reshape(2, 3))
     close(integers, jax.nn.softmax(np.arange(6.0, dtype=np.float32).reshape(2, 3)))
-    mixed = tuned_rms_norm(X.astype(jnp.bfloat16), W)
+    with jax.numpy_dtype_promotion("strict"):
+        mixed = tuned_rms_norm(X.astype(jnp.bfloat16), W)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_allclose(mixed.astype(jnp.float32), rms_norm(X), rtol=0.02, atol=1e-3)
 
