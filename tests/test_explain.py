@@ -64,3 +64,4 @@ def test_a_kernel_that_tells_how_it_reaches_memory_is_shown_with_it():
     assert odd.access.bytes == 2
     assert odd.access.transactions > 7 * first.access.transactions
     assert of_backend("portable").first[0].access is None
+    assert of_backend("xla").first[0].schedule == {}
