@@ -6,7 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scheduler.api import predict, reload, target, tune, tuned, tuned_matmul
+    from scheduler.api import (
+        predict,
+        reload,
+        target,
+        tune,
+        tuned,
+        tuned_matmul,
+        tuned_rms_norm,
+        tuned_silu_and_mul,
+        tuned_softmax,
+    )
     from scheduler.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
 
 __all__ = [
@@ -22,6 +32,9 @@ __all__ = [
     "tune",
     "tuned",
     "tuned_matmul",
+    "tuned_rms_norm",
+    "tuned_silu_and_mul",
+    "tuned_softmax",
 ]
 
 _ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "StoreError", "WorkerError")

@@ -1,4 +1,4 @@
-"""The public calls: ``tuned_matmul``, ``tuned`` for any operation, and what steers them."""
+"""The public calls: ``tuned_matmul`` and its siblings, ``tuned`` for any operation, and what steers them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ from search_spaces import end_load, jax_compat, load
 from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
 from search_spaces.matmul.problem import RESULTS, Operands
+from search_spaces.rms_norm import RMS_NORM
+from search_spaces.rms_norm.problem import EPS
+from search_spaces.rowwise.problem import DTYPES as ROW_DTYPES
+from search_spaces.rowwise.problem import RowProblem
+from search_spaces.silu_and_mul import SILU_AND_MUL
+from search_spaces.softmax import SOFTMAX
 
 if TYPE_CHECKING:
     from scheduler.store import Store
@@ -98,6 +104,91 @@ def tuned_matmul(
     except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
         compiled = _compile(MATMUL, question, _matmul)
     return compiled(a, b, bias, residual)
+
+
+def tuned_softmax(
+    x: Any,
+    axis: int = -1,
+    *,
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> jax.Array:
+    """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip, computed in float32.
+
+    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for another axis than the last, for
+    arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+
+    Args:
+      x: ``[..., columns]``.
+      axis: along which the results sum to 1.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      CacheMiss, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
+    """
+    if axis not in (-1, jnp.ndim(x) - 1):
+        return jax.nn.softmax(x, axis)
+    return _rows(SOFTMAX, (), (x,), on_miss, backends, schedule)
+
+
+def tuned_rms_norm(
+    x: Any,
+    weight: Any,
+    *,
+    eps: float = EPS,
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> jax.Array:
+    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule, computed in float32.
+
+    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight of another dtype than `x`,
+    for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+
+    Args:
+      x: ``[..., columns]``.
+      weight: ``[columns]``.
+      eps: keeps rows of zeros finite; a number, no array.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      An array of the shape and dtype of `x`.
+
+    Raises:
+      ValueError: `weight` is not as long as a row.
+      CacheMiss, IllegalSchedule, TypeError: as `tuned_matmul`.
+    """
+    if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
+        raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")
+    return _rows(RMS_NORM, (("eps", float(eps)),), (x, weight), on_miss, backends, schedule)
+
+
+def tuned_silu_and_mul(
+    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None
+) -> jax.Array:
+    """``silu(x[..., :d]) * x[..., d:]`` with ``silu(g) = g / (1 + exp(-g))``, by the best known schedule, in float32.
+
+    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for arrays other than float32, bfloat16
+    or float16, for empty ones, and on a mesh outside of manual axes.
+
+    Args:
+      x: ``[..., 2 * d]``; the first half of the last axis is the gate.
+      on_miss, backends, schedule: as in `tuned_matmul`.
+
+    Returns:
+      ``[..., d]``, of the dtype of `x`.
+
+    Raises:
+      ValueError: the last axis has no two halves.
+      CacheMiss, IllegalSchedule, TypeError: as `tuned_matmul`.
+    """
+    if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
+        raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
+    return _rows(SILU_AND_MUL, (), (x,), on_miss, backends, schedule)
 
 
 def tuned(operation: Operation[Any]) -> Callable[..., jax.Array]:
@@ -370,6 +461,60 @@ def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Arra
         return call(p, *args).reshape(result)
     c, axis = calculus.batch(call, p, args, dims)
     return jnp.moveaxis(c, axis, 0).reshape(result)
+
+
+def _rows(
+    operation: Operation[Any],
+    params: Params,
+    arrays: tuple[Any, ...],
+    on_miss: OnMiss | None,
+    backends: Backends | None,
+    schedule: Any,
+) -> jax.Array:
+    """A row-wise operation on ``x[..., columns]`` and what all rows share."""
+    question = (operation, "rows", params, on_miss, backends, schedule)
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return _row_wise(question)(*arrays)
+    try:
+        compiled = _compiled[question, _target.value]
+    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
+        compiled = _compile(operation, question, _row_wise)
+    return compiled(*arrays)
+
+
+def _row_wise(question: Any) -> Callable[..., jax.Array]:
+    operation, _, params, on_miss, backends, schedule = question
+    options = decide.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
+
+    def call(*arrays: Any) -> jax.Array:
+        x, *shared = arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
+        if not _are_rows(arrays):
+            return _plain_rows(operation.problem, dict(params), *arrays)
+        rows = x.reshape(-1, x.shape[-1])
+        problem = operation.problem.of(rows, *shared)
+        out = tuned_call(operation, problem, rows, *shared, params=params, options=options)
+        return out.reshape(*x.shape[:-1], problem.columns)
+
+    return call
+
+
+def _are_rows(arrays: Sequence[Any]) -> bool:
+    """Whether kernels can be asked, rather than only the formula."""
+    return (
+        all(isinstance(x, jax.Array) and not x.weak_type for x in arrays)
+        and len({x.dtype for x in arrays}) == 1
+        and str(arrays[0].dtype) in ROW_DTYPES
+        and all(isinstance(extent, int) and extent for x in arrays for extent in x.shape)  # none empty or symbolic
+        and not jax_compat.has_explicit_axes(arrays)
+    )
+
+
+def _plain_rows(problem: type[RowProblem], params: Mapping[str, Any], *arrays: Any) -> jax.Array:
+    """The formula in float32, or float64 where an array is; the result is of the dtype of the first, if that floats."""
+    arrays = tuple(jnp.asarray(x) for x in arrays)
+    wide = jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
+    out = problem.compute(*(x.astype(wide) for x in arrays), **params)
+    return out.astype(arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide)
 
 
 def _swapped(x: Any, transpose: bool, name: str) -> Any:

@@ -13,7 +13,22 @@ from scheduler.cost import CostModel
 from scheduler.hardware import Hardware
 from scheduler.prune import Pruned
 from scheduler.record import Failure, Schedule, Trial
-from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.kernel import Footprint, Kernel, Operation, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """How a whole launch reaches device memory, as far as its footprint tells.
+
+    Attributes:
+      transactions: accesses of warps, and bulk copies.
+      coalescing: share of what those move, in whole sectors, that is wanted.
+      bytes: of one access of one thread.
+    """
+
+    transactions: float
+    coalescing: float
+    bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +39,14 @@ class Ranked:
       predicted_s: the model's time, seconds.
       onchip_bytes: on-chip memory of one block.
       terms: what the prediction is made of, seconds by name.
+      access: None where the kernel does not tell.
     """
 
     schedule: Schedule
     predicted_s: float
     onchip_bytes: int
     terms: Mapping[str, float]
+    access: Access | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +100,28 @@ def _account(
     tried = tuple(trial for schedule, trial in last.items() if schedule in legal)
     points = pruned.points.take(np.arange(min(top, len(pruned.points))))
     terms: Mapping[str, Any] = {}
+    accesses: Sequence[Access | None] = [None] * len(points)
     if not kernel.library and len(points):
-        terms = CostModel(hardware).terms(kernel.footprint(problem, points, hardware.target))
+        footprint = kernel.footprint(problem, points, hardware.target)
+        terms = CostModel(hardware).terms(footprint)
+        accesses = _accesses(footprint, len(points))
     first = tuple(
         Ranked(
             pruned.schedule(index),
             float(pruned.predicted_s[index]),
             int(pruned.onchip_bytes[index]),
             {name: float(np.broadcast_to(values, (len(points),))[index]) for name, values in terms.items()},
+            accesses[index],
         )
         for index in range(len(points))
     )
     untried = len(pruned.points) - len(tried)
     return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, tried, untried)
+
+
+def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
+    """One for each schedule."""
+    blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
+    columns = footprint.transactions * footprint.steps * blocks, footprint.coalescing, footprint.access_bytes
+    rows = zip(*(np.broadcast_to(column, (schedules,)) for column in columns), strict=True)
+    return [Access(*map(float, row)) if row[-1] else None for row in rows]

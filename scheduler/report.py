@@ -16,7 +16,7 @@ from rich.text import Text
 from scheduler.record import Entry, Failure, Measurement, Record, Schedule, Sweep, Trial
 
 if TYPE_CHECKING:
-    from scheduler.explain import Account
+    from scheduler.explain import Access, Account
     from scheduler.hardware import Hardware
     from scheduler.jobs import Result
     from scheduler.reverify import Verdict
@@ -382,7 +382,9 @@ def account_parts(account: Account) -> Iterator[str | Table]:
     counts.add_row(*texts(account.untried, "not tried"))
     yield counts
     if terms := list(dict.fromkeys(name for ranked in account.first for name, s in ranked.terms.items() if s)):
-        first = table("the model's first", "predicted", "on-chip", *terms, numbers=("predicted", "on-chip", *terms))
+        access = ("accesses", "wanted", "each") if any(ranked.access for ranked in account.first) else ()
+        numbers = ("predicted", "on-chip", *terms, *access)
+        first = table("the model's first", *numbers, numbers=numbers)
         for ranked in account.first:
             first.add_row(
                 *texts(
@@ -390,9 +392,14 @@ def account_parts(account: Account) -> Iterator[str | Table]:
                     seconds_text(ranked.predicted_s),
                     f"{ranked.onchip_bytes / 1024:.1f} KiB",
                     *(seconds_text(ranked.terms[name]) for name in terms),
+                    *(_access_texts(ranked.access) if ranked.access else [""] * len(access)),
                 )
             )
         yield first
+
+
+def _access_texts(access: Access) -> tuple[str, str, str]:
+    return f"{access.transactions:.3g}", f"{access.coalescing:.0%}", f"{access.bytes:.0f} B"
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:

@@ -39,7 +39,12 @@ __all__ = [
     "load",
 ]
 
-_OWN = {"matmul": "search_spaces.matmul:MATMUL"}
+_OWN = {
+    "matmul": "search_spaces.matmul:MATMUL",
+    "rms_norm": "search_spaces.rms_norm:RMS_NORM",
+    "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
+    "softmax": "search_spaces.softmax:SOFTMAX",
+}
 OPERATIONS = tuple(_OWN)
 
 

@@ -37,6 +37,27 @@ def gpu_interpreter(*, detect_races: bool = False) -> AbstractContextManager[Non
     return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races))
 
 
+def load(ref: Any, layout: Any) -> jax.Array:
+    """All of a reference in a Mosaic GPU kernel, as an array of this layout in registers."""
+    loaded: jax.Array = (
+        plgpu.load(ref, layout=layout, optimized=False)
+        if JAX_VERSION >= (0, 11)
+        else plgpu.load(ref, (), layout=layout, optimized=False)
+    )
+    return loaded
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Stores an array from registers to a reference in a Mosaic GPU kernel, however narrow or unaligned its rows are.
+
+    From 0.12 on ``ref[...] = value`` refuses what is not fast.
+    """
+    if JAX_VERSION >= (0, 12):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 # What lowering and compiling raise for a kernel that cannot be built; anything else is a defect of the program.
 COMPILER_ERRORS: tuple[type[Exception], ...] = (
     ValueError,

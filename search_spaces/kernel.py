@@ -226,6 +226,9 @@ class Footprint:
       persistent: blocks stay and take the next output block, so that one's epilogue overlaps the next one's loads.
       copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
       launches: device launches in all.
+      transactions: accesses of warps to device memory, and bulk copies, of one step of one block; 0 where unknown.
+      coalescing: share of what those move, in whole sectors of 32 bytes, that is wanted: 1 where nothing is in vain.
+      access_bytes: bytes of one access of one thread, at a multiple of which it must start; 0 where unknown.
     """
 
     arithmetic: str
@@ -248,6 +251,9 @@ class Footprint:
     persistent: Column | bool = False
     copied_bytes: Column | float = 0.0
     launches: Column | int = 1
+    transactions: Column | int = 0
+    coalescing: Column | float = 1.0
+    access_bytes: Column | int = 0
 
 
 class Kernel(abc.ABC, Generic[P, S]):

@@ -13,7 +13,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("example", "says"), [("quickstart", "the gradient has shape (256, 128)"), ("own_kernel", "it differentiates")]
+    ("example", "says"),
+    [
+        ("quickstart", "the gradient has shape (256, 128)"),
+        ("own_kernel", "it differentiates"),
+        ("rows", "silu_and_mul: right"),
+    ],
 )
 def test_an_example_runs_and_prints_what_it_learned(example, says):
     ran = subprocess.run(

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from scheduler.explain import explain
+from scheduler.explain import Access, explain
 from scheduler.hardware import CPU, find
 from scheduler.record import Failure, Measurement, Trial
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 PROBLEM = MatmulProblem(64, 48, 100, "float32")
 TODAY = MATMUL.kernel("portable").version
@@ -53,3 +54,14 @@ def test_the_models_first_come_best_first_with_what_their_time_is_made_of():
         assert ranked.onchip_bytes > 0
         assert any(seconds > 0 for seconds in ranked.terms.values())
         assert dataclasses.asdict(ranked)["terms"] == dict(ranked.terms)
+
+
+def test_a_kernel_that_tells_how_it_reaches_memory_is_shown_with_it():
+    h200, problem = find("NVIDIA H200"), SoftmaxProblem(4096, 4096)
+    [first] = next(a for a in explain(SOFTMAX, problem, h200, [], top=1) if a.backend == "mosaic_gpu").first
+    assert first.access == Access(transactions=2 * 4096 * 4096 * 2 / 512, coalescing=1.0, bytes=16.0)
+    odd = next(a for a in explain(SOFTMAX, SoftmaxProblem(4096, 4095), h200, [], top=1)).first[0]
+    assert odd.access.bytes == 2
+    assert odd.access.transactions > 7 * first.access.transactions
+    assert of_backend("portable").first[0].access is None
+    assert of_backend("xla").first[0].schedule == {}

@@ -1,0 +1,254 @@
+"""Softmax, RMS norm and SiLU-and-mul against XLA: best Pallas schedule and final answer, interleaved, beside a copy.
+
+    python benchmarks/rows.py --search --seconds 540     # as often as it says that problems are left
+    python benchmarks/rows.py                            # searches what is left, then judges
+
+Each problem of a job is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the
+best Pallas schedule, the final answer and XLA's program and time them in turns, and XLA's copy of as many bytes. Rates
+count each operand read once and each result written once. Ratios are XLA's time over ours: above one is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from harness import environment, paced, write_result
+from judge import REPETITIONS, judge, start_judge
+from rich.console import Console
+from rich.table import Table
+
+from scheduler import jobs
+from scheduler.errors import NoCandidate
+from scheduler.hardware import Hardware
+from scheduler.jobs import Malformed
+from scheduler.record import Entry, Record
+from scheduler.store import Store, default_url
+from scheduler.tuner import key_of, recheck, start_runner, tune
+from scheduler.workers import Runner, Task
+from search_spaces import LibraryKernel, Operation
+from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
+from search_spaces.rowwise.problem import RowProblem
+from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+
+JOB = Path(__file__).with_suffix(".toml")
+# Where the interpreter rehearses: a run of seconds whose times say nothing about the kernels.
+CPU_SUITE: tuple[tuple[Operation[Any], RowProblem], ...] = (
+    (SOFTMAX, SoftmaxProblem(64, 128, "float32")),
+    (RMS_NORM, RmsNormProblem(33, 100, "float32")),
+    (SILU_AND_MUL, SiluAndMulProblem(16, 256, "float32")),
+)
+MIB = 2**20
+
+
+class CopyProblem(RowProblem):
+    """As many bytes written as read, and nothing to compute: minus ``x``, which no compiler leaves out."""
+
+    @staticmethod
+    def compute(*args: jax.Array, **params: Any) -> jax.Array:
+        return -args[0]
+
+    @property
+    def flops(self) -> float:
+        return 1.0 * self.rows * self.columns
+
+
+class XlaCopy(LibraryKernel[CopyProblem]):
+    def run(self, problem: CopyProblem, schedule: Any, target: Any, /, *args: Any, **params: Any) -> jax.Array:
+        return problem.compute(*args)
+
+
+COPY = Operation("copy", CopyProblem, (XlaCopy(),))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", action="store_true", help="only fill the cache")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
+    )
+    parser.add_argument("--only", default="", help="only problems whose text holds this, such as 'softmax'")
+    parser.add_argument("--budget", type=int, default=None, help="trials of each search, in place of the job's")
+    parser.add_argument("--rounds", type=int, default=5, help=f"turns of {REPETITIONS} repetitions in the comparison")
+    parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
+    options = parser.parse_args(arguments)
+    deadline = started + options.seconds
+
+    store = Store(options.cache or default_url())
+    with contextlib.closing(start_runner(SOFTMAX)) as runner:
+        suite = [task for task in tasks(runner.hardware, options.budget) if options.only in str(task)]
+        search(suite, runner, store, deadline)
+    if options.search:
+        return
+    rows = []
+    with contextlib.closing(start_judge()) as judges:
+        for task in paced(suite, "judge", deadline):
+            if (record := _record(task, judges.hardware, store)) is not None:
+                rows.append(row(task, record, judges, options.rounds))
+    figures = summary(rows)
+    _print(rows, judges.hardware)
+    Console().print(figures)
+    if len(rows) < len(suite):
+        raise SystemExit(f"{len(suite) - len(rows)} of {len(suite)} problems are not judged: no result is written")
+    measured = environment(judges.environment, SOFTMAX, RMS_NORM, SILU_AND_MUL)
+    write_result("rows", judges.hardware, summary=figures, rows=rows, environment=measured)
+
+
+def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
+    """The suite."""
+    if hardware.platform == "cpu":
+        return [jobs.Task(operation, problem, budget or 4) for operation, problem in CPU_SUITE]
+    parsed = jobs.parse(JOB.read_text())
+    wrong = [str(task) for task in parsed if isinstance(task, Malformed)]
+    assert not wrong, wrong
+    return [
+        jobs.Task(task.operation, task.problem, budget or task.budget)
+        for task in parsed
+        if not isinstance(task, Malformed)
+    ]
+
+
+def search(suite: Sequence[jobs.Task], runner: Runner, store: Store, deadline: float) -> None:
+    """Searches those whose answer `store` does not have; one that fails is told."""
+    left = [task for task in suite if _record(task, runner.hardware, store) is None]
+    for task in paced(left, "search", deadline):
+        try:
+            record = tune(task.operation, task.problem, budget=task.budget, runner=runner, store=store)
+        except NoCandidate as error:  # the other problems are worth their time
+            print(f"{task}: {error}", flush=True)
+            continue
+        best = record.winner
+        print(f"{task}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
+
+
+def _record(task: jobs.Task, hardware: Hardware, store: Store) -> Record | None:
+    """What is stored of it, if it still holds."""
+    record = store.get(key_of(task.operation, task.problem, hardware))
+    held = record is not None and isinstance(recheck(task.operation, task.problem, hardware, record), Entry)
+    return record if held else None
+
+
+def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
+    """One line of the result.
+
+    Raises:
+      SystemExit: a schedule that the record names does not run, or is wrong.
+    """
+    operation, problem = task.operation, task.problem
+    assert isinstance(problem, RowProblem)
+    entries = {
+        "xla": record.best(frozenset({operation.library.backend})),
+        "pallas": record.best(frozenset(operation.backends) - {operation.library.backend}),
+        "final": record.winner,
+    }
+    candidates = {
+        name: Task(operation, problem, entry.backend, entry.schedule, REPETITIONS)
+        for name, entry in entries.items()
+        if entry is not None
+    }
+    judged = judge(judges, candidates, rounds)
+    # As many elements read and written as the operation moves. Alone: other operands make a process give up these.
+    elements = round(problem.bytes_moved / 2 / problem.itemsize)
+    copied = CopyProblem(rows=max(1, elements // problem.columns), columns=problem.columns, dtype=problem.dtype)
+    copy = judge(judges, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
+    if failures := {**judged.failures, **copy.failures}:
+        raise SystemExit(f"{task}: {failures}")
+    times = {name: judged.times(name) for name in entries} | {"copy": copy.times("copy")}
+    xla = times["xla"]
+    assert xla is not None, "a record has the library's time"
+    line: dict[str, Any] = {
+        "operation": operation.name,
+        "problem": str(problem),
+        "columns": problem.columns,
+        "dtype": problem.dtype,
+        "operand_bytes": problem.operands()[0].size * problem.itemsize,
+        "bytes": problem.bytes_moved,
+        "final_backend": record.winner.backend,
+        "trials": record.tried,
+    }
+    for name, measured in times.items():
+        moved_bytes = copied.bytes_moved if name == "copy" else problem.bytes_moved
+        entry = entries.get(name)
+        line[f"{name}_us"] = measured and measured.median_s * 1e6
+        line[f"{name}_tb_per_s"] = measured and moved_bytes / measured.median_s / 1e12
+        line[f"{name}_vs_xla"] = measured and xla.median_s / measured.median_s
+        line[f"{name}_schedule"] = entry and dict(entry.schedule)
+        line[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
+        line[f"{name}_l2"] = measured and measured.l2
+    return line
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
+    """The figures to speak of, from rows as the result file keeps them; None where no row is meant.
+
+    "Large" is 128 MiB of bfloat16 and more in rows of 1,024 to 131,072 columns, "long" those of 32,768 and more. A rate
+    "of best" is its share of the best rate that any program of the run reached on as much, the copy included.
+    """
+    large = [
+        row
+        for row in rows
+        if row["dtype"] == "bfloat16" and row["operand_bytes"] >= 128 * MIB and 1024 <= row["columns"] <= 131072
+    ]
+    best = max(
+        (row[f"{name}_tb_per_s"] or 0.0 for row in large for name in ("copy", "xla", "pallas")),
+        default=0.0,
+    )
+
+    def worst(figure: str, chosen: Sequence[Mapping[str, Any]]) -> float | None:
+        # A problem that no Pallas kernel takes counts as 0: it was to be fast there, too.
+        return min((row[figure] or 0.0 for row in chosen), default=None)
+
+    def of(operation: str, chosen: Sequence[Mapping[str, Any]] = large) -> list[Mapping[str, Any]]:
+        return [row for row in chosen if row["operation"] == operation]
+
+    def is_long(row: Mapping[str, Any]) -> bool:
+        return bool(row["columns"] >= 32768)
+
+    rates = {name: worst("pallas_tb_per_s", of(name)) for name in ("softmax", "rms_norm")}
+    gated = [row for row in of("silu_and_mul", rows) if row["operand_bytes"] >= 64 * MIB]
+    return {
+        "problems": len(rows),
+        "best_tb_per_s": best or None,
+        "copy_tb_per_s": max((row["copy_tb_per_s"] for row in large), default=None),
+        "softmax_tb_per_s_worst": rates["softmax"],
+        "rms_norm_tb_per_s_worst": rates["rms_norm"],
+        "softmax_of_best_worst": rates["softmax"] and rates["softmax"] / best,
+        "rms_norm_of_best_worst": rates["rms_norm"] and rates["rms_norm"] / best,
+        "softmax_vs_xla_worst": worst("pallas_vs_xla", of("softmax")),
+        "softmax_long_vs_xla_worst": worst("pallas_vs_xla", [row for row in of("softmax") if is_long(row)]),
+        "rms_norm_long_vs_xla_worst": worst("pallas_vs_xla", [row for row in of("rms_norm") if is_long(row)]),
+        "silu_and_mul_vs_xla_worst": worst("pallas_vs_xla", gated),
+        "final_vs_xla_worst": worst("final_vs_xla", rows),
+    }
+
+
+def _print(rows: Sequence[dict[str, Any]], hardware: Hardware) -> None:
+    table = Table(title=f"rows on {hardware.kind}: TB/s, reads and writes")
+    names = ("problem", "copy", "XLA", "Pallas", "final", "of copy", "Pallas vs XLA", "final vs XLA", "by")
+    for column in names:
+        table.add_column(column, justify="left" if column == "problem" else "right")
+    for row in rows:
+        table.add_row(
+            f"{row['operation']} {row['problem']}",
+            *(_digits(row[f"{name}_tb_per_s"]) for name in ("copy", "xla", "pallas", "final")),
+            f"{row['final_tb_per_s'] / row['copy_tb_per_s']:.0%}",
+            _digits(row["pallas_vs_xla"]),
+            _digits(row["final_vs_xla"]),
+            row["final_backend"],
+        )
+    Console(width=160).print(table)
+
+
+def _digits(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.2f}"
+
+
+if __name__ == "__main__":
+    main()

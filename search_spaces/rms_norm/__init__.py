@@ -1,0 +1,19 @@
+"""The root-mean-square norm: ``RMS_NORM``, its problem and its kernels."""
+
+from search_spaces.kernel import Operation
+from search_spaces.rms_norm.mosaic_gpu import MosaicGpuRmsNorm
+from search_spaces.rms_norm.problem import RmsNormProblem
+from search_spaces.rowwise import calculus
+from search_spaces.rowwise.portable import PortableRows
+from search_spaces.rowwise.xla import XlaRows
+
+# Derivatives are those of the library kernel: XLA's, of the plain formula.
+RMS_NORM = Operation[RmsNormProblem](
+    name="rms_norm",
+    problem=RmsNormProblem,
+    kernels=(MosaicGpuRmsNorm(), PortableRows(), XlaRows()),
+    params=("eps",),
+    batch=calculus.batch,
+)
+
+__all__ = ["RMS_NORM", "RmsNormProblem"]

@@ -1,0 +1,282 @@
+"""Row-wise reductions on Hopper: schedules that hold a row in registers or in a ring on chip, and what they demand.
+
+What to expect of them on a device is in docs/rows.md.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.rowwise.problem import RowProblem
+from search_spaces.rowwise.reduction import Reduction
+from search_spaces.rowwise.registers import registers
+from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS, REDUCTION_BYTES, Ring, ring
+from search_spaces.rowwise.team import LANES, WARPS, Team
+from search_spaces.space import Columns, Space
+
+P = TypeVar("P", bound=RowProblem)
+
+THREADS = LANES * WARPS
+WIDEST_BYTES = 16  # of one access of a thread
+SECTOR_BYTES = 32  # the unit in which device memory and its caches move data (CUDA C++ Best Practices Guide, 13.2)
+MOST_ELEMENTS = 2**31 - 1  # that 32-bit indices reach
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSchedule:
+    """How rows are laid over blocks and threads, and where a row waits until all of it has been seen.
+
+    Attributes:
+      hold: where it waits: "registers", or a "ring" in on-chip memory.
+      warps: that share a row: in registers one or a warpgroup's four, on a ring all that compute.
+      vector: elements of one access of one thread.
+      rows: in registers, rows that a team loads before it computes; 1 on a ring.
+      pieces: on a ring, accesses of a thread to one chunk; 0 in registers.
+      slots: chunks that the ring has room for; 0 in registers.
+      ahead: of a row longer than the ring, slots left free to load ahead; 0 in registers.
+      held: of a row longer than the ring, chunks that threads hold in registers besides.
+    """
+
+    hold: str
+    warps: int
+    vector: int
+    rows: int
+    pieces: int
+    slots: int
+    ahead: int
+    held: int
+
+
+class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
+    """One reduction a row, on Hopper.
+
+    Attributes:
+      special_ops: exponentials and the like of one element, its row held in registers and in a ring.
+      vector_ops: other instructions of one element, likewise, accesses not counted.
+    """
+
+    backend = "mosaic_gpu"
+    version = 1
+
+    special_ops: ClassVar[tuple[float, float]]
+    vector_ops: ClassVar[tuple[float, float]]
+
+    @abc.abstractmethod
+    def reduction(self, problem: P, **params: Any) -> Reduction:
+        """The formula."""
+
+    def supports(self, problem: P, target: Target) -> str | None:
+        return refusal(problem, target)
+
+    def space(self, problem: P, target: Target) -> Space[RowSchedule]:
+        p, cores = problem, target.cores
+
+        def in_registers(s: Any) -> Any:
+            return s.hold == "registers"
+
+        def in_ring(s: Any) -> Any:
+            return s.hold == "ring"
+
+        def of(s: Any) -> Ring:
+            return _ring(p, s)
+
+        def bytes_in_ring(s: Any) -> Any:
+            r = of(s)
+            return r.slots * r.chunk * r.line * p.itemsize
+
+        return Space(
+            RowSchedule,
+            choices={
+                "hold": ("registers", "ring"),
+                "warps": (16, 8, 4, 1),
+                "vector": vectors(p),
+                "rows": (1, 2, 4),
+                "pieces": (0, 2, 4, 1, 8),
+                "slots": (0, 8, 13, 6, 4, 3, 16, 20, 27, 32),
+                "ahead": (0, 1, 2, 4),
+                "held": (0, 2, 4, 6) if p.columns * p.itemsize >= 128 * 1024 else (0,),
+            },
+            rules={
+                "registers hold rows of a warp or a warpgroup, without a ring": lambda s: (
+                    in_ring(s) | ((s.warps <= WARPS) & (s.pieces + s.slots + s.ahead + s.held == 0))
+                ),
+                "a ring is filled for whole warpgroups, a row at a time": lambda s: (
+                    in_registers(s)
+                    | ((s.warps >= WARPS) & (s.pieces > 0) & (s.slots > s.ahead) & (s.ahead > 0) & (s.rows == 1))
+                ),
+                "a row is one piece at least, and a problem one block": lambda s: (
+                    in_ring(s) | ((LANES * s.warps * s.vector <= p.columns) & (_rows_of_block(s) <= p.rows))
+                ),
+                "more rows a block leave cores idle": lambda s: (s.rows == 1) | (p.rows >= _rows_of_block(s) * cores),
+                "a thread holds a few hundred elements at most": lambda s: (
+                    in_ring(s) | (s.rows * _pieces_of_row(p, s) * s.vector <= 256)
+                ),
+                "a row on a ring is whole lines of a warp": lambda s: (
+                    in_registers(s) | (p.columns % (LANES * s.vector) == 0)
+                ),
+                "a chunk is no longer than a row": lambda s: in_registers(s) | (of(s).chunk <= of(s).lines),
+                "a row of under 32 elements for each of 128 threads needs no ring": lambda s: (
+                    in_registers(s) | (p.columns >= 32 * THREADS)
+                ),
+                "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
+                    in_registers(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
+                ),
+                "what is left free matters only to rows longer than the ring": lambda s: (
+                    (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
+                ),
+                "registers hold no more than the ring lacks room for": lambda s: (
+                    (s.held == 0) | (of(s).chunks >= s.slots - s.ahead + s.held)
+                ),
+            },
+        )
+
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        r, statistics = _ring(p, s), len(self.reduction(p).start)
+        on_ring = s.hold == "ring"
+        rows = np.where(on_ring, 1, np.minimum(_rows_of_block(s), p.rows))
+        blocks = -(-p.rows // rows)
+        steps = np.where(on_ring, r.loads, 1)
+        row_bytes = p.columns * p.itemsize
+        shared_bytes = _shared_bytes(p)
+        # On a ring all chunks count as often as they are loaded: whether the cache has them again is not known.
+        again = np.where(on_ring, r.loads / r.chunks, 1.0)
+        special = np.where(on_ring, self.special_ops[1], self.special_ops[0])
+        accesses = _accesses(p, s, r, on_ring, shared=bool(shared_bytes))
+        vector_ops = np.where(on_ring, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns + LANES * accesses
+        # What all rows share is held as it comes, in its own dtype, until it is used.
+        shared_words = p.itemsize / 4 if shared_bytes else 0.0
+        registers_held = np.where(
+            on_ring,
+            _RING_REGISTERS + (statistics + s.pieces * (1 + shared_words + s.held * p.itemsize / 4)) * s.vector,
+            _OTHER_REGISTERS + (s.rows + shared_words) * _pieces_of_row(p, s) * s.vector,
+        ).astype(np.int64)
+        threads = np.where(on_ring, s.warps * LANES, THREADS)
+        return Footprint(
+            arithmetic=p.arithmetic,
+            grid=(blocks,),
+            operands=(
+                Operand(bytes=p.rows / blocks * row_bytes * again / steps, axes=(0,)),
+                Operand(bytes=np.full(len(s), float(shared_bytes)) / steps, axes=()),
+            ),
+            flops=p.flops / p.rows * rows / steps,
+            bytes_written=p.rows / blocks * row_bytes,
+            onchip_bytes=np.where(on_ring, r.onchip_bytes(p.itemsize, statistics), REDUCTION_BYTES),
+            steps=steps,
+            stages=np.where(on_ring, s.slots, 1),
+            threads=threads,
+            registers=registers_held,
+            registers_per_block=np.where(
+                on_ring, _registers_of_ring(threads, registers_held), THREADS * _round_up(registers_held, 8)
+            ),
+            onchip_bytes_read=np.where(on_ring, 2 * row_bytes / steps, 0),
+            special_ops=special * rows * p.columns / steps,
+            vector_ops=vector_ops / steps,
+            persistent=on_ring,
+            transactions=accesses / steps,
+            coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
+            access_bytes=s.vector * p.itemsize,
+        )
+
+    def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        p, s = problem, schedule
+        reduction = self.reduction(p, **params)
+        # Indices are 32 bits wide, whatever the user's default.
+        with jax.enable_x64(False):
+            if s.hold == "registers":
+                return registers(reduction, Team(s.warps, s.vector), s.rows, p.result(), *args)
+            return ring(reduction, _ring(p, s), target.cores, p.result(), *args)
+
+
+# What a thread holds besides its elements (ptxas; see docs/rows.md).
+_OTHER_REGISTERS = 24
+_RING_REGISTERS = 32
+
+
+def refusal(p: RowProblem, target: Target) -> str | None:
+    """Why the row kernels of this architecture cannot do `p`, or None."""
+    if target.platform != "cuda" or target.architecture != "sm_90":
+        return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+    if p.columns < (LANES if p.rows >= WARPS else THREADS):
+        return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
+    if max(int(np.prod(x.shape, dtype=np.int64)) for x in p.operands()) > MOST_ELEMENTS:
+        return "an array has more elements than 32-bit indices reach"
+    return None
+
+
+def vectors(p: RowProblem) -> tuple[int, ...]:
+    """Elements of one access, widest first: at most 16 bytes, such that rows start at multiples of it.
+
+    The widest that a warp's 32 fit a row with, and half of it; the widest of which a row is whole lines, for a ring; of
+    rows so short that a warpgroup's accesses may not fit, all narrower ones.
+    """
+    widest = int(np.gcd(p.columns, WIDEST_BYTES // p.itemsize))
+    fitting = [vector for vector in (8, 4, 2, 1) if vector <= widest and LANES * vector <= p.columns]
+    in_lines = int(np.gcd(p.columns, LANES * widest)) // LANES
+    short = p.columns < THREADS * widest
+    return tuple(vector for vector in fitting if short or vector in (*fitting[:2], in_lines))
+
+
+def coalescing(row_bytes: Any, access_bytes: Any) -> Any:
+    """Share of the sectors that warps' accesses touch which they want, on average over where rows may start.
+
+    A warp's 32 accesses are one run of bytes. Where rows start at multiples of a sector they touch no other, else each
+    run reaches into one more.
+    """
+    run = LANES * access_bytes
+    return np.where(row_bytes % SECTOR_BYTES == 0, 1.0, run / (run + SECTOR_BYTES))
+
+
+def _ring(p: RowProblem, s: Any) -> Ring:
+    """The ring of a schedule that has one; of others something that divides, and means nothing."""
+    at_least_one = np.maximum if isinstance(s, Columns) else max
+    return Ring(
+        columns=p.columns,
+        vector=s.vector,
+        warpgroups=at_least_one(s.warps // WARPS, 1),
+        pieces=at_least_one(s.pieces, 1),
+        slots=at_least_one(s.slots, 2),
+        ahead=s.ahead,
+        held=s.held,
+    )
+
+
+def _shared_bytes(p: RowProblem) -> int:
+    """Of the operands that all rows share."""
+    return sum(int(np.prod(x.shape)) for x in p.operands()[1:]) * p.itemsize
+
+
+def _registers_of_ring(threads: Any, each: Any) -> Any:
+    """What all threads of a block start with, so that those who compute can have `each` of it when the copier has left.
+
+    Where no registers are handed over, all have the same.
+    """
+    all_threads = threads + THREADS
+    handed_over = _round_up(-(-(threads * _round_up(each, 8) + THREADS * COPY_REGISTERS) // all_threads), 8)
+    start = np.where(np.isin(threads // THREADS, list(COMPUTE_REGISTERS)), handed_over, _round_up(each, 8))
+    return all_threads * start
+
+
+def _round_up(a: Any, b: int) -> Any:
+    return -(-a // b) * b
+
+
+def _rows_of_block(s: Any) -> Any:
+    return np.where(s.warps == 1, WARPS, 1) * s.rows
+
+
+def _pieces_of_row(p: RowProblem, s: Any) -> Any:
+    return -(-p.columns // (LANES * s.warps * s.vector))
+
+
+def _accesses(p: RowProblem, s: Any, r: Ring, on_ring: Any, *, shared: bool) -> Any:
+    """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included."""
+    of_row = _pieces_of_row(p, s) * s.warps
+    in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
+    return np.where(on_ring, r.loads + r.chunks * r.chunk * (1 + shared), in_registers)

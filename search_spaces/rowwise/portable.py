@@ -1,0 +1,86 @@
+"""A row-wise formula in plain ``pallas_call``, some rows a block: run by the interpreter on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.rowwise.problem import RowProblem
+from search_spaces.space import Columns, Space
+
+P = TypeVar("P", bound=RowProblem)
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableSchedule:
+    """Rows of one block; a block has whole rows."""
+
+    rows: int
+
+
+class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
+    """Operands of as many rows as the result are divided into blocks; others are whole in each block."""
+
+    backend = "portable"
+    version = 1
+
+    def supports(self, problem: P, target: Target) -> str | None:
+        return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
+
+    def space(self, problem: P, target: Target) -> Space[PortableSchedule]:
+        p = problem
+        # An interpreted grid step costs about a millisecond whatever it computes.
+        few = [rows for rows in (1, 4, 16, 64, 256, 1024) if rows < p.rows <= 1024 * rows]
+        return Space(PortableSchedule, choices={"rows": (p.rows, *reversed(few))})
+
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        blocks = -(-p.rows // s.rows)
+        by_rows = [x for x in p.operands() if _in_rows(x)]
+        whole = [x for x in p.operands() if not _in_rows(x)]
+        row_bytes = sum(x.shape[1] for x in by_rows) * p.itemsize
+        whole_bytes = sum(int(np.prod(x.shape)) for x in whole) * p.itemsize
+        return Footprint(
+            arithmetic=p.arithmetic,
+            grid=(blocks,),
+            operands=(
+                Operand(bytes=p.rows / blocks * row_bytes, axes=(0,)),
+                Operand(bytes=np.full(len(s), float(whole_bytes)), axes=()),
+            ),
+            flops=p.flops / p.rows * s.rows,
+            bytes_written=p.rows / blocks * p.columns * p.itemsize,
+            onchip_bytes=s.rows * (row_bytes + p.columns * p.itemsize) + whole_bytes,
+        )
+
+    def run(self, problem: P, schedule: PortableSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        p, s = problem, schedule
+
+        def body(*refs: Any) -> None:
+            *operands, out = refs
+            result = p.compute(*(ref[...].astype(jnp.float32) for ref in operands), **params)
+            out[...] = result.astype(out.dtype)
+
+        def block(x: Any) -> pl.BlockSpec:
+            if _in_rows(x):
+                return pl.BlockSpec((s.rows, x.shape[1]), lambda i: (i, 0))
+            return pl.BlockSpec(x.shape, lambda i: (0,) * len(x.shape))
+
+        out: jax.Array = pl.pallas_call(
+            body,
+            grid=(-(-p.rows // s.rows),),
+            in_specs=[block(x) for x in p.operands()],
+            out_specs=block(p.result()),
+            out_shape=p.result(),
+            interpret=True,
+        )(*args)
+        return out
+
+
+def _in_rows(operand: jax.ShapeDtypeStruct) -> bool:
+    return len(operand.shape) == 2

@@ -1,0 +1,94 @@
+"""Rows as a problem: extents, dtype, tolerance and neighbour, whatever is computed of each row."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.kernel import Problem, Tolerance
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class RowProblem(Problem):
+    """``out[rows, columns]``, each row of it from the same row of ``x``, computed in float32.
+
+    Attributes:
+      rows, columns: extents of the result, at least 1.
+      dtype: of operands and result.
+    """
+
+    rows: int
+    columns: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "columns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+
+    @staticmethod
+    @abc.abstractmethod
+    def compute(*args: jax.Array, **params: Any) -> jax.Array:
+        """The formula, in the dtype of the operands, along their last axis."""
+
+    @classmethod
+    def of(cls, x: Any, **params: Any) -> RowProblem:
+        """From an operand ``[rows, columns]``."""
+        rows, columns = matrix(x)
+        return cls(rows=rows, columns=columns, dtype=str(x.dtype))
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (self.result(),)
+
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
+
+    def reference(self, *args: jax.Array) -> jax.Array:
+        return self.compute(*(x.astype(jnp.float32) for x in args))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def arithmetic(self) -> str:
+        return "float32"
+
+    def neighbour(self) -> RowProblem | None:
+        """Fewer rows, and columns that still divide into the same vectors but no longer into the same pieces."""
+        rows = (self.rows - 1) // 2 * 2 - 1 if self.rows > 8 else self.rows
+        less = next((step for step in (256, 8) if self.columns > 4 * step), 0)
+        below = dataclasses.replace(self, rows=rows, columns=self.columns - less)
+        return None if below == self else below
+
+    def tolerance(self) -> Tolerance:
+        """Rounding of the result, and 2^-18 for the float32 steps before it.
+
+        Those are sums of positive terms in a tree, whose error is some 2^-22, and exponentials by the hardware's unit:
+        ``ex2.approx`` is off by 2^-22 (PTX ISA), its argument, of a magnitude below 32 where the result counts, by
+        2^-19. What the result's dtype cannot hold, or float32 only below its normal numbers, may become zero.
+        """
+        info = jnp.finfo(jnp.dtype(self.dtype))
+        least = max(float(info.smallest_subnormal), float(np.finfo(np.float32).tiny))
+        return Tolerance(absolute=least, relative=float(info.eps) + 2.0**-18)
+
+
+def matrix(x: Any) -> tuple[int, int]:
+    """The two extents of `x`.
+
+    Raises:
+      ValueError: it has another number of axes.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {x.shape}; [rows, columns] is needed: fold the leading axes into one")
+    return x.shape[0], x.shape[1]

@@ -1,0 +1,53 @@
+"""The GPU kernels of the row-wise operations, compiled and run: every sampled legal schedule is right."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from scheduler.cost import CostModel
+from scheduler.prune import prune
+from scheduler.record import Measurement
+from scheduler.workers import Task
+from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
+from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+
+OPERATIONS = {SoftmaxProblem: SOFTMAX, RmsNormProblem: RMS_NORM, SiluAndMulProblem: SILU_AND_MUL}
+EXTENTS = [
+    (4096, 1024, "bfloat16"),
+    (4096, 4096, "bfloat16"),
+    (1000, 8192, "float16"),
+    (1001, 1000, "float32"),
+    (37, 4095, "bfloat16"),
+    (5, 129, "float16"),
+    (600, 32768, "bfloat16"),
+    (300, 131072, "bfloat16"),
+    (133, 151936, "bfloat16"),
+    (140, 65536, "float32"),
+    (7, 262144, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [problem(*extents) for problem in OPERATIONS for extents in EXTENTS],
+    ids=lambda p: f"{type(p).__name__}({p})",
+)
+def test_sampled_schedules_agree_with_the_reference(pool, problem):
+    operation = OPERATIONS[type(problem)]
+    kernel = operation.kernel("mosaic_gpu")
+    if reason := kernel.supports(problem, pool.hardware.target):
+        pytest.skip(reason)
+    candidates = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
+    sample = candidates[:4] + random.Random(0).sample(candidates, min(16, len(candidates)))
+    tasks = [Task(operation, problem, c.backend, c.schedule, 3) for c in sample]
+    with ThreadPoolExecutor(pool.slots) as threads:
+        outcomes = list(threads.map(pool.measure, tasks))
+    failed = [
+        (task.schedule, outcome)
+        for task, outcome in zip(tasks, outcomes, strict=True)
+        if not isinstance(outcome, Measurement)
+    ]
+    assert not failed
+    assert all(outcome.clock == "cupti" for outcome in outcomes)

@@ -1,0 +1,154 @@
+"""Calls of the row-wise operations: what they mean, and under which transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scheduler
+from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
+from search_spaces import load
+
+X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)
+W = jax.random.normal(jax.random.key(1), (40,), jnp.float32)
+
+
+def rms_norm(x, weight=W, eps=1e-6):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def silu_and_mul(x):
+    return jax.nn.silu(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
+
+
+CALLS = {
+    "softmax": (lambda x, **how: tuned_softmax(x, **how), jax.nn.softmax),
+    "rms_norm": (lambda x, **how: tuned_rms_norm(x, W, **how), rms_norm),
+    "silu_and_mul": (lambda x, **how: tuned_silu_and_mul(x, **how), silu_and_mul),
+}
+every = pytest.mark.parametrize("name", CALLS)
+
+
+@pytest.fixture(autouse=True)
+def _no_answers():
+    scheduler.reload()
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6)
+
+
+@every
+def test_eager_and_jitted_calls_on_any_leading_axes(name):
+    tuned, plain = CALLS[name]
+    close(tuned(X), plain(X))
+    close(tuned(X, backends="pallas"), plain(X))
+    close(jax.jit(lambda x: tuned(x, backends="pallas"))(X[0, 0]), plain(X[0, 0]))
+
+
+@every
+def test_the_portable_kernel_is_in_the_program_where_it_is_asked_for(name):
+    tuned, _ = CALLS[name]
+    text = jax.jit(lambda x: tuned(x, backends="pallas")).lower(X).as_text()
+    assert "while" in text
+    assert "while" not in jax.jit(tuned).lower(X).as_text()
+
+
+@every
+def test_vmap_makes_more_rows_of_one_call(name):
+    tuned, plain = CALLS[name]
+    mapped = jax.vmap(lambda x: tuned(x, backends="pallas"), in_axes=1)
+    close(mapped(X), plain(jnp.moveaxis(X, 1, 0)))
+    assert str(jax.make_jaxpr(mapped)(X)).count("tuned_call") == 1
+
+
+def test_vmap_over_weights_norms_by_each():
+    weights = jnp.stack([W, 2 * W, W + 1])
+    out = jax.vmap(lambda w: tuned_rms_norm(X, w, backends="pallas"))(weights)
+    close(out, rms_norm(X, weights[:, None, None, :]))
+    both = jax.vmap(lambda x, w: tuned_rms_norm(x, w, backends="pallas"))(X, weights)
+    close(both, rms_norm(X, weights[:, None, :]))
+
+
+@every
+def test_derivatives_are_those_of_the_plain_formula(name):
+    tuned, plain = CALLS[name]
+
+    def loss(call):
+        return lambda x: jnp.sum(jnp.sin(call(x)))
+
+    close(jax.jit(jax.grad(loss(lambda x: tuned(x, backends="pallas"))))(X), jax.grad(loss(plain))(X))
+
+
+def test_forward_mode_agrees_with_the_plain_formula():
+    for actual, expected in zip(*(jax.jvp(f, (X,), (jnp.cos(X),)) for f in CALLS["rms_norm"]), strict=True):
+        close(actual, expected)
+
+
+def test_the_weight_of_a_norm_has_a_gradient():
+    close(
+        jax.grad(lambda w: jnp.sum(jnp.sin(tuned_rms_norm(X, w))))(W),
+        jax.grad(lambda w: jnp.sum(jnp.sin(rms_norm(X, w))))(W),
+    )
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("softmax", "float16"), ("rms_norm", "bfloat16")])
+def test_sixteen_bits_are_rounded_once(name, dtype):
+    if name == "rms_norm":
+        x, w = X.astype(dtype), W.astype(dtype)
+        out, exact = tuned_rms_norm(x, w, backends="pallas"), rms_norm(x.astype(jnp.float32), w.astype(jnp.float32))
+    else:
+        tuned, plain = CALLS[name]
+        x = X.astype(dtype)
+        out, exact = tuned(x, backends="pallas"), plain(x.astype(jnp.float32))
+    assert out.dtype == x.dtype
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=0.51 * float(jnp.finfo(dtype).eps), atol=1e-7)
+
+
+def test_epsilon_is_part_of_the_call_and_not_of_the_problem():
+    close(tuned_rms_norm(X, W, eps=2.0, backends="pallas"), rms_norm(X, W, 2.0))
+    close(tuned_rms_norm(X, W, eps=0.5, backends="pallas"), rms_norm(X, W, 0.5))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2, (0, 2)])
+def test_softmax_along_other_axes_is_jaxs(axis):
+    close(tuned_softmax(X, axis), jax.nn.softmax(X, axis))
+    close(tuned_softmax(X, 2, backends="pallas"), jax.nn.softmax(X))
+
+
+def test_what_kernels_do_not_take_is_answered_by_the_formula():
+    assert tuned_softmax(jnp.zeros((0, 4))).shape == (0, 4)
+    assert tuned_silu_and_mul(jnp.zeros((3, 0))).shape == (3, 0)
+    integers = tuned_softmax(np.arange(6).reshape(2, 3))
+    close(integers, jax.nn.softmax(np.arange(6.0, dtype=np.float32).reshape(2, 3)))
+    with jax.numpy_dtype_promotion("strict"):
+        mixed = tuned_rms_norm(X.astype(jnp.bfloat16), W)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(mixed.astype(jnp.float32), rms_norm(X), rtol=0.02, atol=1e-3)
+
+
+def test_wrong_operands_raise_one_sentence():
+    with pytest.raises(ValueError, match=r"weight has shape \(39,\)"):
+        tuned_rms_norm(X, W[:-1])
+    with pytest.raises(ValueError, match="two halves"):
+        tuned_silu_and_mul(X[..., :-1])
+    with pytest.raises(scheduler.CacheMiss, match=r"tile-scheduler tune softmax .*rows=18"):
+        tuned_softmax(X, on_miss="error")
+
+
+@pytest.mark.parametrize("name", ["rms_norm"])
+def test_a_search_finds_and_a_call_serves_a_schedule(name):
+    tuned, plain = CALLS[name]
+    operation = load(name)
+    record = scheduler.tune(operation, operation.problem(rows=18, columns=40, dtype="float32"), budget=3)
+    assert record.tried >= 2
+    close(tuned(X, on_miss="error", backends="pallas"), plain(X))
+    close(tuned(X, schedule={"rows": 4}), plain(X))
+
+
+@pytest.mark.parametrize("name", ["rms_norm"])
+def test_inside_shard_map(name):
+    tuned, plain = CALLS[name]
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("rows")
+    close(jax.shard_map(lambda x: tuned(x, backends="pallas"), mesh=mesh, in_specs=spec, out_specs=spec)(X), plain(X))

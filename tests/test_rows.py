@@ -1,0 +1,306 @@
+"""The row-wise kernels for Hopper on a CPU: lowered for CUDA, their on-chip memory compared, small rows interpreted."""
+
+import dataclasses
+import random
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from search_spaces import Columns, Target
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER
+from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
+from search_spaces.rowwise.mosaic_gpu import RowSchedule, coalescing
+from search_spaces.rowwise.ring import Ring
+from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
+from search_spaces.silu_and_mul.mosaic_gpu import SiluSchedule
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
+
+TARGET = hopper.H200.target
+OPERATIONS = {SoftmaxProblem: SOFTMAX, RmsNormProblem: RMS_NORM, SiluAndMulProblem: SILU_AND_MUL}
+EXTENTS = [
+    (65536, 1024, "bfloat16"),
+    (32768, 4096, "bfloat16"),
+    (8192, 32768, "float16"),
+    (4096, 131072, "bfloat16"),
+    (2048, 65536, "float32"),
+    (1000, 4040, "float32"),
+    (37, 1002, "bfloat16"),
+    (7, 151936, "bfloat16"),
+    (300, 4128, "bfloat16"),
+    (5, 129, "float16"),
+    (4, 32, "float32"),
+    (2, 200, "bfloat16"),
+]
+PROBLEMS = [problem(*extents) for problem in OPERATIONS for extents in EXTENTS]
+interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
+
+
+def kernel_of(problem):
+    return OPERATIONS[type(problem)].kernel("mosaic_gpu")
+
+
+def space(problem):
+    return kernel_of(problem).space(problem, TARGET)
+
+
+def footprint(problem, schedules):
+    return kernel_of(problem).footprint(problem, schedules, TARGET)
+
+
+def registers(warps, vector, rows=1):
+    return RowSchedule("registers", warps, vector, rows, pieces=0, slots=0, ahead=0, held=0)
+
+
+def ring(warps, vector, pieces, slots, ahead=1, held=0):
+    return RowSchedule("ring", warps, vector, 1, pieces, slots, ahead, held)
+
+
+def fits(found):
+    h200 = hopper.H200
+    return (
+        (found.onchip_bytes <= h200.onchip_bytes)
+        & (found.registers <= h200.registers_per_thread)
+        & (found.registers_per_block <= h200.registers_per_core)
+    )
+
+
+def sample(problem, count):
+    """Legal schedules, whether or not they fit on the chip; none with so many accesses that lowering drags."""
+    points, _ = space(problem).legal()
+    found = footprint(problem, points)
+    quick = np.flatnonzero((found.registers <= 64) | (found.steps > 1))
+    chosen = random.Random(str(problem)).sample(list(quick), min(count, len(quick)))
+    return list(space(problem).schedules(points.take(sorted(chosen))))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
+def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(problem):
+    kernel = kernel_of(problem)
+    for one in sample(problem, 1):
+        predicted = footprint(problem, Columns.of([one])).onchip_bytes[0]
+        assert hopper.onchip_bytes_asked(lambda one=one: hopper.lower(kernel, problem, one)) == predicted, one
+        if predicted <= hopper.H200.onchip_bytes:
+            hopper.lower(kernel, problem, one)
+        else:
+            with pytest.raises(ValueError, match="exceeds available shared memory"):
+                hopper.lower(kernel, problem, one)
+
+
+def test_the_sample_holds_both_places_where_a_row_waits_and_both_sides_of_the_limit():
+    rows = [(p, one) for p in PROBLEMS for one in sample(p, 1) if isinstance(one, RowSchedule)]
+    assert {one.hold for _, one in rows} == {"registers", "ring"}
+    onchip = [footprint(p, Columns.of([one])).onchip_bytes[0] for p, one in rows]
+    assert min(onchip) <= hopper.H200.onchip_bytes < max(onchip)
+
+
+def test_64_bit_indices_elsewhere_change_nothing_here():
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        hopper.lower(SOFTMAX.kernel("mosaic_gpu"), SoftmaxProblem(64, 4352), ring(8, 8, 1, 3))
+        hopper.lower(SILU_AND_MUL.kernel("mosaic_gpu"), SiluAndMulProblem(64, 4352), SiluSchedule(4, 8, 2, 1))
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+ROWS = {  # name: problem, schedule
+    "a ragged end of rows and of a row": (SoftmaxProblem(5, 1000, "float32"), registers(4, 4, rows=2)),
+    "odd columns": (SoftmaxProblem(3, 333, "float16"), registers(4, 1)),
+    "a warp a row, the last block and the last piece overlap": (RmsNormProblem(9, 328), registers(1, 8)),
+    "several rows a warp": (SoftmaxProblem(17, 72, "float32"), registers(1, 2, rows=2)),
+    "a ring with room for rows ahead": (SoftmaxProblem(3, 1024, "float32"), ring(4, 4, 1, 5)),
+    "chunks come again, two slots ahead, two warpgroups": (RmsNormProblem(3, 6144), ring(8, 8, 1, 3, ahead=2)),
+    "registers hold two chunks, three come again": (SoftmaxProblem(3, 4096), ring(4, 4, 1, 4, held=2)),
+    "the last chunk overlaps, four warpgroups": (SoftmaxProblem(2, 128 * 37), ring(16, 4, 1, 2)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_right_to_the_last_ragged_edge(name):
+    problem, schedule = ROWS[name]
+    actual, expected = hopper.interpret(kernel_of(problem), problem, schedule, cores=2)
+    tolerance = problem.tolerance()
+    np.testing.assert_allclose(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
+HALVES = {
+    "a warpgroup a row, the last block of a row overlaps": (3, 1304, "bfloat16", SiluSchedule(4, 8, 1, 1)),
+    "a warp a row, the last rows overlap": (7, 512, "float16", SiluSchedule(1, 8, 2, 1)),
+    "odd columns, several rows a warp": (9, 99, "float32", SiluSchedule(1, 1, 3, 2)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_are_right_to_the_last_ragged_edge(name):
+    rows, columns, dtype, schedule = HALVES[name]
+    problem = SiluAndMulProblem(rows, columns, dtype)
+    actual, expected = hopper.interpret(kernel_of(problem), problem, schedule, cores=2)
+    tolerance = problem.tolerance()
+    np.testing.assert_allclose(actual, expected, rtol=tolerance.relative, atol=tolerance.absolute)
+
+
+RACES = {
+    "rows ahead": (4, 2048, ring(8, 4, 1, 5)),
+    "chunks in registers, and others again": (3, 3072, ring(4, 4, 1, 4, held=2)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", RACES)
+def test_no_warpgroup_touches_what_another_still_uses(name, capfd):
+    rows, columns, schedule = RACES[name]
+    problem = SoftmaxProblem(rows, columns)
+    actual, expected = hopper.interpret(kernel_of(problem), problem, schedule, cores=1, detect_races=True)
+    np.testing.assert_allclose(actual, expected, rtol=problem.tolerance().relative)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@interpreted
+@pytest.mark.parametrize("schedule", [registers(4, 4), ring(4, 4, 1, 4)], ids=["registers", "ring"])
+def test_infinities_mean_what_they_mean_to_jax(schedule):
+    class Given(SoftmaxProblem):
+        def inputs(self, seed):
+            (x,) = super().inputs(seed)
+            x = x.at[0, 5:700].set(-jnp.inf).at[1].set(-jnp.inf).at[2, 17].set(jnp.inf).at[3, 3].set(jnp.nan)
+            return (x.at[4].mul(1e4),)
+
+    actual, expected = hopper.interpret(SOFTMAX.kernel("mosaic_gpu"), Given(5, 1024, "float32"), schedule, cores=2)
+    assert np.isnan(expected[1:4]).all()
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-30)
+
+
+@interpreted
+def test_epsilon_reaches_the_kernel():
+    problem, target = RmsNormProblem(4, 512, "float32"), dataclasses.replace(TARGET, cores=2)
+    args = problem.inputs(seed=0)
+    with hopper.gpu_interpreter():
+        out = jax.jit(lambda *a: RMS_NORM.kernel("mosaic_gpu").run(problem, registers(4, 4), target, *a, eps=3.0))(
+            *args
+        )
+    np.testing.assert_allclose(out, problem.compute(*args, eps=3.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [4096, 6144, 256 * 21, 131072, 128256])
+@pytest.mark.parametrize("warps", [4, 8, 16])
+@pytest.mark.parametrize(
+    ("slots", "ahead", "held"), [(2, 1, 0), (4, 1, 1), (5, 3, 0), (12, 2, 0), (13, 1, 2), (32, 4, 0)]
+)
+def test_a_ring_serves_every_chunk_twice_and_is_freed_in_the_order_it_is_filled(columns, warps, slots, ahead, held):
+    r = Ring(columns=columns, vector=8, warpgroups=warps // 4, pieces=1, slots=slots, ahead=ahead, held=held)
+    chunks, kept, loads = r.chunks, int(r.kept), int(r.loads)
+    chunk_of_load = [*range(chunks), *range(held, chunks - kept)]
+    assert len(chunk_of_load) == loads
+    # What `compute` reads on the way there and on the way back: steps of the copier, and when it lets go of them.
+    there = [(step, step < chunks - kept) for step in range(chunks)]
+    back = [(chunks - kept + position, True) for position in range(kept)]
+    back += [(chunks + position, True) for position in range(chunks - kept - held)]
+    assert [chunk_of_load[step] for step, _ in there] == list(range(chunks))
+    assert sorted(chunk_of_load[step] for step, _ in back) == list(range(held, chunks)), "the rest is in registers"
+    order = [step for step, let_go in there + back if let_go]
+    assert order == list(range(loads)), "a slot is filled again in the order of the loads"
+    # A load goes into the slot of the one `slots` before: that must be let go before anyone waits for this load.
+    first_read = {step: at for at, (step, _) in reversed(list(enumerate(there + back)))}
+    let_go = {step: at for at, (step, done) in enumerate(there + back) if done}
+    assert all(let_go[step - slots] < first_read[step] for step in range(slots, loads))
+
+
+def test_a_ring_keeps_all_of_a_row_that_fits():
+    four_warpgroups = {"vector": 8, "warpgroups": 4, "pieces": 2, "ahead": 1}
+    assert Ring(columns=32768, slots=6, held=0, **four_warpgroups).loads == 4
+    assert Ring(columns=131072, slots=13, held=0, **four_warpgroups).loads == 16 + 4
+    assert Ring(columns=131072, slots=13, held=4, **four_warpgroups).loads == 16
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
+def test_every_legal_schedule_stays_within_its_arrays_and_starts_at_multiples_of_its_accesses(problem):
+    points, _ = space(problem).legal()
+    assert np.all(problem.columns % points.vector == 0)
+    found = footprint(problem, points)
+    assert np.all(found.access_bytes <= 16)
+    if isinstance(problem, SiluAndMulProblem):
+        assert np.all(32 * points.warps * points.vector * points.pieces <= problem.columns)
+        assert np.all(np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows)
+        return
+    in_ring = points.hold == "ring"
+    assert np.all(in_ring | (32 * points.warps * points.vector <= problem.columns))
+    assert np.all(in_ring | (np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows))
+    assert np.all(~in_ring | (problem.columns % (32 * points.vector) == 0))
+    assert np.all(~in_ring | (points.warps * points.pieces * 32 * points.vector <= problem.columns))
+    assert np.all(~in_ring | (32 * points.vector * problem.itemsize % 16 == 0)), (
+        "bulk copies move multiples of 16 bytes"
+    )
+    assert np.all(points.slots <= 32), "Mosaic GPU has groups of up to 32 barriers"
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
+def test_a_footprint_accounts_for_every_byte_once_and_on_a_ring_for_what_comes_again(problem):
+    points, _ = space(problem).legal()
+    found = footprint(problem, points)
+    blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
+    result, x = problem.result(), problem.operands()[0]
+    np.testing.assert_allclose(found.bytes_written * blocks, np.prod(result.shape) * result.dtype.itemsize)
+    loaded = found.operands[0].bytes * found.steps * blocks / (np.prod(x.shape) * x.dtype.itemsize)
+    assert np.all(loaded >= 1 - 1e-9)
+    assert np.all(loaded <= 2)
+    assert np.all(np.isclose(loaded, 1) | found.persistent)
+    assert np.all(found.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
+def test_every_problem_has_a_schedule_that_fits_in_a_space_of_a_few_thousand(problem):
+    found = footprint(problem, space(problem).legal()[0])
+    assert np.any(fits(found))
+    assert len(space(problem).legal()[0]) <= 3000
+
+
+def test_narrow_accesses_are_more_of_them():
+    problem = SoftmaxProblem(4096, 4096)
+    wide, narrow = (footprint(problem, Columns.of([registers(4, v)])) for v in (8, 4))
+    assert narrow.transactions[0] == 2 * wide.transactions[0]
+    assert wide.access_bytes[0] == 16
+    odd = footprint(SoftmaxProblem(4096, 4095), Columns.of([registers(4, 1)]))
+    assert odd.transactions[0] == 8 * wide.transactions[0]
+    assert odd.coalescing[0] == 64 / (64 + 32)
+
+
+def test_rows_that_start_anywhere_touch_sectors_in_vain():
+    np.testing.assert_array_equal(coalescing(np.array([64, 96, 100]), np.array([2, 16, 4])), [1, 1, 128 / 160])
+
+
+def test_every_rule_drops_what_no_other_rule_drops():
+    needed, rules = set(), set()
+    for problem in [*PROBLEMS, SoftmaxProblem(2, 4096), SiluAndMulProblem(40, 1024)]:
+        points = space(problem).points()
+        holds = {
+            (type(problem), reason): np.broadcast_to(rule(points), len(points))
+            for reason, rule in space(problem).rules.items()
+        }
+        for reason, column in holds.items():
+            others = np.all([other for name, other in holds.items() if name != reason], axis=0)
+            if np.any(others & ~column):
+                needed.add(reason)
+        rules |= set(holds)
+    assert needed == rules
+
+
+def test_what_they_cannot_do_they_refuse_in_words():
+    kernel = SOFTMAX.kernel("mosaic_gpu")
+    assert kernel.supports(SoftmaxProblem(8, 1024), TARGET) is None
+    assert "sm_80" in kernel.supports(SoftmaxProblem(8, 1024), Target("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", 108))
+    assert "less than a warpgroup" in kernel.supports(SoftmaxProblem(8, 31), TARGET)
+    assert "less than a warpgroup" in kernel.supports(SoftmaxProblem(3, 127), TARGET)
+    assert "32-bit" in kernel.supports(SoftmaxProblem(2**16, 2**15), TARGET)
+    assert "32-bit" in SILU_AND_MUL.kernel("mosaic_gpu").supports(SiluAndMulProblem(2**16, 2**14), TARGET)
+
+
+def test_a_neighbour_keeps_what_a_schedule_needs_and_drops_what_divides():
+    near = SoftmaxProblem(4096, 8192).neighbour()
+    assert (near.rows % 2, near.columns) == (1, 7936)
+    assert space(near).broken(ring(8, 8, 2, 8)) is None
+    assert SoftmaxProblem(3, 20).neighbour() is None
+    assert isinstance(RmsNormProblem(9, 64).neighbour(), RmsNormProblem)

@@ -1,0 +1,88 @@
+"""The benchmark of the row-wise operations: its problems, and the figures it boils them down to."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler import hardware, jobs
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import rows as benchmark
+
+ROOT = Path(__file__).parents[1]
+H200 = hardware.find("NVIDIA H200")
+
+
+@pytest.mark.parametrize("job", ["benchmarks/rows.toml", "sweeps/rows.toml"])
+def test_every_problem_of_a_job_is_one_that_a_pallas_kernel_takes(job):
+    tasks = jobs.parse((ROOT / job).read_text())
+    assert len({(task.operation.name, task.problem) for task in tasks}) == len(tasks) >= 10
+    for task in tasks:
+        assert task.operation.kernel("mosaic_gpu").supports(task.problem, H200.target) is None
+
+
+def test_the_suite_reaches_from_the_launch_to_a_gibibyte_and_from_256_to_262144_columns():
+    problems = [task.problem for task in benchmark.tasks(H200, None)]
+    sizes = [p.operands()[0].size * p.itemsize for p in problems]
+    assert min(sizes) < 2**20
+    assert max(sizes) == 2**30
+    assert {256, 262144} <= {p.columns for p in problems}
+    assert {p.dtype for p in problems} == {"bfloat16", "float16", "float32"}
+    assert any(p.columns % 2 for p in problems)
+    assert any(p.rows % 2 and p.rows > 1 for p in problems)
+
+
+def row(operation, columns, *, pallas=4.0, vs_xla=1.2, size=2**27, dtype="bfloat16", final=1.0):
+    return {
+        "operation": operation,
+        "columns": columns,
+        "dtype": dtype,
+        "operand_bytes": size,
+        "copy_tb_per_s": 4.4,
+        "xla_tb_per_s": 2.0,
+        "pallas_tb_per_s": pallas,
+        "pallas_vs_xla": vs_xla,
+        "final_vs_xla": final,
+    }
+
+
+def test_the_summary_takes_the_worst_of_what_each_figure_is_about():
+    figures = benchmark.summary(
+        [
+            row("softmax", 4096, pallas=4.2, vs_xla=1.15),
+            row("softmax", 32768, pallas=4.1, vs_xla=2.3),
+            row("softmax", 131072, pallas=4.3, vs_xla=2.4),
+            row("softmax", 262144, pallas=3.0, vs_xla=1.0),
+            row("softmax", 4096, pallas=1.0, vs_xla=0.5, size=2**20),
+            row("softmax", 4096, pallas=1.0, vs_xla=0.5, dtype="float32", final=0.98),
+            row("rms_norm", 65536, pallas=4.0, vs_xla=1.8),
+            row("silu_and_mul", 4096, vs_xla=1.04, size=2**26),
+            row("silu_and_mul", 4096, vs_xla=0.9, size=2**25),
+        ]
+    )
+    assert figures["softmax_tb_per_s_worst"] == 4.1
+    assert figures["softmax_of_best_worst"] == pytest.approx(4.1 / 4.4)
+    assert figures["rms_norm_tb_per_s_worst"] == 4.0
+    assert figures["softmax_vs_xla_worst"] == 1.15
+    assert figures["softmax_long_vs_xla_worst"] == 2.3
+    assert figures["rms_norm_long_vs_xla_worst"] == 1.8
+    assert figures["silu_and_mul_vs_xla_worst"] == 1.04
+    assert figures["final_vs_xla_worst"] == 0.98
+
+
+def test_a_large_problem_without_a_pallas_schedule_counts_as_nothing():
+    missing = row("softmax", 4096, pallas=None, vs_xla=None)
+    assert benchmark.summary([row("softmax", 1024), missing])["softmax_tb_per_s_worst"] == 0.0
+
+
+def test_a_rehearsal_searches_judges_and_writes_every_figure(tmp_path, monkeypatch):
+    written = {}
+    monkeypatch.setattr(benchmark, "write_result", lambda name, _, **told: written.update(told, name=name))
+    benchmark.main(["--cache", str(tmp_path / "cache.db"), "--budget", "2", "--rounds", "1"])
+    assert written["name"] == "rows"
+    assert written["summary"].keys() == benchmark.summary([]).keys()
+    assert written["summary"]["problems"] == len(written["rows"]) == 3
+    assert written["summary"]["final_vs_xla_worst"] > 0
+    json.dumps(written)
