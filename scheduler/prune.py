@@ -14,11 +14,6 @@ from scheduler.hardware import Hardware
 from search_spaces.kernel import Kernel, Problem
 from search_spaces.space import Choice, Columns, Space
 
-# Boost clocks exceed the one that a data sheet's peak assumes (1.98 against 1.83 GHz on an H200), so a bound derived
-# from that peak excludes nothing within this factor of the incumbent.
-_BOOST = 1.1
-
-
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """One schedule worth measuring.
@@ -138,7 +133,7 @@ def prune(
         reason = f"has not been checked on a device of architecture {hardware.architecture}"
         obstacles[reason] = ~full(kernel.verified(problem, points, hardware.target))
     if incumbent_s is not None:
-        obstacles["cannot beat the incumbent"] = full(model.floor(footprint)) > _BOOST * incumbent_s
+        obstacles["cannot beat the incumbent"] = full(model.floor(footprint)) > incumbent_s
     alive = np.ones(len(points), dtype=bool)
     for reason, hit in obstacles.items():
         if lost := int((alive & hit).sum()):
