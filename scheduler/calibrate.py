@@ -74,13 +74,13 @@ def calibrate(
     operation: Operation[Any],
     hardware: Hardware,
     trials: Mapping[Problem, Sequence[Trial]],
-    environment: Environment,
+    environments: Sequence[Environment],
 ) -> list[Calibration]:
     """Fits the constants of every kernel of `operation` that has trials on `hardware`, the library's among them.
 
     Args:
       trials: what was recorded there, by problem; only times of the device's own clock count.
-      environment: of the newest of them.
+      environments: under which they were made; the newest is kept.
 
     Raises:
       NoCandidate: none of these is a time on a device.
@@ -104,7 +104,7 @@ def calibrate(
                 problems=len(seen),
                 trials=sum(len(one.seconds) for one in seen),
                 error=float(np.median(errors)),
-                environment=environment,
+                environment=max(environments, key=lambda environment: environment.date),
             )
         )
     if not made:
@@ -171,9 +171,8 @@ def _highest(name: str) -> float:
 
 
 def _weights(seconds: Array) -> Array:
-    weights = (seconds.min() / seconds) ** _FAVOUR
-    result: Array = np.sqrt(weights * min(_EFFECTIVE, len(seconds)) / weights.sum())
-    return result
+    weights: Array = (np.min(seconds) / seconds) ** _FAVOUR
+    return np.sqrt(weights * (min(_EFFECTIVE, len(seconds)) / np.sum(weights)))
 
 
 def _spread_out(one: Observed) -> Observed:

@@ -117,7 +117,7 @@ class CostModel:
     def seconds(self, footprint: Footprint) -> Array:
         """Predicted time of the whole launch, copies included, in seconds: one entry per schedule."""
         overlapped, serial, steps = self._analyse(footprint)
-        machines = [np.maximum.reduce([overlapped[name] for name in names]) for names in _MACHINES]
+        machines = [np.stack([overlapped[name] for name in names]).max(axis=0) for names in _MACHINES]
         return (steps * _norm(np.stack(machines), self.fitted.p)).sum(axis=0) + sum(serial.values())
 
     def terms(self, footprint: Footprint) -> dict[str, Array]:
@@ -153,7 +153,7 @@ class CostModel:
         return {name: (steps * seconds).sum(axis=0) for name, seconds in overlapped.items()} | serial
 
     def floor(self, footprint: Footprint) -> Array:
-        """Seconds below which these schedules cannot come, whatever the constants.
+        """Seconds below which these schedules cannot come, whatever the constants; 0 where a chip's figures are borrowed.
 
         The largest of three: the padded arithmetic of the busiest core at the highest clock; what it loads, at the
         bandwidth of the last-level cache; every byte moved once (bytes that fit into that cache may be there already,
@@ -165,7 +165,7 @@ class CostModel:
         loads = steps_of_core * sum(_array(o.bytes) / o.multicast for o in f.operands) * h.cores / h.l2_bytes_per_s
         moved = traffic(f, h, alpha=1.0).compulsory_bytes
         memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
-        return np.maximum.reduce([arithmetic, loads, memory])
+        return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.borrowed)
 
     def lower_bound(self, problem: Problem) -> float:
         """``max(flops / peak, bytes / bandwidth)`` in seconds: the roofline, whatever computes it."""
@@ -212,7 +212,7 @@ class CostModel:
             "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
-        load = np.maximum.reduce([overlapped["l2"], overlapped["rows"], overlapped["hbm"]])
+        load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0)
         compute = np.maximum(overlapped["mma"], overlapped["sram"]) + overlapped["special"] + overlapped["vector"]
         overlapped["latency"] = (waiting + (load + compute) / np.maximum(per_core, 1)) / f.stages
         # Where one block's end meets the next one's start, only the first prologue and the last epilogue show whole.

@@ -218,6 +218,8 @@ class Sweep:
       sample: how many of these, drawn at random besides the library, are to be measured; None is all.
       seed: of that draw, and of the order of measuring.
       repetitions: of each measurement.
+      again: how many of the fastest, and the library's, are measured once more when all are done, in turns...
+      rounds: ...of so many rounds.
     """
 
     operation: str
@@ -235,3 +237,5 @@ class Sweep:
     sample: int | None
     seed: int
     repetitions: int
+    again: int = 0
+    rounds: int = 0

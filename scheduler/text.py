@@ -30,6 +30,7 @@ from scheduler.record import (
 from search_spaces.space import Choice
 
 FORMAT = 1
+SECOND_PASS = 2  # of a sweep: lines marked "again" may follow
 _ERRORS_SHOWN = 10
 _CONSTANTS = "constants.json"
 
@@ -101,12 +102,23 @@ def trial_from_text(line: str) -> Trial:
     return _trial(_json(line))
 
 
+def again_to_text(trial: Trial) -> str:
+    """One line of JSON, of a second pass; raises as `record_to_text` does."""
+    return _line({"again": True} | json.loads(trial_to_text(trial)), _trial)
+
+
+def is_again(line: str) -> bool:
+    """Whether a line of a recording is of its second pass."""
+    fields = _json(line)
+    return isinstance(fields, dict) and fields.get("again") is True
+
+
 def sweep_to_text(sweep: Sweep) -> str:
     """One line of JSON; raises as `record_to_text` does."""
-    problem = _problem_to_json(sweep.problem)
-    return _line(
-        {"format": FORMAT} | vars(sweep) | {"problem": problem, "environment": vars(sweep.environment)}, _sweep
-    )
+    fields = vars(sweep) | {"problem": _problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
+    if not sweep.again:  # readers of format 1 know of no second pass
+        fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
+    return _line({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
 
 
 def sweep_from_text(line: str) -> Sweep:
@@ -202,7 +214,9 @@ def read_calibrations(directory: Path) -> list[Calibration]:
             raise StoreError(f"cannot read the model's constants from {path}: {error}") from error
         for item in items:
             if _kernel_on_chip(item) in found:
-                raise StoreError(f"{path} is a second one with constants of {' '.join(_kernel_on_chip(item))}; keep one")
+                raise StoreError(
+                    f"{path} is a second one with constants of {' '.join(_kernel_on_chip(item))}; keep one"
+                )
             found[_kernel_on_chip(item)] = item
     return [found[which] for which in sorted(found)]
 
@@ -221,7 +235,9 @@ def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> li
     written = []
     for hardware in sorted({item.hardware for item in new.values()}):
         lines = [
-            json.loads(calibration_to_text(item)) for _, item in sorted((kept | new).items()) if item.hardware == hardware
+            json.loads(calibration_to_text(item))
+            for _, item in sorted((kept | new).items())
+            if item.hardware == hardware
         ]
         path = directory / _slug(hardware) / _CONSTANTS
         try:
@@ -376,7 +392,7 @@ def _trial(value: object) -> Trial:
 
 
 def _sweep(value: object) -> Sweep:
-    fields = _formatted(value)
+    fields = _formatted(value, (FORMAT, SECOND_PASS))
     return Sweep(
         operation=_field(fields, "operation", _text),
         problem=_field(fields, "problem", _problem),
@@ -393,6 +409,8 @@ def _sweep(value: object) -> Sweep:
         sample=_field(fields, "sample", lambda value: None if value is None else _whole(value)),
         seed=_field(fields, "seed", _whole),
         repetitions=_field(fields, "repetitions", _whole),
+        again=_field(fields, "again", _whole) if "again" in fields else 0,
+        rounds=_field(fields, "rounds", _whole) if "rounds" in fields else 0,
     )
 
 
@@ -433,10 +451,12 @@ def _environment(value: object) -> Environment:
     )
 
 
-def _formatted(value: object) -> Mapping[str, object]:
+def _formatted(value: object, known: tuple[int, ...] = (FORMAT,)) -> Mapping[str, object]:
     fields = _object(value)
-    if (version := _field(fields, "format", _whole)) != FORMAT:
-        raise ValueError(f"format {version} is not format {FORMAT}, which this version reads: upgrade tile-scheduler")
+    if (version := _field(fields, "format", _whole)) not in known:
+        raise ValueError(
+            f"format {version} is not format {known[-1]}, which this version reads: upgrade tile-scheduler"
+        )
     return fields
 
 

@@ -28,6 +28,7 @@ class Candidate:
     backend: str
     schedule: Mapping[str, int | bool | str]
     predicted_s: float
+    floor_s: float = 0.0
 
 
 def grid(count, seed=0):
