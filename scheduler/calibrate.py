@@ -19,8 +19,8 @@ from search_spaces.space import Columns
 
 Array = npt.NDArray[np.float64]
 
-# How far a constant may drift from where it starts: standard deviations of its logarithm. What one kernel's trials cannot
-# tell from something else stays near its prior: e_hbm near what row-wise kernels reached.
+# How far a constant may drift from where it starts: standard deviations of its logarithm. What one kernel's trials
+# cannot tell from something else stays near its prior: e_hbm near what row-wise kernels reached.
 _KERNEL = {
     **dict.fromkeys(("e_mma", "e_power", "e_sram", "e_l2", "row_s", "gap_bytes", "loaded", "launched"), 0.1),
     **dict.fromkeys(("cluster_s", "alpha", "exposed", "p", "step_s", "tile_s"), 0.1),
@@ -119,8 +119,8 @@ def fit(
 ) -> Constants:
     """The constants under which the model comes nearest to what was observed of `kernel` on `hardware`.
 
-    The squares of ``log(predicted / measured)`` are damped beyond 10 % (soft l1), each problem has the same weight, and a
-    schedule the weight ``(fastest / its time)**2``. Each constant is drawn to where it starts.
+    The squares of ``log(predicted / measured)`` are damped beyond 10 % (soft l1), each problem has the same weight, and
+    a schedule the weight ``(fastest / its time)**2``. Each constant is drawn to where it starts.
 
     Args:
       start: where to begin, and what to stay near; None is what the model has without any trials.

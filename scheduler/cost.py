@@ -2,12 +2,12 @@
 
 The model is analytic: the blocks of a launch run in waves over the cores; in each step of a wave the arithmetic units,
 the copies into the cores and the device memory work at once, and the slowest of them sets the pace (a p-norm lets the
-others show). It need not be exact: it ranks schedules, and measuring chooses among the best ranked. Its few constants are
-fitted to recorded trials (`calibrate.py`).
+others show). It need not be exact: it ranks schedules, and measuring chooses among the best ranked. Its few constants
+are fitted to recorded trials (`calibrate.py`).
 
 Sources: roofline (Williams, Waterman, Patterson, CACM 2009); waves and windows of concurrent blocks as in
-nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226); bytes in flight by Little's law. Terms that no paper gave were read
-off recorded sweeps of a matmul on one H200, as said where they are.
+nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226); bytes in flight by Little's law. Terms that no paper gave were
+read off recorded sweeps of a matmul on one H200, as said where they are.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class CostModel:
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
           multiplied at 1.78 GHz, with a quarter of them at its highest clock.
         sram: what the arithmetic units read from on-chip memory, at e_sram of its bandwidth.
-        l2: what loads fill in a core, edges included, at e_l2 of what the last-level cache delivers to it. A load that a
-          multicast shares still fills each core that it serves.
+        l2: what loads fill in a core, edges included, at e_l2 of what the last-level cache delivers to it. A load that
+          a multicast shares still fills each core that it serves.
         rows: what the core's copy unit issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
           in 1.9 clocks). A shared load is issued in parts.
         hbm: loads that miss that cache, and results, at e_hbm of the device memory's bandwidth, and gap_bytes for each
@@ -153,7 +153,7 @@ class CostModel:
         return {name: (steps * seconds).sum(axis=0) for name, seconds in overlapped.items()} | serial
 
     def floor(self, footprint: Footprint) -> Array:
-        """Seconds below which these schedules cannot come, whatever the constants; 0 where a chip's figures are borrowed.
+        """Seconds below which these schedules cannot come, whatever the constants; 0 where figures are borrowed.
 
         The largest of three: the padded arithmetic of the busiest core at the highest clock; what it loads, at the
         bandwidth of the last-level cache; every byte moved once (bytes that fit into that cache may be there already,

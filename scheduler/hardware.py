@@ -91,8 +91,8 @@ def _peaks(half: float, tf32: float, fp32: float, int8: float = 0.0, fp8: float 
 # NVIDIA H100 Tensor Core GPU Architecture (whitepaper, 2022), tables of the SXM5: rates, registers, threads, memory.
 # Block limit 227 KiB and 1 KiB reserved per block: CUDA C Programming Guide, compute capability 9.0. The L2 rate is the
 # 64 bytes that each core takes per clock (matmuls on an H200 come within 5 % of it, counting what cores ask for);
-# latencies are priors; 60 MB of L2 is what an H200's driver reports, 1.98 GHz its highest clock, and 1.83 GHz follows from
-# 4,096 bfloat16 operations per core and clock and the peak.
+# latencies are priors; 60 MB of L2 is what an H200's driver reports, 1.98 GHz its highest clock, and 1.83 GHz follows
+# from 4,096 bfloat16 operations per core and clock and the peak.
 _H100 = Hardware(
     kind="NVIDIA H100 80GB HBM3",
     platform="cuda",

@@ -1,9 +1,10 @@
 """Spend a budget of trials on a list of candidates: which one to measure next.
 
-A short list is enumerated, the model's favourites first. A longer one begins with what is known to be good, the model's favourites, a few more
-of them that differ, and a few drawn far from all these; then a Gaussian process of the logarithm of time proposes the
-candidate that promises the largest improvement. It sees the schedules' fields and the model's prediction, which it may
-trust as far as the measurements bear it out. What cannot beat the fastest time so far, by its lower bound, is left out.
+A short list is enumerated, the model's favourites first. A longer one begins with what is known to be good, the model's
+favourites, a few more of them that differ, and a few drawn far from all these; then a Gaussian process of the logarithm
+of time proposes the candidate that promises the largest improvement. It sees the schedules' fields and the model's
+prediction, which it may trust as far as the measurements bear it out. What cannot beat the fastest time so far, by its
+lower bound, is left out.
 
 Optuna keeps the trials; its own samplers do not fit: they repeat points, ignore failures and know no list of legal
 ones.

@@ -1,4 +1,4 @@
-"""Records, trials, sweeps and the model's constants as text: JSON that diffs and merges by the line, read back with every type checked."""
+"""Records, trials, sweeps and the model's constants as text: JSON that diffs and merges, read back fully checked."""
 
 from __future__ import annotations
 

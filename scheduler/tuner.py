@@ -127,14 +127,15 @@ def predict(
 ) -> Answer:
     """The model's first choice, without measuring anything, among the schedules that were verified on the architecture.
 
-    A kernel that competes with the library must promise at least `MODEL_GAIN` over it, less where a similar problem's
-    record vouches for both, and have been verified on this architecture; where `backends` leaves the library out, the best prediction is the answer.
+    A kernel that competes with the library must have been verified on this architecture, and promise at least
+    `MODEL_GAIN` over it, or less where a similar problem's record vouches for both; where `backends` leaves the library
+    out, the best prediction is the answer.
 
     Args:
       backends: the kernels that may answer; None allows all.
       records: of this operation on this chip. The one of the most similar problem corrects the model: by what it got
-        wrong there, less so the farther that problem is; and the winner there is the first choice here where it is legal
-        and the model does not object to it more than it did there.
+        wrong there, less so the farther that problem is; and the winner there is the first choice here where it is
+        legal and the model does not object to it more than it did there.
       shared_only: use no constants of the user's own, which other processes of a job may not have.
 
     Raises:
