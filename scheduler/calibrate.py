@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,7 @@ def calibrate(
             continue
         constants = fit(kernel, hardware, seen)
         names = _LIBRARY if kernel.library else _KERNEL
-        errors = np.concatenate([np.abs(error) for error in _errors(kernel, hardware, seen, constants)])
+        errors = np.concatenate([np.abs(predict(constants)) for predict in _errors(kernel, hardware, seen)])
         made.append(
             Calibration(
                 hardware=hardware.id,
@@ -134,6 +134,7 @@ def fit(
     lower = np.maximum(center - _FARTHEST, [0.0 if name in ORDERS else -np.inf for name in free])
     chosen = [_spread_out(one) for one in seen]
     weights = [_weights(one.seconds) for one in chosen]
+    errors = _errors(kernel, hardware, chosen)
     spread = np.array([spreads[name] for name in free])
 
     def constants(theta: Array) -> Constants:
@@ -142,28 +143,26 @@ def fit(
         return dataclasses.replace(start, **{n: max(v, 1.0) if n in ORDERS else v for n, v in values.items()})
 
     def residuals(theta: Array) -> Array:
-        errors = _errors(kernel, hardware, chosen, constants(theta))
-        return np.concatenate(
-            [*(w * error / _ERROR for w, error in zip(weights, errors, strict=True)), (theta - center) / spread]
-        )
+        values = constants(theta)
+        weighted = [w * error(values) / _ERROR for w, error in zip(weights, errors, strict=True)]
+        return np.concatenate([*weighted, (theta - center) / spread])
 
     found = least_squares(residuals, center, bounds=(lower - 1e-9, upper + 1e-9), loss="soft_l1", max_nfev=60)
     return constants(found.x)
 
 
 def _errors(
-    kernel: Kernel[Any, Any], hardware: Hardware, seen: Sequence[Observed], constants: Constants
-) -> list[Array]:
-    """``log(predicted / measured)`` of each observation."""
-    model = CostModel(hardware, constants)
-    errors: list[Array] = []
-    for one in seen:
+    kernel: Kernel[Any, Any], hardware: Hardware, seen: Sequence[Observed]
+) -> list[Callable[[Constants], Array]]:
+    """``log(predicted / measured)`` of each observation as a function of the constants."""
+
+    def error_of(one: Observed) -> Callable[[Constants], Array]:
         if one.schedules is None:
-            predicted: Any = model.library_seconds(one.problem)
-        else:
-            predicted = model.seconds(kernel.footprint(one.problem, one.schedules, hardware.target))
-        errors.append(np.log(predicted / one.seconds))
-    return errors
+            return lambda c: np.log(CostModel(hardware, c).library_seconds(one.problem) / one.seconds)
+        footprint = kernel.footprint(one.problem, one.schedules, hardware.target)
+        return lambda c: np.log(CostModel(hardware, c).seconds(footprint) / one.seconds)
+
+    return [error_of(one) for one in seen]
 
 
 def _highest(name: str) -> float:

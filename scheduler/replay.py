@@ -100,7 +100,9 @@ class Recorder:
             found, self.trials, self.again = _read(path)
             if differing := _differing(found, sweep):
                 raise RecordingError(f"{path} holds another sweep ({differing}); delete it, or name another file")
-            sweep = found
+            # A recording without a second pass may get one, and keeps the one that it has.
+            asked = found if self.again else sweep
+            sweep = dataclasses.replace(found, again=asked.again, rounds=asked.rounds)
         fresh = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,9 +206,9 @@ class Replay:
 
 
 def _differing(found: Sweep, wanted: Sweep) -> str:
-    """How two sweeps differ, in words; not in when they began."""
+    """How two sweeps differ, in words; not in when they began, nor in a second pass."""
     then = dataclasses.replace(found.environment, date=wanted.environment.date)
-    found = dataclasses.replace(found, environment=then)
+    found = dataclasses.replace(found, environment=then, again=wanted.again, rounds=wanted.rounds)
     return "; ".join(
         f"{name} {value} instead of {getattr(wanted, name)}"
         for name, value in vars(found).items()

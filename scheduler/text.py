@@ -67,7 +67,7 @@ def record_to_text(record: Record) -> str:
             "space": record.space,
         }
         | ({"confidence": vars(record.confidence)} if record.confidence != Verdict() else {})
-        | ({"excluded": record.excluded, "stopped": record.stopped} if record.stopped else {}),
+        | ({"excluded": record.excluded, "stopped": record.stopped} if (record.excluded or record.stopped) else {}),
         _record,
     )
 
@@ -116,7 +116,7 @@ def is_again(line: str) -> bool:
 def sweep_to_text(sweep: Sweep) -> str:
     """One line of JSON; raises as `record_to_text` does."""
     fields = vars(sweep) | {"problem": _problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
-    if not sweep.again:  # readers of format 1 know of no second pass
+    if not (sweep.again or sweep.rounds):  # readers of format 1 know of no second pass
         fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
     return _line({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
 
@@ -454,9 +454,8 @@ def _environment(value: object) -> Environment:
 def _formatted(value: object, known: tuple[int, ...] = (FORMAT,)) -> Mapping[str, object]:
     fields = _object(value)
     if (version := _field(fields, "format", _whole)) not in known:
-        raise ValueError(
-            f"format {version} is not format {known[-1]}, which this version reads: upgrade tile-scheduler"
-        )
+        names = " or ".join(map(str, known))
+        raise ValueError(f"format {version} is not format {names}, which this version reads: upgrade tile-scheduler")
     return fields
 
 

@@ -317,6 +317,7 @@ def test_a_file_of_every_released_schema_still_reads(path, version):
     store = Store(path)
     assert store.get(values.KEY) == values.record()
     assert store.trials(values.KEY) == [values.trial()]
+    assert [c.constants for c in store.calibrations()] == ([{"e_hbm": 0.9, "p": 5.0}] if version >= 4 else [])
 
 
 def test_a_migration_keeps_what_was_stored(path):
