@@ -213,11 +213,11 @@ def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
     for reason, count in failures(trials).items():
         yield f"{count} failed: {reason}"
     times = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    for reason, count in failures(trials).items():
-        yield f"{count} failed: {reason}"
     if times:
         best_s, _, best = min(times)
         yield f"fastest: {seconds_text(best_s)}, {choice_text(best.backend, best.schedule)}"
+    if sweep.again:
+        yield f"the {sweep.again} fastest, and the library, measured once more in {sweep.rounds} rounds"
 
 
 def calibration_json(calibration: Calibration) -> Json:

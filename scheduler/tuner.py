@@ -309,7 +309,8 @@ def tune(
 
     Args:
       backends: kernels to try beside the library; None tries all that support the problem.
-      budget: trials, the library's included.
+      budget: trials at most, the library's included. Fewer are made where nothing untried can win, or nothing has come
+        of the last ones and nothing is expected: the record says which.
       seconds: stop proposing trials after so many seconds.
       seed: of the search; the inputs are always the same.
       l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
