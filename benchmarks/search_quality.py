@@ -96,6 +96,12 @@ class Shape:
         return str(self.seen.problem)
 
     @functools.cached_property
+    def schedules(self) -> list[dict[str, Any]]:
+        """With every field of today's kernel."""
+        assert self.seen.schedules is not None
+        return [self.seen.schedules.row(index) for index in range(len(self.trials))]
+
+    @functools.cached_property
     def samples(self) -> list[tuple[float, ...]]:
         return [trial.outcome.samples_s for trial in self.trials if isinstance(trial.outcome, Measurement)]
 
@@ -144,10 +150,13 @@ def read(path: Path) -> Iterator[Shape]:
     problem = operation.problem.from_canonical(sweep.problem)
     chip = chips.describe(sweep.platform, sweep.kind, sweep.architecture, sweep.cores)
     for kernel in operation.kernels:
-        seen = None if kernel.library else observed(operation, kernel, problem, trials)
+        ran = [t for t in trials if t.backend == kernel.backend and isinstance(t.outcome, Measurement)]
+        seen = None if kernel.library else observed(kernel, problem, chip, ran)
         if seen is None:
             continue
-        ran = [t for t in trials if t.backend == kernel.backend and isinstance(t.outcome, Measurement)]
+        if len(seen.seconds) < len(ran):
+            print(f"{path.name}: left out, {len(ran) - len(seen.seconds)} of its schedules are of another kernel")
+            continue
         judged = seen.seconds.copy()
         timed = 0
         for index, trial in enumerate(ran):
@@ -168,8 +177,8 @@ def judge(
     ranked = np.argsort(predicted, kind="stable")
     measured = shape.seen.seconds
     candidates = [
-        Candidate(t.backend, t.schedule, float(p), float(f))
-        for t, p, f in zip(shape.trials, predicted, floor, strict=True)
+        Candidate(shape.kernel.backend, schedule, float(p), float(f))
+        for schedule, p, f in zip(shape.schedules, predicted, floor, strict=True)
     ]
     strategies: dict[str, Callable[[int], list[int]]] = {
         "model + GP": lambda seed: searched(candidates, shape, seed),
@@ -231,13 +240,13 @@ def plain_tpe(shape: Shape, seed: int) -> list[int]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    index_of = {tuple(sorted(t.schedule.items())): index for index, t in enumerate(shape.trials)}
-    names = sorted(shape.trials[0].schedule)
-    choices = {name: sorted({t.schedule[name] for t in shape.trials}) for name in names}
+    index_of = {tuple(sorted(schedule.items())): index for index, schedule in enumerate(shape.schedules)}
+    names = sorted(shape.schedules[0])
+    choices = {name: sorted({schedule[name] for schedule in shape.schedules}) for name in names}
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     draw, asked = random.Random(seed), []
     for index in draw.sample(range(len(shape.trials)), min(PLAIN_START, len(shape.trials))):
-        study.enqueue_trial(dict(shape.trials[index].schedule))
+        study.enqueue_trial(shape.schedules[index])
     for _ in range(PLAIN_ASKS * TRIALS):
         if len(asked) == min(TRIALS, len(shape.trials)):
             break
@@ -299,7 +308,7 @@ def heuristics(shape: Shape) -> list[float] | None:
         return None
     shares = []
     for pick in json.loads(line):
-        far = [distance(pick, trial.schedule) for trial in shape.trials]
+        far = [distance(pick, schedule) for schedule in shape.schedules]
         near = [shape.judged_s[i] for i, value in enumerate(far) if value <= min(far) + 1e-9]
         shares.append(float(shape.judged_s.min() / statistics.median(near)))
     return shares

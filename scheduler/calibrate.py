@@ -53,21 +53,27 @@ class Observed:
 
 
 def observed(
-    operation: Operation[Any], kernel: Kernel[Any, Any], problem: Problem, trials: Iterable[Trial]
+    kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, trials: Iterable[Trial]
 ) -> Observed | None:
-    """The trials of `kernel` that ran on the device, in today's version of it; None where there is none."""
-    ran = [
-        (trial.schedule, trial.outcome.median_s)
-        for trial in trials
-        if (trial.backend, trial.version) == (kernel.backend, kernel.version)
-        and isinstance(trial.outcome, Measurement)
-        and trial.outcome.clock == "cupti"
-    ]
-    if not ran:
+    """The trials of `kernel` that ran on the device, in today's version of it; None where there is none.
+
+    Schedules that are no points of today's space any more are left out.
+    """
+    if kernel.supports(problem, hardware.target):
         return None
-    names = sorted(ran[0][0])
-    columns = Columns({name: np.array([schedule[name] for schedule, _ in ran]) for name in names}, length=len(ran))
-    return Observed(problem, None if kernel.library else columns, np.array([seconds for _, seconds in ran]))
+    space = kernel.space(problem, hardware.target)
+    schedules, seconds = [], []
+    for trial in trials:
+        ours = (trial.backend, trial.version) == (kernel.backend, kernel.version)
+        if ours and isinstance(trial.outcome, Measurement) and trial.outcome.clock == "cupti":
+            try:
+                schedules.append(space.decode(trial.schedule))
+            except ValueError:
+                continue
+            seconds.append(trial.outcome.median_s)
+    if not seconds:
+        return None
+    return Observed(problem, None if kernel.library else Columns.of(schedules), np.array(seconds))
 
 
 def calibrate(
@@ -87,7 +93,7 @@ def calibrate(
     """
     made = []
     for kernel in operation.kernels:
-        found = [observed(operation, kernel, problem, tried) for problem, tried in trials.items()]
+        found = [observed(kernel, problem, hardware, tried) for problem, tried in trials.items()]
         seen = [one for one in found if one is not None]
         if not seen:
             continue
