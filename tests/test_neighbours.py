@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+import scheduler
+from scheduler import decide
 from scheduler.hardware import find
 from scheduler.neighbours import distance, nearest
 from scheduler.record import Entry, Environment, Key, Measurement, Record
@@ -81,6 +83,14 @@ def test_a_small_gain_counts_where_a_neighbour_vouches_for_both():
     problem = MatmulProblem(112, 8192, 8192)
     assert predict(MATMUL, problem, H200, records=[record(ours_s=38e-6)]).backend == "mosaic_gpu"
     assert predict(MATMUL, problem, H200, records=[record(ours_s=42e-6)]).backend == "xla"
+
+
+def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_next_to_it():
+    problem = MatmulProblem(112, 8192, 8192)
+    asked = decide.decide(MATMUL, problem, "cuda", decide.options(MATMUL, target=H200.kind))
+    assert asked.kernel.backend == "mosaic_gpu"
+    assert f"with the schedule of {WIDE}" in asked.reason
+    assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)
 
 
 def test_every_shipped_record_helps_its_neighbours_as_far_as_it_can_run_there():
