@@ -11,8 +11,10 @@ from typing import Any
 from scheduler.record import Entry, Record
 from search_spaces.kernel import Operation, Problem
 
-# Doublings of all sizes together up to which a problem counts as similar.
-FARTHEST = 3.0
+# Doublings of all sizes together up to which a problem's winner is worth a trial...
+WORTH_A_TRIAL = 3.0
+# ...and up to which it says something of another problem's times without one.
+TELLING = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +56,15 @@ def distance(one: Problem, other: Problem) -> float:
     return total
 
 
-def nearest(operation: Operation[Any], problem: Problem, records: Iterable[Record], most: int = 3) -> list[Neighbour]:
-    """The most similar problems among `records` of this operation on one chip, the nearest first; never itself."""
+def nearest(
+    operation: Operation[Any], problem: Problem, records: Iterable[Record], within: float, most: int = 3
+) -> list[Neighbour]:
+    """The most similar problems among `records` of this operation on one chip, the nearest first; never itself.
+
+    Args:
+      within: only those at most so many doublings away.
+      most: at most so many.
+    """
     found = []
     for record in records:
         try:
@@ -63,6 +72,6 @@ def nearest(operation: Operation[Any], problem: Problem, records: Iterable[Recor
         except ValueError:  # written by another version of the operation
             continue
         doublings = distance(problem, other)
-        if 0 < doublings <= FARTHEST:
+        if 0 < doublings <= within:
             found.append(Neighbour(other, record, doublings))
     return sorted(found, key=lambda near: (near.doublings, json.dumps(near.record.key.problem)))[:most]

@@ -18,7 +18,7 @@ from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.lease import leased
 from scheduler.legal import illegal as illegal
-from scheduler.neighbours import Neighbour, nearest
+from scheduler.neighbours import TELLING, WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, Pruned, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
@@ -133,16 +133,16 @@ def predict(
 
     Args:
       backends: the kernels that may answer; None allows all.
-      records: of this operation on this chip. The one of the most similar problem corrects the model: by what it got
-        wrong there, less so the farther that problem is; and the winner there is the first choice here where it is
-        legal and the model does not object to it more than it did there.
+      records: of this operation on this chip. The one of the most similar problem, at most a doubling away, corrects
+        the model: by what it got wrong there, less so the farther that problem is; and the winner there is the first
+        choice here where it is legal and the model does not object to it more than it did there.
       shared_only: use no constants of the user's own, which other processes of a job may not have.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
     allowed = _allowed(operation, backends)
-    near = nearest(operation, problem, records)
+    near = nearest(operation, problem, records, within=TELLING)
     library = operation.library
     best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
     assert not isinstance(best, str), "a library kernel has its one schedule for every problem"
@@ -452,7 +452,7 @@ class _Tuning:
         if self.store is None:
             return []
         records = self.store.records(operation=self.key.operation, hardware=self.key.hardware)
-        return nearest(self.operation, self.problem, records)
+        return nearest(self.operation, self.problem, records, within=WORTH_A_TRIAL)
 
     def _recorded(self, legal: list[Candidate]) -> list[Candidate]:
         """Those that the runner can tell about, as of the kernel version that it knows."""

@@ -44,8 +44,9 @@ def test_the_nearest_come_first_and_a_problem_is_not_its_own_neighbour():
     far, near = record(MatmulProblem(1024, 8192, 8192)), record(MatmulProblem(96, 8192, 8192))
     beyond = record(MatmulProblem(8192, 8192, 8192))
     foreign = dataclasses.replace(near, key=Key("matmul", H200.id, '{"q":3}'))
-    found = nearest(MATMUL, WIDE, [far, record(WIDE), beyond, foreign, near])
+    found = nearest(MATMUL, WIDE, [far, record(WIDE), beyond, foreign, near], within=3)
     assert [n.record for n in found] == [near, far]
+    assert nearest(MATMUL, WIDE, [far, near], within=1) == found[:1]
     assert found[0].weight == pytest.approx(0.75)
     assert found[1].weight == 1 / 8
 
@@ -65,7 +66,7 @@ def test_a_changed_batch_size_is_answered_with_the_schedule_that_won_next_to_it(
 def test_a_schedule_that_cannot_run_here_corrects_only_the_times():
     problem = MatmulProblem(128, 8192, 256)  # too few steps for so many stages to fill
     alone = predict(MATMUL, problem, H200, backends=PALLAS)
-    near = record(MatmulProblem(128, 8192, 2048), ours_s=20e-6)
+    near = record(MatmulProblem(128, 8192, 512), ours_s=20e-6)
     told = predict(MATMUL, problem, H200, backends=PALLAS, records=[near])
     assert told.schedule == alone.schedule
     assert told.predicted_s != alone.predicted_s
