@@ -129,7 +129,7 @@ def predict(
 
     A kernel that competes with the library must have been verified on this architecture, and promise at least
     `MODEL_GAIN` over it, or less where a similar problem's record vouches for both; where `backends` leaves the library
-    out, the best prediction is the answer.
+    out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
 
     Args:
       backends: the kernels that may answer; None allows all.
@@ -158,7 +158,7 @@ def predict(
             refused[kernel.backend] = reason
         else:
             model = model_of(operation, kernel, hardware, shared_only=shared_only)
-            choice = _choose(kernel, problem, hardware, model, near)
+            choice = _choose(kernel, problem, hardware, model, near, needed=library.backend not in allowed)
             if isinstance(choice, str):
                 refused[kernel.backend] = choice
             elif found is None or choice.predicted_s < found.predicted_s:
@@ -191,10 +191,21 @@ class _Choice:
 
 
 def _choose(
-    kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, model: CostModel, near: Sequence[Neighbour]
+    kernel: Kernel[Any, Any],
+    problem: Problem,
+    hardware: Hardware,
+    model: CostModel,
+    near: Sequence[Neighbour],
+    *,
+    needed: bool = False,
 ) -> _Choice | str:
-    """The first choice for one kernel, seeded by the nearest problem that tells of it; or why there is none."""
-    pruned = prune(kernel, problem, hardware, model, keep=1)
+    """The first choice for one kernel, seeded by the nearest problem that tells of it; or why there is none.
+
+    It is among the verified schedules; where there is none, and an answer is `needed` all the same, among all.
+    """
+    pruned = prune(kernel, problem, hardware, model, keep=1, verified=not kernel.library)
+    if not len(pruned.points) and needed:
+        pruned = prune(kernel, problem, hardware, model, keep=1)
     if not len(pruned.points):
         return f"nothing left of {pruned.size}: {_counts(pruned.dropped)}"
     (first,) = pruned.candidates()
