@@ -285,10 +285,14 @@ def predict(
     kind: str | None = None,
     backends: Backends | None = None,
 ) -> tuner.Answer:
-    """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing."""
+    """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
+
+    What is stored of similar problems on that chip counts.
+    """
     operation, posed = _named(operation, problem)
     chip = hardware.detect() if kind is None else hardware.find(kind)
-    return tuner.predict(operation, posed, chip, backends=decide.allowed(operation, backends))
+    records = decide.user_cache().records(operation=operation.name, hardware=chip.id)
+    return tuner.predict(operation, posed, chip, backends=decide.allowed(operation, backends), records=records)
 
 
 def _named(operation: Operation[Any] | str, problem: Problem | Mapping[str, Any]) -> tuple[Operation[Any], Problem]:

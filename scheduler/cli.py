@@ -173,6 +173,9 @@ def sweep(
         int | None, typer.Option(min=1, help="So many schedules, drawn at random.  [default: all]")
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    again: Annotated[
+        int, typer.Option(min=0, help="So many of the fastest are measured once more at the end, in turns.")
+    ] = 20,
     seed: Annotated[int, typer.Option(help="Of the sample and of the order.")] = 0,
     backends: Annotated[
         str | None, typer.Option(help="Kernels to sweep beside XLA: names with commas, or pallas.")
@@ -219,6 +222,7 @@ def sweep(
                     sample=sample,
                     seed=seed,
                     repetitions=repetitions,
+                    again=again,
                     progress=functools.partial(progress, task),
                 )
             for line in report.sweep_lines(head, trials):
@@ -226,6 +230,49 @@ def sweep(
             _print(f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)\n")
     if failed:
         raise SchedulerError(f"{failed} of {len(tasks)} problems of the job cannot be read")
+
+
+@app.command()
+def calibrate(
+    operation: OperationName,
+    recordings: Annotated[list[Path] | None, typer.Argument(help="Recorded sweeps of it, all of one chip.")] = None,
+    hardware: HardwareName = None,
+    device: Device = 0,
+    ship: Annotated[
+        Path | None, typer.Option(help="Write to this directory of records, in place of the cache.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the cost model's constants to what was measured on a chip: recorded sweeps, stored trials and records.
+
+    Later predictions there use them; what is stored already is not touched.
+    """
+    from scheduler import hardware as chips
+    from scheduler import measured, report, text
+    from scheduler.calibrate import calibrate as fit
+    from search_spaces import load
+
+    with _usage_errors():
+        op = load(operation)
+        chip = chips.find(hardware) if hardware is not None else None
+    sweeps = [measured.recorded(op, path) for path in recordings or []]
+    chip = chip or (sweeps[0].hardware if sweeps else _hardware_here(device))
+    kept = [found for _, found in _ask_stores(lambda store: measured.stored(op, chip, store))]
+    found = measured.merged([*sweeps, *kept])
+    fitted = fit(op, found.hardware, found.trials, found.environments)
+    if ship is not None:
+        where = ", ".join(map(str, text.add_calibrations(ship, fitted)))
+    else:
+        store = _user_store()
+        for calibration in fitted:
+            store.put_calibration(calibration)
+        where = store.location
+    if as_json:
+        _print_json([report.calibration_json(calibration) for calibration in fitted])
+        return
+    _print(f"{op.name} on {chip.id}\n")
+    _print(report.calibrations_table(fitted))
+    _print(f"Written to {where}" if ship is not None else f"Stored in {where}")
 
 
 @app.command()
@@ -373,7 +420,8 @@ def explain(
     found = [(where, record) for where, (record, _) in asked if record is not None]
     trials = [trial for _, (_, tried) in asked for trial in tried]
     explained = accounts.explain(op, problem, chip, trials, top=top)
-    answer = tuner.predict(op, problem, chip)
+    stored = _ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
+    answer = tuner.predict(op, problem, chip, records=[record for _, records in stored for record in records])
     record = found[0][1] if found else None
     held = tuner.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:

@@ -1,11 +1,13 @@
 """Predict how long a launch takes, from what it demands (`Footprint`) and what a chip supplies (`Hardware`).
 
 The model is analytic: the blocks of a launch run in waves over the cores; in each step of a wave the arithmetic units,
-the on-chip memory, the last-level cache and the device memory work at once, and the slowest of them sets the pace (a
-p-norm lets the others show). It need not be exact: it ranks schedules, and measuring chooses among the best ranked.
+the copies into the cores and the device memory work at once, and the slowest of them sets the pace (a p-norm lets the
+others show). It need not be exact: it ranks schedules, and measuring chooses among the best ranked. Its few constants
+are fitted to recorded trials (`calibrate.py`).
 
 Sources: roofline (Williams, Waterman, Patterson, CACM 2009); waves and windows of concurrent blocks as in
-nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226).
+nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226); bytes in flight by Little's law. Terms that no paper gave were
+read off recorded sweeps of a matmul on one H200, as said where they are.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.hardware import Hardware
-from search_spaces.kernel import Footprint, Problem
+from search_spaces.kernel import Footprint, Operand, Problem
 
 Array = npt.NDArray[np.float64]
 
@@ -28,50 +30,71 @@ Array = npt.NDArray[np.float64]
 class Constants:
     """What no data sheet tells: the shares of the peaks that kernels reach, and overheads.
 
-    The defaults were fitted to JAX's own Hopper matmul on one H200 (jax 0.11.2, CUPTI times, 6,048 schedules of five
-    shapes; left out in turn, each shape is ranked as well by the other four), e_hbm to row-wise kernels there, those of
-    the library to XLA's times of eleven matmuls.
+    The defaults are round numbers from which `calibrate.py` starts; they rank, but their times are rough. Those of the
+    library were fitted to XLA's times of 21 matmuls on one H200, e_hbm to row-wise kernels there.
 
     Attributes:
-      e_mma, e_sram, e_l2, e_hbm: reachable share of the peak rate of arithmetic, on-chip memory, last-level cache and
-        device memory.
-      loaded: latency of a load among many, over that in `Hardware`.
+      e_mma: reachable share of the peak rate of arithmetic, of one core at the highest clock.
+      e_power: share of the chip's peak rate that all cores sustain together, at the clock that its power allows.
+      e_sram, e_l2, e_hbm: the same for on-chip memory, for what the last-level cache delivers to a core, and for device
+        memory.
+      row_s: seconds in which a core's copy unit delivers one row, however narrow.
+      gap_bytes: bytes that device memory could deliver in the time lost between two rows, and between two copies.
+      loaded, launched: latency of a load among many, and an empty launch, over those in `Hardware`.
+      cluster_s: seconds by which a slot is free later where blocks of a cluster wait for each other.
       alpha: share of the last-level cache that holds operands until they are used again.
       exposed: share of a prologue or epilogue that shows although other blocks' work surrounds it.
       p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
       step_s: one step's barriers and loop, in seconds.
       tile_s: one output block's set-up and drain, in seconds.
       library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
+      library_grain: results that each core must have for the library to reach half of that rate of arithmetic.
       library_s: seconds of a library kernel beyond its launch and its work.
     """
 
-    e_mma: float = 0.97
-    e_sram: float = 1.0
-    e_l2: float = 0.97
+    e_mma: float = 0.95
+    e_power: float = 0.9
+    e_sram: float = 0.95
+    e_l2: float = 0.95
     e_hbm: float = 0.92
+    row_s: float = 1e-9
+    gap_bytes: float = 16.0
     loaded: float = 1.5
+    launched: float = 0.75
+    cluster_s: float = 2e-7
     alpha: float = 0.56
-    exposed: float = 0.53
-    p: float = 9.0
-    step_s: float = 3e-8
+    exposed: float = 0.5
+    p: float = 5.0
+    step_s: float = 1e-8
     tile_s: float = 5e-7
-    library_e_mma: float = 0.825
-    library_e_hbm: float = 0.85
-    library_p: float = 3.0
-    library_s: float = 1e-6
+    library_e_mma: float = 0.845
+    library_e_hbm: float = 0.88
+    library_p: float = 5.0
+    library_grain: float = 3500.0
+    library_s: float = 2e-6
 
     def __post_init__(self) -> None:
-        for name in ("e_mma", "e_sram", "e_l2", "e_hbm", "alpha", "exposed", "library_e_mma", "library_e_hbm"):
+        for name in SHARES:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is a share of a peak: it lies in (0, 1]")
-        for name in ("p", "library_p"):
+        for name in ORDERS:
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is the order of a norm: at least 1")
+        for field in dataclasses.fields(self):
+            if not 0 <= getattr(self, field.name) < float("inf"):
+                raise ValueError(f"{field.name}={getattr(self, field.name)} is no time or size: finite, and at least 0")
 
+
+SHARES = ("e_mma", "e_power", "e_sram", "e_l2", "e_hbm", "alpha", "exposed", "library_e_mma", "library_e_hbm")
+ORDERS = ("p", "library_p")
+# Parts of a step that are one machine: only the slowest of them counts, and the machines overlap.
+_MACHINES = (("mma", "power", "sram"), ("special",), ("vector",), ("l2", "rows"), ("hbm",), ("latency",))
 
 # By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
 # millisecond whatever it computes.
-FITTED: Mapping[str, Constants] = MappingProxyType({"cpu": Constants(p=1, step_s=1e-3, tile_s=0, library_s=0)})
+FITTED: Mapping[str, Constants] = MappingProxyType(
+    {"cpu": Constants(p=1, step_s=1e-3, tile_s=0, launched=1, library_grain=0, library_s=0)}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,23 +117,31 @@ class CostModel:
     def seconds(self, footprint: Footprint) -> Array:
         """Predicted time of the whole launch, copies included, in seconds: one entry per schedule."""
         overlapped, serial, steps = self._analyse(footprint)
-        pace = _norm(np.stack(list(overlapped.values())), self.fitted.p)
-        return (steps * pace).sum(axis=0) + sum(serial.values())
+        machines = [np.stack([overlapped[name] for name in names]).max(axis=0) for names in _MACHINES]
+        return (steps * _norm(np.stack(machines), self.fitted.p)).sum(axis=0) + sum(serial.values())
 
     def terms(self, footprint: Footprint) -> dict[str, Array]:
         """Seconds of the whole launch by cause, one entry per schedule.
 
-        Those of the first group overlap within a step (only their norm counts), those of the second add up.
+        Those of the first group overlap within a step: of mma, power and sram, and of l2 and rows, only the largest
+        counts, and then only the norm of all. Those of the second add up.
 
-        mma: arithmetic, padding and the idle cores of a last wave included, at e_mma of the peak rate.
-        sram: what the arithmetic units read from on-chip memory and loads write to it, at e_sram of its bandwidth.
-        l2: loads of all blocks (one for those a multicast serves), at e_l2 of the last-level cache's bandwidth.
-        hbm: loads that miss that cache, and results, at e_hbm of the device memory's bandwidth.
+        mma: arithmetic of the busiest core, padding and a last wave included, at e_mma of a core's peak rate.
+        power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
+          multiplied at 1.78 GHz, with a quarter of them at its highest clock.
+        sram: what the arithmetic units read from on-chip memory, at e_sram of its bandwidth.
+        l2: what loads fill in a core, edges included, at e_l2 of what the last-level cache delivers to it. A load that
+          a multicast shares still fills each core that it serves.
+        rows: what the core's copy unit issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
+          in 1.9 clocks). A shared load is issued in parts.
+        hbm: loads that miss that cache, and results, at e_hbm of the device memory's bandwidth, and gap_bytes for each
+          row and each copy.
         special, vector: exponentials and plain lane operations, at the rates of their units.
         latency: what a ring of `stages` buffers cannot hide: each is loaded after the latency, computed on, and only
-          then loaded again, so a step takes at least (latency + load + compute) / stages (Little's law).
+          then loaded again, so a step takes at least (latency + load + compute) / stages (Little's law); cluster_s
+          longer where blocks share loads.
 
-        step: barriers and the loop of each step; a cluster waits for its slowest block.
+        step: barriers and the loop of each step.
         prologue: latency until a block's first operands are there; hidden in part where blocks are persistent or
           share a core.
         epilogue: storing a block's result through the last-level cache; hidden likewise.
@@ -122,15 +153,19 @@ class CostModel:
         return {name: (steps * seconds).sum(axis=0) for name, seconds in overlapped.items()} | serial
 
     def floor(self, footprint: Footprint) -> Array:
-        """Seconds below which these schedules cannot come: their padded arithmetic in waves, or their bytes moved once.
+        """Seconds below which these schedules cannot come, whatever the constants; 0 where figures are borrowed.
 
-        Bytes that fit into the last-level cache may be there already and count at that bandwidth.
+        The largest of three: the padded arithmetic of the busiest core at the highest clock; what it loads, at the
+        bandwidth of the last-level cache; every byte moved once (bytes that fit into that cache may be there already,
+        and count at its bandwidth).
         """
         f, h = footprint, self.hardware
-        arithmetic = np.ceil(_blocks(f) / h.cores) * f.steps * f.flops * h.cores / h.peak(f.arithmetic)
+        steps_of_core = np.ceil(_blocks(f) / h.cores) * f.steps
+        arithmetic = steps_of_core * f.flops * h.cores / (h.boost * h.peak(f.arithmetic))
+        loads = steps_of_core * sum(_array(o.bytes) / o.multicast for o in f.operands) * h.cores / h.l2_bytes_per_s
         moved = traffic(f, h, alpha=1.0).compulsory_bytes
         memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
-        return np.maximum(arithmetic, memory)
+        return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.borrowed)
 
     def lower_bound(self, problem: Problem) -> float:
         """``max(flops / peak, bytes / bandwidth)`` in seconds: the roofline, whatever computes it."""
@@ -138,11 +173,17 @@ class CostModel:
         return max(problem.flops / h.peak(problem.arithmetic), problem.bytes_moved / h.hbm_bytes_per_s)
 
     def library_seconds(self, problem: Problem) -> float:
-        """What XLA is expected to take, in seconds: its shares of both roofs, joined by a norm, and what is fixed."""
+        """What XLA is expected to take, in seconds: its shares of both roofs, joined by a norm, and what is fixed.
+
+        A small result cannot keep all cores busy: arithmetic then runs at a share of the rate.
+        """
         h, c = self.hardware, self.fitted
-        arithmetic = problem.flops / (c.library_e_mma * h.peak(problem.arithmetic))
+        results = float(np.prod(problem.result().shape, dtype=np.float64))
+        busy = results / (results + c.library_grain * h.cores) if results else 1.0
+        arithmetic = problem.flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
         memory = problem.bytes_moved / (c.library_e_hbm * h.hbm_bytes_per_s)
-        return float((arithmetic**c.library_p + memory**c.library_p) ** (1 / c.library_p)) + h.launch_s + c.library_s
+        overlapped = float(_norm(np.array([arithmetic, memory]), c.library_p))
+        return overlapped + h.launch_s + c.library_s
 
     def _analyse(self, footprint: Footprint) -> tuple[dict[str, Array], dict[str, Array], Array]:
         """What overlaps in a step [full or last wave, schedule], what adds up [schedule], and steps [wave, schedule].
@@ -157,33 +198,35 @@ class CostModel:
         per_core = np.ceil(running / h.cores)
 
         moved = traffic(f, h, alpha=c.alpha)
-        memory_per_step = (moved.memory_bytes + blocks * f.bytes_written) / (blocks * steps)
-        latency = c.loaded * (moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s)
-        onchip_rate = c.e_sram * h.onchip_bytes_per_clock * h.clock_hz
-        cache_rate = c.e_l2 * h.l2_bytes_per_s / h.cores
+        slowed_bytes = moved.memory_bytes + c.gap_bytes * moved.memory_rows + blocks * f.bytes_written
+        waiting = c.loaded * (moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s)
+        waiting = waiting + c.cluster_s * (_array(f.cluster) > 1)
+        peak, core_rate = h.peak(f.arithmetic), c.e_l2 * h.l2_bytes_per_s / h.cores
         overlapped = {
-            "mma": per_core * f.flops * h.cores / (c.e_mma * h.peak(f.arithmetic)),
-            "sram": per_core * _array(f.onchip_bytes_read) / onchip_rate,
-            "l2": per_core * moved.cache_bytes / (blocks * steps) / cache_rate,
-            "hbm": running * memory_per_step / (c.e_hbm * h.hbm_bytes_per_s),
+            "mma": per_core * f.flops * h.cores / (c.e_mma * h.boost * peak),
+            "power": running * f.flops / (c.e_power * peak),
+            "sram": per_core * _array(f.onchip_bytes_read) / (c.e_sram * h.onchip_bytes_per_clock * h.clock_hz),
+            "l2": per_core * sum(_filled(o) for o in f.operands) / core_rate,
+            "rows": per_core * sum(_rows(_filled(o), o.copy_bytes) / o.multicast for o in f.operands) * c.row_s,
+            "hbm": running * slowed_bytes / (blocks * steps) / (c.e_hbm * h.hbm_bytes_per_s),
             "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
-        load = np.maximum(overlapped["l2"], overlapped["hbm"])
+        load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0)
         compute = np.maximum(overlapped["mma"], overlapped["sram"]) + overlapped["special"] + overlapped["vector"]
-        overlapped["latency"] = (latency + (load + compute) / np.maximum(per_core, 1)) / f.stages
+        overlapped["latency"] = (waiting + (load + compute) / np.maximum(per_core, 1)) / f.stages
         # Where one block's end meets the next one's start, only the first prologue and the last epilogue show whole.
         count = waves.sum(axis=0)
         surrounded = _array(f.persistent).astype(bool) | (resident(f, h) > 1)
         shown = np.where(surrounded, 1 + c.exposed * (count - 1), count)
         ones = np.ones_like(count)
         serial = {
-            "step": c.step_s * np.log2(1 + _array(f.cluster)) * steps * count,
+            "step": c.step_s * steps * count,
             "prologue": h.memory_latency_s * shown,
-            "epilogue": per_core.max(axis=0) * f.bytes_written / cache_rate * shown,
+            "epilogue": per_core.max(axis=0) * f.bytes_written / core_rate * shown,
             "tile": c.tile_s * count,
             "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * ones,
-            "launch": h.launch_s * _array(f.launches) * ones,
+            "launch": c.launched * h.launch_s * _array(f.launches) * ones,
         }
         return overlapped, serial, waves * steps
 
@@ -195,11 +238,13 @@ class Traffic:
     Attributes:
       cache_bytes: from the last-level cache into the cores.
       memory_bytes: from device memory into that cache.
+      memory_rows: the rows of device memory that these lie in, and the narrower copies that fetch them.
       compulsory_bytes: every operand loaded once and every result written once, what no schedule can avoid.
     """
 
     cache_bytes: Array
     memory_bytes: Array
+    memory_rows: Array
     compulsory_bytes: Array
 
     @property
@@ -224,9 +269,13 @@ def traffic(footprint: Footprint, hardware: Hardware, alpha: float) -> Traffic:
     ]
     operands: Array = _array(sum(once))
     kept = np.minimum(1.0, alpha * hardware.l2_bytes / np.maximum(operands, 1.0))
+    loaded = [kept * a + (1 - kept) * np.maximum(a, b) for a, b in zip(once, again, strict=True)]
     return Traffic(
         cache_bytes=_array(sum(blocks * steps * o.bytes / o.multicast for o in f.operands)),
-        memory_bytes=_array(sum(kept * a + (1 - kept) * np.maximum(a, b) for a, b in zip(once, again, strict=True))),
+        memory_bytes=_array(sum(loaded)),
+        memory_rows=_array(
+            sum(_rows(b, o.row_bytes) + _rows(b, o.copy_bytes) for b, o in zip(loaded, f.operands, strict=True))
+        ),
         compulsory_bytes=operands + blocks * f.bytes_written,
     )
 
@@ -328,6 +377,17 @@ def attention_memory_bytes(length: int, head_dim: int, itemsize: int, rows: int 
     if rows is None:
         return (4 * length * head_dim + 4 * length * length) * itemsize
     return (2 * length * head_dim + 2 * length * head_dim * -(-length // rows)) * itemsize
+
+
+def _filled(operand: Operand) -> Array:
+    """On-chip bytes that a block fills with this operand in one step."""
+    return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
+
+
+def _rows(size_bytes: npt.ArrayLike, width_bytes: npt.ArrayLike) -> Array:
+    """How many rows of this width so many bytes are; none where they are no rows (0)."""
+    width = _array(width_bytes)
+    return np.where(width > 0, _array(size_bytes) / np.maximum(width, 1), 0.0)
 
 
 def _blocks(footprint: Footprint) -> Array:

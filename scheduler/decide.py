@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import jax
 
+from scheduler import fitted
 from scheduler import hardware as chips
 from scheduler.errors import (
     CacheMiss,
@@ -153,6 +154,7 @@ def reload() -> None:
     What the user's own `jax.jit` has compiled keeps the schedules it was compiled with.
     """
     global _answers
+    fitted.forget()
     with _replacing:
         old, _answers = _answers, _Answers(_answers.generation + 1)
     old.cache.close()
@@ -268,7 +270,15 @@ class _Deciding:
     def _predicted(self, hardware: Hardware) -> Decision:
         from scheduler import tuner
 
-        answer = tuner.predict(self.operation, self.problem, hardware, backends=self.options.backends)
+        several = jax.process_count() > 1
+        answer = tuner.predict(
+            self.operation,
+            self.problem,
+            hardware,
+            backends=self.options.backends,
+            records=self.cache.records(operation=self.operation.name, hardware=hardware.id, shared_only=several),
+            shared_only=several,
+        )
         _say_once(
             f"{self._question(hardware)}: no schedule is stored; the model answers {answer.backend}: {answer.reason}"
         )
@@ -406,6 +416,17 @@ class _Cache:
                 yield "the user's cache", record
         if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
             yield "the shipped cache.db", record
+
+    def records(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Record]:
+        """Every record of an operation on a chip; the user's own in place of the shipped of the same problem."""
+        self._open()
+        found: dict[Key, Record] = {}
+        for store in (self._shipped, *(() if shared_only else (self._user,))):
+            told = self._try(lambda store: list(store.records(operation=operation, hardware=hardware)), store) or []
+            found |= {record.key: record for record in told}
+        if not shared_only:
+            found |= {key: r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)}
+        return list(found.values())
 
     def remember(self, record: Record) -> None:
         """Answers with `record` in this process, whether it could be written or not."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler import tuner
-from scheduler.cost import CostModel
+from scheduler.fitted import calibrations, model_of
 from scheduler.hardware import Hardware
 from scheduler.prune import Pruned
 from scheduler.record import Failure, Schedule, Trial
@@ -58,6 +58,7 @@ class Account:
       size: schedules before any rule.
       dropped: reason -> how many it removed, in the order in which reasons are asked.
       first: what the model ranks first.
+      fitted: where the constants of its model come from, in words.
       tried: the last trial of each legal schedule that was tried, by this version of the kernel.
       untried: legal schedules that were not tried.
     """
@@ -68,6 +69,7 @@ class Account:
     size: int = 0
     dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
     first: tuple[Ranked, ...] = ()
+    fitted: str = ""
     tried: tuple[Trial, ...] = ()
     untried: int = 0
 
@@ -83,13 +85,19 @@ def explain(
     return [
         Account(kernel.backend, kernel.version, refused=pruned)
         if isinstance(pruned, str)
-        else _account(kernel, pruned, problem, hardware, trials, top)
+        else _account(operation, kernel, pruned, problem, hardware, trials, top)
         for kernel, pruned in tuner.explain(operation, problem, hardware)
     ]
 
 
 def _account(
-    kernel: Kernel[Any, Any], pruned: Pruned, problem: Problem, hardware: Hardware, trials: Sequence[Trial], top: int
+    operation: Operation[Any],
+    kernel: Kernel[Any, Any],
+    pruned: Pruned,
+    problem: Problem,
+    hardware: Hardware,
+    trials: Sequence[Trial],
+    top: int,
 ) -> Account:
     legal = {frozenset(pruned.schedule(index).items()) for index in range(len(pruned.points))}
     last = {
@@ -103,7 +111,7 @@ def _account(
     accesses: Sequence[Access | None] = [None] * len(points)
     if not kernel.library and len(points):
         footprint = kernel.footprint(problem, points, hardware.target)
-        terms = CostModel(hardware).terms(footprint)
+        terms = model_of(operation, kernel, hardware).terms(footprint)
         accesses = _accesses(footprint, len(points))
     first = tuple(
         Ranked(
@@ -116,7 +124,19 @@ def _account(
         for index in range(len(points))
     )
     untried = len(pruned.points) - len(tried)
-    return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, tried, untried)
+    fitted = _fitted(operation, kernel, hardware)
+    return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, fitted, tried, untried)
+
+
+def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware) -> str:
+    found = calibrations(operation.name, hardware).get(kernel.backend)
+    if found is None:
+        return "nothing was fitted for this chip: the model's times are rough"
+    return (
+        f"the model's constants: fitted to {found.trials} trials of {found.problems} problems until "
+        f"{found.environment.date[:10]}, typical error {found.error:.1%}"
+        + (f" (of version {found.version})" if found.version != kernel.version else "")
+    )
 
 
 def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:

@@ -243,7 +243,10 @@ def _run_one(
         kept = store.get(record.key) == record
         trials = store.trials(record.key, runner.environment)
     served = held if isinstance(held, Entry) else _shipped(task, hardware)
-    before = _before(task, hardware, served, record, trials)
+    others: list[Record] = []
+    with contextlib.suppress(StoreError):
+        others = list(store.records(operation=record.key.operation, hardware=record.key.hardware))
+    before = _before(task, hardware, served, record, trials, others)
     return Result(task, "tuned", reason, hardware, record, entry, before, resumed, stored=kept)
 
 
@@ -260,13 +263,18 @@ def _shipped(task: Task, hardware: Hardware) -> Entry | None:
 
 
 def _before(
-    task: Task, hardware: Hardware, held: Entry | None, record: Record, trials: Sequence[Trial]
+    task: Task,
+    hardware: Hardware,
+    held: Entry | None,
+    record: Record,
+    trials: Sequence[Trial],
+    others: Sequence[Record],
 ) -> Before | None:
     if held is not None:
         backend, schedule, fallback_s, measured = held.backend, held.schedule, held.measurement.median_s, True
     else:
         try:
-            answer = predict(task.operation, task.problem, hardware, backends=task.backends)
+            answer = predict(task.operation, task.problem, hardware, backends=task.backends, records=others)
         except NoCandidate:
             return None
         backend, schedule, fallback_s, measured = answer.backend, answer.schedule, answer.predicted_s, False

@@ -14,10 +14,6 @@ from scheduler.hardware import Hardware
 from search_spaces.kernel import Kernel, Problem
 from search_spaces.space import Choice, Columns, Space
 
-# Boost clocks exceed the one that a data sheet's peak assumes (1.98 against 1.83 GHz on an H200), so a bound derived
-# from that peak excludes nothing within this factor of the incumbent.
-_BOOST = 1.1
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -30,6 +26,7 @@ class Candidate:
       onchip_bytes: what one block asks for.
       library: it is the plain XLA implementation.
       defaults: field -> value, of the fields that have a default.
+      floor_s: seconds below which it cannot come; 0 where nothing is known.
     """
 
     backend: str
@@ -38,6 +35,7 @@ class Candidate:
     predicted_s: float
     onchip_bytes: int
     library: bool
+    floor_s: float = 0.0
     defaults: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
     def whole(self) -> Candidate:
@@ -55,7 +53,7 @@ class Pruned:
       size: points before any rule.
       dropped: reason in words -> points lost to it, in the order the reasons were applied; a point counts once.
       points: those kept, best prediction first.
-      predicted_s, onchip_bytes: of those kept, in the same order.
+      predicted_s, floor_s, onchip_bytes: of those kept, in the same order.
     """
 
     kernel: Kernel[Any, Any]
@@ -64,6 +62,7 @@ class Pruned:
     dropped: Mapping[str, int]
     points: Columns
     predicted_s: npt.NDArray[np.float64]
+    floor_s: npt.NDArray[np.float64]
     onchip_bytes: npt.NDArray[np.int64]
 
     def schedule(self, index: int) -> dict[str, Choice]:
@@ -82,6 +81,7 @@ class Pruned:
                 onchip_bytes=int(self.onchip_bytes[index]),
                 library=self.kernel.library,
                 defaults=defaults,
+                floor_s=float(self.floor_s[index]),
             )
             for index in range(len(self.points))
         ]
@@ -105,7 +105,7 @@ def prune(
       hardware: whose capacities count.
       model: predicts the times to rank by.
       keep: how many of the best ranked to keep; None keeps all that can run.
-      incumbent_s: a time already reached, in seconds: what cannot beat it by the chip's peak rates is dropped.
+      incumbent_s: a time already reached, in seconds: what cannot beat it by its lower bound is dropped.
       verified: keep only what the kernel says was checked on a device of this architecture.
     """
     space = kernel.space(problem, hardware.target)
@@ -117,6 +117,7 @@ def prune(
             dropped={},
             points=Columns({}, length=1),
             predicted_s=np.array([model.library_seconds(problem)]),
+            floor_s=np.zeros(1),
             onchip_bytes=np.zeros(1, dtype=np.int64),
         )
     points, dropped = space.legal()
@@ -137,8 +138,9 @@ def prune(
     if verified:
         reason = f"has not been checked on a device of architecture {hardware.architecture}"
         obstacles[reason] = ~full(kernel.verified(problem, points, hardware.target))
+    floor_s = full(model.floor(footprint))
     if incumbent_s is not None:
-        obstacles["cannot beat the incumbent"] = full(model.floor(footprint)) > _BOOST * incumbent_s
+        obstacles["cannot beat the incumbent"] = floor_s > incumbent_s
     alive = np.ones(len(points), dtype=bool)
     for reason, hit in obstacles.items():
         if lost := int((alive & hit).sum()):
@@ -159,5 +161,6 @@ def prune(
         dropped=dropped,
         points=points.take(rank),
         predicted_s=predicted[rank],
+        floor_s=floor_s[rank],
         onchip_bytes=onchip_bytes[rank].astype(np.int64),
     )

@@ -140,6 +140,30 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Constants of the cost model as fitted to recorded trials of one kernel on one chip.
+
+    Attributes:
+      hardware, operation, backend: `Hardware.id`, and whose trials they were.
+      version: of that kernel then.
+      constants: name -> value, of those that were fitted (`cost.Constants`).
+      problems, trials: how many it was fitted to.
+      error: median of |log(predicted / measured)| over these trials.
+      environment: of the newest of them.
+    """
+
+    hardware: str
+    operation: str
+    backend: str
+    version: int
+    constants: Mapping[str, float]
+    problems: int
+    trials: int
+    error: float
+    environment: Environment
+
+
+@dataclasses.dataclass(frozen=True)
 class Record:
     """The outcome of one search.
 
@@ -153,6 +177,8 @@ class Record:
       tried: trials measured or failed.
       space: schedules in the whole space, before any rule.
       confidence: how sure the winner is.
+      excluded: schedules left untried because their lower bound exceeds the fastest time.
+      stopped: why the search ended, in words; "" where a record is older than that.
     """
 
     key: Key
@@ -163,6 +189,8 @@ class Record:
     tried: int
     space: int
     confidence: Verdict = Verdict()
+    excluded: int = 0
+    stopped: str = ""
 
     @property
     def winner(self) -> Entry:
@@ -190,6 +218,8 @@ class Sweep:
       sample: how many of these, drawn at random besides the library, are to be measured; None is all.
       seed: of that draw, and of the order of measuring.
       repetitions: of each measurement.
+      again: how many of the fastest, and the library's, are measured once more when all are done, in turns...
+      rounds: ...of so many rounds.
     """
 
     operation: str
@@ -207,3 +237,5 @@ class Sweep:
     sample: int | None
     seed: int
     repetitions: int
+    again: int = 0
+    rounds: int = 0

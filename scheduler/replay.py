@@ -1,7 +1,7 @@
 """Recorded sweeps: their files, and a runner that answers from one in place of a device.
 
 A recording is gzipped JSON lines: first what was swept (`record.Sweep`), then one trial a line in the order they ended,
-with every repetition or the failure.
+with every repetition or the failure; then, where the sweep has a second pass, its trials, marked as such.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import statistics
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from gzip import GzipFile
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler import hardware, text
 from scheduler.errors import NotRecorded, RecordingError
-from scheduler.record import Failure, Outcome, Schedule, Sweep, Trial
+from scheduler.record import Failure, Measurement, Outcome, Schedule, Sweep, Trial
 
 if TYPE_CHECKING:
     from scheduler.workers import Task
@@ -36,11 +36,25 @@ def point(backend: str, schedule: Schedule) -> Point:
 
 
 def read(path: Path) -> tuple[Sweep, list[Trial]]:
-    """A recording, as far as it goes: a sweep that was killed ends somewhere.
+    """A recording without its second pass, as far as it goes: a sweep that was killed ends somewhere.
 
     Raises:
       RecordingError: it cannot be read, or some line is malformed.
     """
+    sweep, first, _ = _read(path)
+    return sweep, first
+
+
+def read_again(path: Path) -> list[Trial]:
+    """The second pass of a recording: the fastest of the first, in turns; empty where there is none, or not all of it.
+
+    Raises:
+      RecordingError: as `read`.
+    """
+    return _read(path)[2]
+
+
+def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
     try:
         lines = _unzipped(path.read_bytes()).split(b"\n")[:-1]  # the last line is empty, or was cut off
     except (OSError, zlib.error) as error:
@@ -48,8 +62,24 @@ def read(path: Path) -> tuple[Sweep, list[Trial]]:
     if not lines:
         raise RecordingError(f"{path} is no recorded sweep: it is empty")
     sweep = _parsed(text.sweep_from_text, path, 1, lines[0])
-    trials = [_parsed(text.trial_from_text, path, number, line) for number, line in enumerate(lines[1:], start=2)]
-    return sweep, trials
+    passes: tuple[list[Trial], list[Trial]] = [], []
+    for number, line in enumerate(lines[1:], start=2):
+        second = sweep.again > 0 and _parsed(text.is_again, path, number, line)
+        passes[second].append(_parsed(text.trial_from_text, path, number, line))
+    first, again = passes
+    return sweep, first, again if len(again) == len(second_pass(sweep, first)) else []
+
+
+def second_pass(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
+    """Those trials of a whole first pass that its second one measures once more: the fastest, and the library's."""
+    ran = [trial for trial in trials if isinstance(trial.outcome, Measurement)]
+    fastest = sorted((trial for trial in ran if trial.schedule), key=_median_s)[: sweep.again]
+    return [*(trial for trial in ran if not trial.schedule), *fastest] if sweep.again else []
+
+
+def _median_s(trial: Trial) -> float:
+    assert isinstance(trial.outcome, Measurement)
+    return trial.outcome.median_s
 
 
 class Recorder:
@@ -57,6 +87,7 @@ class Recorder:
 
     Attributes:
       trials: those recorded before.
+      again: those of a whole second pass that were.
 
     Raises:
       RecordingError: the file cannot be written, or is a recording of something else.
@@ -64,17 +95,21 @@ class Recorder:
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
         self.trials: list[Trial] = []
+        self.again: list[Trial] = []
         if path.exists():
-            found, self.trials = read(path)
+            found, self.trials, self.again = _read(path)
             if differing := _differing(found, sweep):
                 raise RecordingError(f"{path} holds another sweep ({differing}); delete it, or name another file")
-            sweep = found
+            # A recording without a second pass may get one, and keeps the one that it has.
+            asked = found if self.again else sweep
+            sweep = dataclasses.replace(found, again=asked.again, rounds=asked.rounds)
         fresh = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A stream that was cut off cannot be appended to: what it held is written anew, and takes its place whole.
             self._file = GzipFile(fresh, "wb")
-            for line in (text.sweep_to_text(sweep), *map(text.trial_to_text, self.trials)):
+            kept = *map(text.trial_to_text, self.trials), *map(text.again_to_text, self.again)
+            for line in (text.sweep_to_text(sweep), *kept):
                 self._file.write(line.encode() + b"\n")
             self._file.flush()
             fresh.replace(path)
@@ -84,6 +119,12 @@ class Recorder:
     def add(self, trial: Trial) -> None:
         self._file.write(text.trial_to_text(trial).encode() + b"\n")
         self._file.flush()  # to the operating system, which keeps it if this process is killed
+
+    def add_again(self, trials: Sequence[Trial]) -> None:
+        """Records a whole second pass."""
+        for trial in trials:
+            self._file.write(text.again_to_text(trial).encode() + b"\n")
+        self._file.flush()
 
     def __enter__(self) -> Recorder:
         return self
@@ -165,9 +206,9 @@ class Replay:
 
 
 def _differing(found: Sweep, wanted: Sweep) -> str:
-    """How two sweeps differ, in words; not in when they began."""
+    """How two sweeps differ, in words; not in when they began, nor in a second pass."""
     then = dataclasses.replace(found.environment, date=wanted.environment.date)
-    found = dataclasses.replace(found, environment=then)
+    found = dataclasses.replace(found, environment=then, again=wanted.again, rounds=wanted.rounds)
     return "; ".join(
         f"{name} {value} instead of {getattr(wanted, name)}"
         for name, value in vars(found).items()

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.record import Entry, Failure, Measurement, Record, Schedule, Sweep, Trial
+from scheduler.record import Calibration, Entry, Failure, Measurement, Record, Schedule, Sweep, Trial
 
 if TYPE_CHECKING:
     from scheduler.explain import Access, Account
@@ -113,6 +113,8 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "tried": record.tried,
         "space": record.space,
         "confidence": dataclasses.asdict(record.confidence),
+        "excluded": record.excluded,
+        "stopped": record.stopped,
     }
 
 
@@ -143,7 +145,14 @@ def entries_table(record: Record, problem: Problem | None, hardware: Hardware | 
 
 def verdict(record: Record) -> str:
     """The winner against XLA in a sentence, and how sure that is in a second one, where the record knows."""
-    return f"{_against_xla(record)}\n{_confidence(record)}".rstrip()
+    return f"{_against_xla(record)}\n{_ended(record)}{_confidence(record)}".rstrip()
+
+
+def _ended(record: Record) -> str:
+    if not record.stopped:
+        return ""
+    left = f"; {record.excluded} untried ones cannot win, by their lower bound" if record.excluded else ""
+    return f"The search ended: {record.stopped}{left}. "
 
 
 def _against_xla(record: Record) -> str:
@@ -204,11 +213,26 @@ def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
     for reason, count in failures(trials).items():
         yield f"{count} failed: {reason}"
     times = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    for reason, count in failures(trials).items():
-        yield f"{count} failed: {reason}"
     if times:
         best_s, _, best = min(times)
         yield f"fastest: {seconds_text(best_s)}, {choice_text(best.backend, best.schedule)}"
+    if sweep.again:
+        yield f"the {sweep.again} fastest, and the library, measured once more in {sweep.rounds} rounds"
+
+
+def calibration_json(calibration: Calibration) -> Json:
+    return dataclasses.asdict(calibration)
+
+
+def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
+    """What was fitted for each kernel, and how far off the model then is."""
+    made = table(
+        "", "problems", "trials", "typical error", "constants", numbers=("problems", "trials", "typical error")
+    )
+    for c in calibrations:
+        constants = " ".join(f"{name}={value:.3g}" for name, value in c.constants.items())
+        made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, f"{c.error:.1%}", constants))
+    return made
 
 
 def results_table(results: Sequence[Result]) -> Table:
@@ -348,6 +372,7 @@ def explanation_json(
             "size": account.size,
             "dropped": dict(account.dropped),
             "first": [dataclasses.asdict(ranked) for ranked in account.first],
+            "fitted": account.fitted,
             "tried": len(account.tried),
             "failed": dict(failures(account.tried)),
             "untried": account.untried,
@@ -396,6 +421,8 @@ def account_parts(account: Account) -> Iterator[str | Table]:
                 )
             )
         yield first
+    if account.fitted:
+        yield account.fitted
 
 
 def _access_texts(access: Access) -> tuple[str, str, str]:

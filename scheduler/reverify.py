@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from scheduler import race, tuner
-from scheduler.cost import CostModel
 from scheduler.errors import NoCandidate
+from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.legal import illegal, onchip_bytes
 from scheduler.race import Result
@@ -139,7 +139,7 @@ def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, rec
     for role, entry in zip(roles, record.entries, strict=False):
         add(role, entry.backend, entry.schedule, entry.predicted_s, entry)
     library = operation.library.backend
-    add("library", library, {}, CostModel(hardware).library_seconds(problem))
+    add("library", library, {}, model_of(operation, operation.library, hardware).library_seconds(problem))
     with contextlib.suppress(NoCandidate):
         model = tuner.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
         add("the model's choice", model.backend, model.schedule, model.predicted_s)

@@ -1,9 +1,10 @@
 """Spend a budget of trials on a list of candidates: which one to measure next.
 
-A short list is simply enumerated. A longer one begins with what is known to be good, a few favourites of the model that
-differ, and a few drawn far from them; then a Gaussian process of the logarithm of time proposes the candidate that
-promises the largest improvement. It sees the schedules' fields and the model's prediction, which it may trust as far as
-the measurements bear it out.
+A short list is enumerated, the model's favourites first. A longer one begins with what is known to be good, the model's
+favourites, a few more of them that differ, and a few drawn far from all these; then a Gaussian process of the logarithm
+of time proposes the candidate that promises the largest improvement. It sees the schedules' fields and the model's
+prediction, which it may trust as far as the measurements bear it out. What cannot beat the fastest time so far, by its
+lower bound, is left out.
 
 Optuna keeps the trials; its own samplers do not fit: they repeat points, ignore failures and know no list of legal
 ones.
@@ -26,16 +27,21 @@ from search_spaces.space import Choice
 
 Array = npt.NDArray[np.float64]
 
-_DESIGN = 10  # trials before the Gaussian process takes over, at a budget of 40 or more
-_FAVOURITES = 4  # of these, the model's
+_DESIGN = 12  # trials before the Gaussian process takes over, at a budget of 24 or more
+_FAVOURITES = 4  # of these, the model's first
+_DIFFERENT = 4  # and its first that differ from them and from each other
 _FEWEST = 3  # times that the process needs to say anything
 _REFIT = 6  # trials between two fits of the process's lengths
 _DRAWN = 64  # candidates drawn at random, of which the farthest is taken
+_NOTHING = 1e-3  # an expected improvement, as a share of the time, that is not worth a trial
 _CANDIDATE = "candidate"
 
 
 class Candidate(Protocol):
-    """What a search needs to know of a candidate: `backend` and `schedule` tell it from others."""
+    """What a search needs to know of a candidate: `backend` and `schedule` tell it from others.
+
+    It takes at least `floor_s` seconds, 0 where that is unknown.
+    """
 
     @property
     def backend(self) -> str: ...
@@ -43,6 +49,8 @@ class Candidate(Protocol):
     def schedule(self) -> Mapping[str, Choice]: ...
     @property
     def predicted_s(self) -> float: ...
+    @property
+    def floor_s(self) -> float: ...
 
 
 class Search:
@@ -57,6 +65,8 @@ class Search:
       first: indices to begin with, in this order: incumbents, the library, winners of similar problems.
       known: what was asked for and told in an earlier part of this search: index -> seconds, None where it failed. It
         counts against the budget.
+      patience: stop after so many trials in a row that brought nothing, where nothing is expected of the next; None
+        goes on.
     """
 
     def __init__(
@@ -67,8 +77,10 @@ class Search:
         seed: int = 0,
         first: Sequence[int] = (),
         known: Mapping[int, float | None] | None = None,
+        patience: int | None = None,
     ) -> None:
-        self._count, self._budget = len(candidates), budget
+        self._count, self._budget, self._patience = len(candidates), budget, patience
+        self._floors = np.array([c.floor_s for c in candidates], dtype=np.float64)
         if outside := [index for index in first if not 0 <= index < self._count]:
             raise ValueError(f"first={outside} are no indices of {self._count} candidates")
         self._sampler = PoolSampler(candidates, budget=budget, seed=seed, first=first)
@@ -98,16 +110,38 @@ class Search:
         return (min(times)[1], min(times)[0]) if times else None
 
     @property
+    def excluded(self) -> int:
+        """Candidates not asked for whose lower bound exceeds the fastest time told."""
+        return int(np.delete(self._hopeless(), [*self._running, *self._seconds]).sum())
+
+    @property
     def reason(self) -> str:
         """Why `ask` returns None, or "" while it does not."""
         if self.asked == self._count:
             return f"all {self._count} candidates were tried"
-        return f"the budget of {self._budget} trials is spent" if self.asked >= self._budget else ""
+        if self.asked >= self._budget:
+            return f"the budget of {self._budget} trials is spent"
+        if self.asked + self.excluded == self._count:
+            return "nothing untried can beat the fastest, by its lower bound"
+        if self._patience is not None and self._idle() >= self._patience and self._sampler.expected < _NOTHING:
+            return f"the last {self._patience} trials brought nothing, and less than {_NOTHING:.1%} is expected"
+        return ""
+
+    def _hopeless(self) -> npt.NDArray[np.bool_]:
+        """Which candidates cannot beat the fastest told so far."""
+        return self._floors > (self.best[1] if self.best is not None else np.inf)
+
+    def _idle(self) -> int:
+        """Trials told since the fastest was."""
+        if self.best is None:
+            return 0
+        return len(self._seconds) - 1 - list(self._seconds).index(self.best[0])
 
     def ask(self) -> int | None:
         """Index of the candidate to measure next, or None: the budget is spent or nothing is left."""
         if self.reason:
             return None
+        self._sampler.hopeless = self._hopeless()
         trial = self._study.ask()
         index = trial.suggest_int(_CANDIDATE, 0, self._count - 1)
         for name, value in self._sampler.labels[index].items():
@@ -134,18 +168,28 @@ class Search:
 
 
 class PoolSampler(optuna.samplers.BaseSampler):
-    """Proposes candidates of a list that no trial of the study has had, whatever became of those trials."""
+    """Proposes candidates of a list that no trial of the study has had, whatever became of those trials.
+
+    Attributes:
+      labels: what Optuna shows of each candidate.
+      hopeless: candidates to leave out.
+      expected: the improvement expected of the last proposal, as a share of the time; infinite where none was computed.
+    """
 
     def __init__(self, candidates: Sequence[Candidate], *, budget: int, seed: int, first: Sequence[int]) -> None:
         self.labels = [{"backend": c.backend, **c.schedule} for c in candidates]
         self._predicted = np.array([c.predicted_s for c in candidates], dtype=np.float64)
         self._x = _encode(self.labels, self._predicted)
         self._random = np.random.default_rng(seed)
+        self.hopeless = np.zeros(len(candidates), dtype=bool)
+        self.expected = np.inf
         if len(candidates) <= budget:
-            self._design = [*first, *self._random.permutation(len(candidates)).tolist()]
+            # All of them, but the likely ones first: the time may end before the budget.
+            shuffled = self._random.permutation(len(candidates)).tolist()
+            self._design = [*first, *self._favourites(_DESIGN), *shuffled]
         else:
-            size = min(_DESIGN, max(_FAVOURITES, budget // 4))
-            self._design = [*first, *self._favourites(_FAVOURITES)]
+            size = min(_DESIGN, max(_FAVOURITES, budget // 2))
+            self._design = [*first, *self._favourites(size)]
             self._design += self._scattered(self._design, max(0, size - len(set(self._design))))
         self._process = Process.prior(self._x.shape[1])
         self._fitted_at = 0
@@ -168,8 +212,9 @@ class PoolSampler(optuna.samplers.BaseSampler):
                     case _:
                         failed.append(index)
         tried = [*(index for index, _ in done), *failed, *running]
-        free = np.ones(len(self._x), dtype=bool)
+        free = ~self.hopeless
         free[tried] = False
+        self.expected = np.inf
         for index in self._design:
             if free[index]:
                 return {_CANDIDATE: index}
@@ -195,18 +240,20 @@ class PoolSampler(optuna.samplers.BaseSampler):
             fantasies, _ = self._process.predict(x, y, self._x[running])
             x, y = np.concatenate([x, self._x[running]]), np.concatenate([y, fantasies])
         mean, deviation = self._process.predict(x, y, self._x[free])
-        best = min(value for _, value in done)
-        return int(free[np.argmax(expected_improvement(mean, deviation, best))])
+        improvement = expected_improvement(mean, deviation, min(value for _, value in done))
+        self.expected = float(np.max(improvement))  # of a logarithm: a share, while it is small
+        return int(free[np.argmax(improvement)])
 
-    def _favourites(self, count: int) -> list[int]:
-        """The best predicted candidates that differ from each other in two fields or more."""
-        chosen: list[int] = []
-        for index in np.argsort(self._predicted, kind="stable").tolist():
+    def _favourites(self, most: int) -> list[int]:
+        """The best predicted candidates, then the best that differ from all chosen ones in two fields or more."""
+        ranked = np.argsort(self._predicted, kind="stable").tolist()
+        chosen = ranked[: min(most, _FAVOURITES)]
+        for index in ranked[len(chosen) :]:
+            if len(chosen) >= min(most, _FAVOURITES + _DIFFERENT):
+                break
             label = self.labels[index]
             if all(sum(label.get(n) != v for n, v in self.labels[other].items()) >= 2 for other in chosen):
                 chosen.append(index)
-                if len(chosen) == count:
-                    break
         return chosen
 
     def _scattered(self, near: Sequence[int], count: int, free: npt.NDArray[np.bool_] | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""The store of records and trials in SQL; the only file that knows SQLAlchemy.
+"""The store of records, trials and the model's constants in SQL; the only file that knows SQLAlchemy.
 
 Anything a cache holds is text that is parsed and checked: nothing is unpickled or evaluated.
 """
@@ -23,7 +23,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from scheduler import text
 from scheduler.errors import MalformedRecord, StoreError
-from scheduler.record import Environment, Failure, Key, Measurement, Record, Trial
+from scheduler.record import Calibration, Environment, Failure, Key, Measurement, Record, Trial
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,11 @@ _TRIALS = sa.table(
     sa.column("finished"),
 )
 _LEASES = sa.table("leases", *map(sa.column, ("operation", "hardware", "problem", "owner", "expires_s")))
+_CONSTANTS = sa.table(
+    "constants", *map(sa.column, ("hardware", "operation", "backend", "kernel_version", "date", "calibration"))
+)
 _KEY = ("operation", "hardware", "problem")
+_KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
 # What brings a file from schema version i to i + 1: statements that stay as they are once released, so that a file of
 # any age ends up the same. {serial} is a number that counts up by itself.
@@ -78,6 +82,13 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
              owner TEXT NOT NULL, expires_s DOUBLE PRECISION NOT NULL,
              PRIMARY KEY (operation, hardware, problem))""",
+    ),
+    (
+        # What the cost model's constants were fitted to: the trials of one kernel on one chip.
+        """CREATE TABLE constants (
+             hardware TEXT NOT NULL, operation TEXT NOT NULL, backend TEXT NOT NULL,
+             kernel_version BIGINT NOT NULL, date TEXT NOT NULL, calibration TEXT NOT NULL,
+             PRIMARY KEY (hardware, operation, backend))""",
     ),
 )
 _VERSION = sa.table("schema_version", sa.column("version"))
@@ -312,6 +323,43 @@ class Store:
             found.update(Key(*row) for row in self._select(query))
         return sorted(found, key=lambda key: (key.operation, key.hardware, key.problem))
 
+    def put_calibration(self, calibration: Calibration) -> None:
+        """Store fitted constants in place of any of the same kernel on the same chip.
+
+        Raises:
+          StoreError: they cannot be written.
+        """
+        insert = _INSERT[self._dialect](_CONSTANTS).values(
+            hardware=calibration.hardware,
+            operation=calibration.operation,
+            backend=calibration.backend,
+            kernel_version=calibration.version,
+            date=calibration.environment.date,
+            calibration=text.calibration_to_text(calibration),
+        )
+        new = {name: insert.excluded[name] for name in ("kernel_version", "date", "calibration")}
+        with self._write() as connection:
+            connection.execute(insert.on_conflict_do_update(index_elements=_KERNEL_ON_CHIP, set_=new))
+
+    def calibrations(self, *, hardware: str | None = None, operation: str | None = None) -> list[Calibration]:
+        """Fitted constants sorted by hardware, operation and backend; malformed ones are skipped with a warning.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        wanted = {"hardware": hardware, "operation": operation}
+        columns = [_CONSTANTS.c[name] for name in (*_KERNEL_ON_CHIP, "calibration")]
+        query = sa.select(*columns).where(
+            *(_CONSTANTS.c[name] == value for name, value in wanted.items() if value is not None)
+        )
+        found: list[Calibration] = []
+        for *names, line in sorted(tuple(row) for row in self._select(query)):
+            try:
+                found.append(text.calibration_from_text(line))
+            except ValueError as error:
+                _log.warning("%s: constants of %s are skipped, malformed (%s)", self.location, " ".join(names), error)
+        return found
+
     def close(self) -> None:
         self._engine.dispose()
 
@@ -410,16 +458,20 @@ def shipped() -> Store | None:
 def build_shipped(records: Path, cache_db: Path) -> int:
     """Make `cache_db` anew from the text under `records`; the same text makes the same bytes with the same SQLite.
 
+    The model's fitted constants come along.
+
     Returns:
       how many records it holds.
 
     Raises:
       StoreError: the text cannot be read, or the file cannot be written.
     """
-    found = text.read_records(records)
+    found, calibrations = text.read_records(records), text.read_calibrations(records)
     store = Store(":memory:")
     for record in found:
         store.put(record)
+    for calibration in calibrations:
+        store.put_calibration(calibration)
     fresh = cache_db.with_name(f"{cache_db.name}.new")
     with store._errors(f"copied to {cache_db}"):
         store._prepare()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
 import re
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scheduler import tuner
 from scheduler.errors import NoCandidate
 from scheduler.prune import Candidate
-from scheduler.record import Measurement, Outcome, Sweep, Trial
-from scheduler.replay import Recorder, point
+from scheduler.record import Failure, Measurement, Outcome, Sweep, Trial
+from scheduler.replay import Recorder, point, second_pass
 from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
 from scheduler.tuner import Progress
@@ -22,6 +24,8 @@ from scheduler.workers import Runner, Task
 from search_spaces.kernel import Operation, Problem
 
 REPETITIONS = 5
+# Of the second pass.
+AGAIN, ROUNDS = 20, 10
 
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
@@ -40,11 +44,15 @@ def sweep(
     sample: int | None = None,
     seed: int = 0,
     repetitions: int = REPETITIONS,
+    again: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Sweep, list[Trial]]:
     """Measures the legal schedules of `problem` in random order, the library's first, each into the file as it ends.
 
     Legal is what is left after the rules, on-chip memory and registers. A file that is there already is gone on with.
+
+    The fastest of so many are partly the luckiest. A second pass measures them, and the library's, once more in turns:
+    it chose nothing, so that whoever is judged by it is judged fairly.
 
     Args:
       path: of the recording.
@@ -52,16 +60,17 @@ def sweep(
       sample: how many schedules to draw at random; None, or more than there are, measures all.
       seed: of the draw and the order.
       repetitions: of each measurement.
+      again: how many of the fastest to measure once more in `ROUNDS` rounds, in random order within each.
       progress: called after each trial, and first where a sweep is resumed.
 
     Returns:
-      what was swept, and every trial.
+      what was swept, and every trial of the first pass.
 
     Raises:
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
-    head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions)
+    head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
@@ -91,7 +100,36 @@ def sweep(
                 if isinstance(outcome, Measurement):
                     times.append((outcome.median_s, len(trials) - 1))
                 tell()
+        if len(recorder.again) < len(second_pass(head, trials)):
+            recorder.add_again(_measured_again(operation, problem, runner, second_pass(head, trials), head))
     return head, trials
+
+
+def _measured_again(
+    operation: Operation[Any], problem: Problem, runner: Runner, trials: Sequence[Trial], head: Sweep
+) -> list[Trial]:
+    """These trials once more, in turns: with the repetitions of all rounds, or the failure that ended them."""
+    samples: list[list[Measurement]] = [[] for _ in trials]
+    failed: dict[int, Failure] = {}
+    order = random.Random(head.seed)
+    for _ in range(head.rounds):
+        for i in order.sample(range(len(trials)), len(trials)):
+            if i in failed:
+                continue
+            task = Task(operation, problem, trials[i].backend, trials[i].schedule, head.repetitions)
+            match runner.measure(task, again=True):
+                case Measurement() as measured:
+                    samples[i].append(measured)
+                case Failure() as failure:
+                    failed[i] = failure
+
+    def outcome(i: int) -> Outcome:
+        if i in failed:
+            return failed[i]
+        taken = tuple(sample for measured in samples[i] for sample in measured.samples_s)
+        return dataclasses.replace(samples[i][0], median_s=statistics.median(taken), samples_s=taken)
+
+    return [dataclasses.replace(trial, outcome=outcome(i)) for i, trial in enumerate(trials)]
 
 
 def _plan(
@@ -102,6 +140,7 @@ def _plan(
     sample: int | None,
     seed: int,
     repetitions: int,
+    again: int,
 ) -> tuple[Sweep, list[Candidate]]:
     """The head of the recording, and what to measure in which order."""
     libraries: list[Candidate] = []
@@ -144,5 +183,7 @@ def _plan(
         sample=sample,
         seed=seed,
         repetitions=repetitions,
+        again=again,
+        rounds=ROUNDS if again else 0,
     )
     return head, chosen

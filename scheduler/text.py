@@ -1,4 +1,4 @@
-"""Records, trials and sweeps as text: JSON that diffs and merges by the line, read back with every type checked."""
+"""Records, trials, sweeps and the model's constants as text: JSON that diffs and merges, read back fully checked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from scheduler.errors import StoreError
 from scheduler.record import (
     L2,
+    Calibration,
     Clock,
     Entry,
     Environment,
@@ -29,7 +30,9 @@ from scheduler.record import (
 from search_spaces.space import Choice
 
 FORMAT = 1
+SECOND_PASS = 2  # of a sweep: lines marked "again" may follow
 _ERRORS_SHOWN = 10
+_CONSTANTS = "constants.json"
 
 T = TypeVar("T")
 Check = Callable[[object], T]
@@ -63,7 +66,8 @@ def record_to_text(record: Record) -> str:
             "tried": record.tried,
             "space": record.space,
         }
-        | ({"confidence": vars(record.confidence)} if record.confidence != Verdict() else {}),
+        | ({"confidence": vars(record.confidence)} if record.confidence != Verdict() else {})
+        | ({"excluded": record.excluded, "stopped": record.stopped} if (record.excluded or record.stopped) else {}),
         _record,
     )
 
@@ -98,17 +102,42 @@ def trial_from_text(line: str) -> Trial:
     return _trial(_json(line))
 
 
+def again_to_text(trial: Trial) -> str:
+    """One line of JSON, of a second pass; raises as `record_to_text` does."""
+    return _line({"again": True} | json.loads(trial_to_text(trial)), _trial)
+
+
+def is_again(line: str) -> bool:
+    """Whether a line of a recording is of its second pass."""
+    fields = _json(line)
+    return isinstance(fields, dict) and fields.get("again") is True
+
+
 def sweep_to_text(sweep: Sweep) -> str:
     """One line of JSON; raises as `record_to_text` does."""
-    problem = _problem_to_json(sweep.problem)
-    return _line(
-        {"format": FORMAT} | vars(sweep) | {"problem": problem, "environment": vars(sweep.environment)}, _sweep
-    )
+    fields = vars(sweep) | {"problem": _problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
+    if not (sweep.again or sweep.rounds):  # readers of format 1 know of no second pass
+        fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
+    return _line({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
 
 
 def sweep_from_text(line: str) -> Sweep:
     """The inverse of `sweep_to_text`; raises as `record_from_text` does."""
     return _sweep(_json(line))
+
+
+def calibration_to_text(calibration: Calibration) -> str:
+    """One line of JSON; raises as `record_to_text` does."""
+    fields = vars(calibration) | {
+        "constants": _sorted(calibration.constants),
+        "environment": vars(calibration.environment),
+    }
+    return _line({"format": FORMAT} | fields, _calibration)
+
+
+def calibration_from_text(line: str) -> Calibration:
+    """The inverse of `calibration_to_text`; raises as `record_from_text` does."""
+    return _calibration(_json(line))
 
 
 def schedule_to_text(schedule: Schedule) -> str:
@@ -171,6 +200,55 @@ def read_records(directory: Path) -> list[Record]:
     return sorted(records, key=_order)
 
 
+def read_calibrations(directory: Path) -> list[Calibration]:
+    """Every calibration under `directory` (``<hardware>/constants.json``), sorted.
+
+    Raises:
+      StoreError: a file that is not made of calibrations, or two of one kernel on one chip.
+    """
+    found: dict[tuple[str, str, str], Calibration] = {}
+    for path in sorted(directory.glob(f"*/{_CONSTANTS}")):
+        try:
+            items = _list_of(_calibration)(_json(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot read the model's constants from {path}: {error}") from error
+        for item in items:
+            if _kernel_on_chip(item) in found:
+                raise StoreError(
+                    f"{path} is a second one with constants of {' '.join(_kernel_on_chip(item))}; keep one"
+                )
+            found[_kernel_on_chip(item)] = item
+    return [found[which] for which in sorted(found)]
+
+
+def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> list[Path]:
+    """Write `calibrations` under `directory`, in place of older ones of the same kernels on the same chips.
+
+    Returns:
+      the files written, one per device, a constant a line.
+
+    Raises:
+      StoreError: what is there is not made of calibrations, or cannot be written.
+    """
+    kept = {_kernel_on_chip(item): item for item in read_calibrations(directory)}
+    new = {_kernel_on_chip(item): item for item in calibrations}
+    written = []
+    for hardware in sorted({item.hardware for item in new.values()}):
+        lines = [
+            json.loads(calibration_to_text(item))
+            for _, item in sorted((kept | new).items())
+            if item.hardware == hardware
+        ]
+        path = directory / _slug(hardware) / _CONSTANTS
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error}") from error
+        written.append(path)
+    return written
+
+
 def add_records(directory: Path, records: Iterable[Record]) -> list[Path]:
     """Write `records` among those under `directory`, in place of older ones of the same key.
 
@@ -200,6 +278,10 @@ def _read(path: Path) -> list[Record]:
         return import_text(path.read_text(encoding="utf-8"), source=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read records from {path}: {error}") from error
+
+
+def _kernel_on_chip(calibration: Calibration) -> tuple[str, str, str]:
+    return calibration.hardware, calibration.operation, calibration.backend
 
 
 def _order(record: Record) -> tuple[str, str, str]:
@@ -265,6 +347,23 @@ def _record(value: object) -> Record:
         tried=_field(fields, "tried", _whole),
         space=_field(fields, "space", _whole),
         confidence=_field(fields, "confidence", _verdict) if "confidence" in fields else Verdict(),
+        excluded=_field(fields, "excluded", _whole) if "excluded" in fields else 0,
+        stopped=_field(fields, "stopped", _text) if "stopped" in fields else "",
+    )
+
+
+def _calibration(value: object) -> Calibration:
+    fields = _formatted(value)
+    return Calibration(
+        hardware=_field(fields, "hardware", _text),
+        operation=_field(fields, "operation", _text),
+        backend=_field(fields, "backend", _text),
+        version=_field(fields, "version", _whole),
+        constants=_field(fields, "constants", _map_of(_number)),
+        problems=_field(fields, "problems", _whole),
+        trials=_field(fields, "trials", _whole),
+        error=_field(fields, "error", _number),
+        environment=_field(fields, "environment", _environment),
     )
 
 
@@ -293,7 +392,7 @@ def _trial(value: object) -> Trial:
 
 
 def _sweep(value: object) -> Sweep:
-    fields = _formatted(value)
+    fields = _formatted(value, (FORMAT, SECOND_PASS))
     return Sweep(
         operation=_field(fields, "operation", _text),
         problem=_field(fields, "problem", _problem),
@@ -310,6 +409,8 @@ def _sweep(value: object) -> Sweep:
         sample=_field(fields, "sample", lambda value: None if value is None else _whole(value)),
         seed=_field(fields, "seed", _whole),
         repetitions=_field(fields, "repetitions", _whole),
+        again=_field(fields, "again", _whole) if "again" in fields else 0,
+        rounds=_field(fields, "rounds", _whole) if "rounds" in fields else 0,
     )
 
 
@@ -350,10 +451,11 @@ def _environment(value: object) -> Environment:
     )
 
 
-def _formatted(value: object) -> Mapping[str, object]:
+def _formatted(value: object, known: tuple[int, ...] = (FORMAT,)) -> Mapping[str, object]:
     fields = _object(value)
-    if (version := _field(fields, "format", _whole)) != FORMAT:
-        raise ValueError(f"format {version} is not format {FORMAT}, which this version reads: upgrade tile-scheduler")
+    if (version := _field(fields, "format", _whole)) not in known:
+        names = " or ".join(map(str, known))
+        raise ValueError(f"format {version} is not format {names}, which this version reads: upgrade tile-scheduler")
     return fields
 
 

@@ -8,15 +8,17 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from scheduler.bench import condition
 from scheduler.cost import CostModel
 from scheduler.errors import NoCandidate, StoreError
+from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.lease import leased
 from scheduler.legal import illegal as illegal
+from scheduler.neighbours import TELLING, WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, Pruned, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
@@ -26,7 +28,7 @@ from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate
 from search_spaces.kernel import Kernel, Operation, Problem
-from search_spaces.space import Choice
+from search_spaces.space import Choice, Columns
 
 if TYPE_CHECKING:
     from scheduler.store import Store
@@ -39,6 +41,10 @@ FINALISTS = 4
 # Of the legal schedules, the search chooses among this share that the model ranks first, but never among too few.
 KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
+# A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
+PATIENCE = 24
+# Predictions closer than this say nothing about who is faster: a neighbour's measured winner goes first.
+TIE = 1.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Answer:
       predicted_s: its predicted time, seconds.
       library_s: the predicted time of the library's answer, seconds.
       reason: why this one, in words.
+      neighbour: the similar problem whose record told about this one; "" where there was none.
     """
 
     backend: str
@@ -57,6 +64,7 @@ class Answer:
     predicted_s: float
     library_s: float
     reason: str
+    neighbour: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,65 +105,141 @@ def explain(
     operation: Operation[Any], problem: Problem, hardware: Hardware
 ) -> list[tuple[Kernel[Any, Any], Pruned | str]]:
     """For each kernel, its space pruned and ranked, or why it cannot do this problem here."""
-    model = CostModel(hardware)
     return [
         (
             kernel,
             reason
             if (reason := kernel.supports(problem, hardware.target))
-            else prune(kernel, problem, hardware, model),
+            else prune(kernel, problem, hardware, model_of(operation, kernel, hardware)),
         )
         for kernel in operation.kernels
     ]
 
 
 def predict(
-    operation: Operation[Any], problem: Problem, hardware: Hardware, *, backends: frozenset[str] | None = None
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    backends: frozenset[str] | None = None,
+    records: Iterable[Record] = (),
+    shared_only: bool = False,
 ) -> Answer:
     """The model's first choice, without measuring anything, among the schedules that were verified on the architecture.
 
-    A kernel that competes with the library must promise at least `MODEL_GAIN` over it. Where `backends` leaves the
-    library out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
+    A kernel that competes with the library must have been verified on this architecture, and promise at least
+    `MODEL_GAIN` over it, or less where a similar problem's record vouches for both; where `backends` leaves the library
+    out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
+
+    Args:
+      backends: the kernels that may answer; None allows all.
+      records: of this operation on this chip. The one of the most similar problem, at most a doubling away, corrects
+        the model: by what it got wrong there, less so the farther that problem is; and the winner there is the first
+        choice here where it is legal and the model does not object to it more than it did there.
+      shared_only: use no constants of the user's own, which other processes of a job may not have.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
     allowed = _allowed(operation, backends)
-    model = CostModel(hardware)
-    library_s = model.library_seconds(problem)
-    best: Candidate | None = None
+    near = nearest(operation, problem, records, within=TELLING)
+    library = operation.library
+    best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
+    assert not isinstance(best, str), "a library kernel has its one schedule for every problem"
+    library_s, told = best.predicted_s, best.neighbour
+    found: _Choice | None = None
     refused: dict[str, str] = {}
     for kernel in operation.kernels:
         if kernel.backend not in allowed or kernel.library:
             continue
-        if operation.library.backend in allowed and hardware.architecture not in kernel.verified_on:
+        if library.backend in allowed and hardware.architecture not in kernel.verified_on:
             refused[kernel.backend] = f"not verified on {hardware.architecture}"
         elif reason := kernel.supports(problem, hardware.target):
             refused[kernel.backend] = reason
         else:
-            pruned = prune(kernel, problem, hardware, model, keep=1, verified=True)
-            if not len(pruned.points) and operation.library.backend not in allowed:
-                pruned = prune(kernel, problem, hardware, model, keep=1)
-            found = pruned.candidates()
-            if not found:
-                refused[kernel.backend] = f"nothing left of {pruned.size}: {_counts(pruned.dropped)}"
-            elif best is None or found[0].predicted_s < best.predicted_s:
-                best = found[0]
-    if operation.library.backend not in allowed:
-        if best is None:
+            model = model_of(operation, kernel, hardware, shared_only=shared_only)
+            choice = _choose(kernel, problem, hardware, model, near, needed=library.backend not in allowed)
+            if isinstance(choice, str):
+                refused[kernel.backend] = choice
+            elif found is None or choice.predicted_s < found.predicted_s:
+                found = choice
+    if library.backend not in allowed:
+        if found is None:
             raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {_words(refused)}")
-        return Answer(best.backend, best.schedule, best.predicted_s, library_s, "the model's first choice")
-    if best is not None and best.predicted_s <= (1 - MODEL_GAIN) * library_s:
-        gain = library_s / best.predicted_s
-        return Answer(
-            best.backend,
-            best.schedule,
-            best.predicted_s,
-            library_s,
-            f"the model expects {gain:.2f}x the library's speed",
-        )
-    reason = f"the model expects less than {MODEL_GAIN:.0%} over the library" if best is not None else _words(refused)
-    return Answer(operation.library.backend, {}, library_s, library_s, reason or "the library is the only kernel")
+        reason = f"the model's first choice{found.words}"
+        return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
+    # What a neighbour's record corrects, the model need not be feared for.
+    wanted = MODEL_GAIN * (1 - min(best.weight, found.weight if found is not None else 0.0))
+    if found is not None and found.predicted_s <= (1 - wanted) * library_s:
+        gain = library_s / found.predicted_s
+        reason = f"the model expects {gain:.2f}x the library's speed{found.words}"
+        return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
+    reason = f"the model expects less than {wanted:.0%} over the library" if found is not None else _words(refused)
+    return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", told)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """A kernel's answer without measuring; `words` says what a neighbour had to do with it, `weight` how much."""
+
+    backend: str
+    schedule: Schedule
+    predicted_s: float
+    neighbour: str = ""
+    words: str = ""
+    weight: float = 0.0
+
+
+def _choose(
+    kernel: Kernel[Any, Any],
+    problem: Problem,
+    hardware: Hardware,
+    model: CostModel,
+    near: Sequence[Neighbour],
+    *,
+    needed: bool = False,
+) -> _Choice | str:
+    """The first choice for one kernel, seeded by the nearest problem that tells of it; or why there is none.
+
+    It is among the verified schedules; where there is none, and an answer is `needed` all the same, among all.
+    """
+    pruned = prune(kernel, problem, hardware, model, keep=1, verified=not kernel.library)
+    if not len(pruned.points) and needed:
+        pruned = prune(kernel, problem, hardware, model, keep=1)
+    if not len(pruned.points):
+        return f"nothing left of {pruned.size}: {_counts(pruned.dropped)}"
+    (first,) = pruned.candidates()
+    for neighbour in near:
+        entry = neighbour.best(kernel.backend)
+        if entry is None or entry.version != kernel.version or kernel.supports(neighbour.problem, hardware.target):
+            continue
+        there = _predicted(kernel, neighbour.problem, hardware, model, entry.schedule)
+        if there is None:
+            continue
+        at = f"{neighbour.problem}, {neighbour.doublings:.1f} doublings away"
+        error = (entry.measurement.median_s / there) ** neighbour.weight
+        favourite = prune(kernel, neighbour.problem, hardware, model, keep=1).predicted_s[0]
+        objection = max(TIE, float(there / favourite) ** neighbour.weight)
+        here = _predicted(kernel, problem, hardware, model, entry.schedule)
+        if kernel.library or here is None or here > objection * first.predicted_s:
+            chosen, predicted_s, words = first.schedule, first.predicted_s, f" (its times corrected by those of {at})"
+        else:
+            chosen, predicted_s, words = entry.schedule, here, f" (with the schedule of {at})"
+        told = str(neighbour.problem)
+        return _Choice(first.backend, chosen, predicted_s * error, told, words, neighbour.weight)
+    return _Choice(first.backend, first.schedule, first.predicted_s)
+
+
+def _predicted(
+    kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, model: CostModel, schedule: Schedule
+) -> float | None:
+    """The model's time of one schedule, seconds; None where it is not legal."""
+    if illegal(kernel, problem, hardware, schedule) is not None:
+        return None
+    if kernel.library:
+        return model.library_seconds(problem)
+    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
+    return float(model.seconds(kernel.footprint(problem, one, hardware.target))[0])
 
 
 def recheck(
@@ -236,7 +320,8 @@ def tune(
 
     Args:
       backends: kernels to try beside the library; None tries all that support the problem.
-      budget: trials, the library's included.
+      budget: trials at most, the library's included. Fewer are made where nothing untried can win, or nothing has come
+        of the last ones and nothing is expected: the record says which.
       seconds: stop proposing trials after so many seconds.
       seed: of the search; the inputs are always the same.
       l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
@@ -295,6 +380,8 @@ class _Tuning:
         self.versions: dict[str, int] = {}
         self.size = 0
         self.incumbent_s: float | None = None
+        self.seeds: list[int] = []  # the winners of similar problems, the nearest first
+        self.stopped, self.excluded = "", 0
         self.repetitions, self.repetitions_of_round = repetitions(runner.hardware)
 
     def run(
@@ -316,6 +403,8 @@ class _Tuning:
             tried=len(self.trials),
             space=self.size,
             confidence=verdict,
+            excluded=self.excluded,
+            stopped=self.stopped,
         )
         self._keep(lambda store: store.put(record))
         return record
@@ -345,7 +434,8 @@ class _Tuning:
     def _collect(self, allowed: frozenset[str], told: Mapping[_Point, Trial]) -> None:
         """Chooses the candidates, and takes for their trials those of `told`."""
         hardware = self.runner.hardware
-        model = CostModel(hardware)
+        near = self._near()
+        won = [(entry.backend, entry.version, tuple(sorted(entry.schedule.items()))) for entry in _winners(near)]
         # The library first: whatever ends the search early, there is something to compare with.
         for kernel in sorted(self.operation.kernels, key=lambda kernel: not kernel.library):
             if kernel.backend not in allowed and not kernel.library:
@@ -353,17 +443,27 @@ class _Tuning:
             if reason := kernel.supports(self.problem, hardware.target):
                 self.dropped[f"{kernel.backend}: {reason}"] += 1
                 continue
-            pruned = prune(kernel, self.problem, hardware, model)
+            pruned = prune(kernel, self.problem, hardware, model_of(self.operation, kernel, hardware))
             legal = self._recorded(pruned.candidates())
             keep = max(KEPT_PER_TRIAL * self.budget, int(KEPT_SHARE * len(legal)))
-            self.candidates += [c for rank, c in enumerate(legal) if rank < keep or _point(c) in told]
+            self.candidates += [
+                c for rank, c in enumerate(legal) if rank < keep or _point(c) in told or _point(c) in won
+            ]
             self.size += pruned.size
             self.dropped.update(pruned.dropped)
             self.versions[kernel.backend] = legal[0].version if legal else kernel.version
         index = {_point(candidate): i for i, candidate in enumerate(self.candidates)}
         self.trials = {index[point]: trial for point, trial in told.items() if point in index}
+        self.seeds = [index[point] for point in dict.fromkeys(won) if point in index]
         self.resumed = len(self.trials)
         self.incumbent_s = min(filter(None, map(_seconds, self.trials.values())), default=None)
+
+    def _near(self) -> list[Neighbour]:
+        """Similar problems in the store."""
+        if self.store is None:
+            return []
+        records = self.store.records(operation=self.key.operation, hardware=self.key.hardware)
+        return nearest(self.operation, self.problem, records, within=WORTH_A_TRIAL)
 
     def _recorded(self, legal: list[Candidate]) -> list[Candidate]:
         """Those that the runner can tell about, as of the kernel version that it knows."""
@@ -382,9 +482,9 @@ class _Tuning:
 
         known = {index: _seconds(trial) for index, trial in self.trials.items()}
         budget = max(self.budget, len(known) + (0 not in known))
-        search = Search(
-            [candidate.whole() for candidate in self.candidates], budget=budget, seed=seed, first=[0], known=known
-        )
+        first = list(dict.fromkeys([0, *self.seeds]))
+        whole = [candidate.whole() for candidate in self.candidates]
+        search = Search(whole, budget=budget, seed=seed, first=first, known=known, patience=PATIENCE)
         started = time.perf_counter()
         total = min(budget, len(self.candidates))
         best = min(filter(_seconds, self.trials.values()), key=_time, default=None)
@@ -402,6 +502,8 @@ class _Tuning:
                 while not late and threads.running < self.runner.slots and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(self._measure, index))
                 if not threads.running:
+                    self.stopped = f"the {seconds:g} s are over" if late else search.reason
+                    self.excluded = search.excluded
                     return
                 index, outcome = threads.next()
                 trial = self._end_trial(index, outcome)
@@ -529,6 +631,14 @@ def repetitions(hardware: Hardware) -> tuple[int, int]:
 
 def _point(of: Candidate | Trial) -> _Point:
     return of.backend, of.version, tuple(sorted(of.schedule.items()))
+
+
+def _winners(near: Sequence[Neighbour]) -> Iterable[Entry]:
+    """The best entry of each backend but the library of each of these problems, the nearest problem's first."""
+    for neighbour in near:
+        for backend in dict.fromkeys(entry.backend for entry in neighbour.record.entries if entry.schedule):
+            if (entry := neighbour.best(backend)) is not None:
+                yield entry
 
 
 def _seconds(trial: Trial) -> float | None:

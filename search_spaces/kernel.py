@@ -194,11 +194,17 @@ class Operand:
       bytes: bytes loaded, ragged edges averaged in.
       axes: the axes of `Footprint.grid` that select the block: blocks that agree on them load the same bytes.
       multicast: blocks of a cluster that one load serves (1 where each loads for itself).
+      filled_bytes: on-chip bytes that it fills, what lies beyond ragged edges included; 0 where these are `bytes`.
+      row_bytes: bytes that follow each other in device memory before the block's next row; 0 where rows are long.
+      copy_bytes: width of the on-chip rows in which a copy unit delivers them, one row at a time; 0 where none does.
     """
 
     bytes: Column
     axes: tuple[int, ...]
     multicast: Column | int = 1
+    filled_bytes: Column | int = 0
+    row_bytes: Column | int = 0
+    copy_bytes: Column | int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,19 @@ import typing
 import values
 from hypothesis import strategies as st
 
-from scheduler.record import Entry, Environment, Failure, Key, Measurement, Record, Stage, Sweep, Trial, Verdict
+from scheduler.record import (
+    Calibration,
+    Entry,
+    Environment,
+    Failure,
+    Key,
+    Measurement,
+    Record,
+    Stage,
+    Sweep,
+    Trial,
+    Verdict,
+)
 
 _names = st.text(max_size=8)
 _counts = st.integers(0, 2**63 - 1)
@@ -44,6 +56,8 @@ records = st.builds(
     tried=_counts,
     space=_counts,
     confidence=_verdicts,
+    excluded=_counts,
+    stopped=_names,
 )
 trials = st.builds(Trial, _counts, _names, _counts, _schedules, _measurements | _failures, _times)
 sweeps = st.builds(
@@ -63,4 +77,18 @@ sweeps = st.builds(
     sample=st.none() | _counts,
     seed=_counts,
     repetitions=_counts,
+    again=_counts,
+    rounds=_counts,
+)
+calibrations = st.builds(
+    Calibration,
+    hardware=_names,
+    operation=_names,
+    backend=_names,
+    version=_counts,
+    constants=st.dictionaries(_names, _times, max_size=3),
+    problems=_counts,
+    trials=_counts,
+    error=_times,
+    environment=_environments,
 )

@@ -23,9 +23,10 @@ from scheduler.cli import app
 from scheduler.errors import NotRecorded, RecordingError
 from scheduler.hardware import CPU, find
 from scheduler.record import Failure, Measurement
-from scheduler.replay import Recorder, Replay, read
+from scheduler.replay import Recorder, Replay, read, read_again
 from scheduler.store import Store
 from scheduler.sweep import file_name, sweep
+from scheduler.text import schedule_to_text
 from scheduler.tuner import key_of, tune
 from scheduler.workers import InProcess, Task
 from search_spaces import Operation, load
@@ -137,6 +138,56 @@ def test_a_sweep_that_ended_anywhere_goes_on_from_there(recorded, cut):
     assert [step.done for step in seen] == list(range(left, len(trials) + 1))
 
 
+def test_a_second_pass_measures_the_fastest_in_turns_and_is_read_apart(tmp_path):
+    path, order = tmp_path / "a.gz", []
+
+    class Watched(Scripted):
+        def measure(self, task, *, again=False):
+            if again:
+                order.append(schedule_to_text(task.schedule))
+            return super().measure(task, again=again)
+
+    head, trials = sweep(DOUBLE, PROBLEM, path, Watched(), again=3)
+    again = read_again(path)
+    assert read(path) == (head, trials), "the first pass is as it would be without a second"
+    times = sorted(t.outcome.median_s for t in trials if t.schedule and isinstance(t.outcome, Measurement))
+    assert [trial.backend for trial in again] == ["xla", "scripted", "scripted", "scripted"]
+    assert sorted(trial.outcome.median_s for trial in again[1:]) == times[:3]
+    assert all(len(trial.outcome.samples_s) == head.rounds * head.repetitions for trial in again)
+    assert len(order) == 4 * head.rounds
+    rounds = [sorted(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert all(one == rounds[0] for one in rounds), "each is measured once in each round"
+    assert Replay(path).measure(Task(DOUBLE, PROBLEM, "xla", {}, 3)) == trials[0].outcome
+
+
+@pytest.mark.parametrize("cut", [1, 60])
+def test_a_second_pass_that_was_cut_short_is_made_again(tmp_path, cut):
+    path = tmp_path / "a.gz"
+    sweep(DOUBLE, PROBLEM, path, Scripted(), again=3)
+    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    assert json.loads(lines[0])["format"] == 2
+    path.write_bytes(gzip.compress(b"".join(lines[:-1])[:-cut]))
+    assert read_again(path) == []
+    runner = Scripted()
+    _, trials = sweep(DOUBLE, PROBLEM, path, runner, again=3)
+    assert len(read_again(path)) == 4
+    assert 0 < runner.asked <= 4 * 10 + 1
+    again = Scripted()
+    sweep(DOUBLE, PROBLEM, path, again, again=3)
+    assert again.asked == 0
+    assert read(path)[1] == trials
+
+
+def test_a_recording_without_a_second_pass_gets_one_from_the_same_command(recorded):
+    path, head, trials = recorded
+    assert read_again(path) == []
+    runner = Scripted()
+    later, _ = sweep(DOUBLE, PROBLEM, path, runner, again=2)
+    assert runner.asked == 3 * later.rounds
+    assert len(read_again(path)) == 3
+    assert read(path) == (dataclasses.replace(head, again=2, rounds=later.rounds), trials)
+
+
 def test_a_killed_sweep_loses_what_was_running_and_no_more(tmp_path):
     path = tmp_path / "paced.jsonl.gz"
     command = ["sweep", PACED_NAME, "n=8", "--out", str(path)]
@@ -221,7 +272,7 @@ def test_a_recording_of_another_chip_is_searched_where_there_is_none(tmp_path):
             self.hardware = find("NVIDIA H200")
 
         def measure(self, task, *, again=False):
-            time_s = 1e-4 if task.backend == "xla" else 1e-2 / task.schedule["tile_m"]
+            time_s = 1e-3 if task.backend == "xla" else 1e-1 / task.schedule["tile_m"]
             return Measurement(time_s, (time_s,), "cupti", "cold")
 
     path, problem = tmp_path / "h200.gz", MatmulProblem(4096, 4096, 4096)
@@ -242,6 +293,18 @@ def test_a_kept_sweep_is_whole_and_searched(path):
     record = tune(operation, operation.problem.from_canonical(head.problem), budget=12, runner=replay)
     assert record.tried == 12
     assert record.environment == head.environment
+
+
+def test_a_search_ends_where_nothing_more_is_to_be_found_and_its_record_says_so():
+    replay = Replay(ROOT / "sweeps" / "nvidia-h200" / "matmul-m2048-n5120-k5120.jsonl.gz")
+    problem = MatmulProblem(2048, 5120, 5120)
+    record = tune(MATMUL, problem, budget=200, runner=replay)
+    assert record.tried < 100
+    assert record.stopped.startswith("the last 24 trials brought nothing")
+    assert record.excluded > 50, "what cannot beat 133 us by its lower bound"
+    best_s = min(t.outcome.median_s for t in read(replay.path)[1] if isinstance(t.outcome, Measurement))
+    assert record.winner.measurement.median_s <= 1.01 * best_s
+    assert text.record_from_text(text.record_to_text(record)) == record
 
 
 def test_the_kept_sweeps_are_small():

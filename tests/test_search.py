@@ -28,6 +28,7 @@ class Candidate:
     backend: str
     schedule: Mapping[str, int | bool | str]
     predicted_s: float
+    floor_s: float = 0.0
 
 
 def grid(count, seed=0):
@@ -102,6 +103,48 @@ def test_incumbents_come_first_and_the_models_favourite_next():
     order = spend(Search(candidates, budget=20, first=[333, 12, 333]), seconds)
     assert order[:2] == [333, 12]
     assert order[2] == min(range(500), key=lambda index: candidates[index].predicted_s)
+
+
+def test_the_models_first_four_are_tried_and_four_more_that_differ():
+    candidates, seconds = grid(500)
+    order = spend(Search(candidates, budget=40), seconds)
+    ranked = sorted(range(500), key=lambda index: candidates[index].predicted_s)
+    assert order[:4] == ranked[:4]
+    for nth, index in enumerate(order[4:8], start=4):
+        for earlier in order[:nth]:
+            mine, its = candidates[index].schedule, candidates[earlier].schedule
+            assert sum(mine[name] != its[name] for name in mine) >= 2
+
+
+def test_what_cannot_beat_the_fastest_is_left_out_and_counted():
+    candidates, seconds = grid(300)
+    fastest = min(seconds)
+    bounded = [dataclasses.replace(c, floor_s=0.9 * s) for c, s in zip(candidates, seconds, strict=True)]
+    search = Search(bounded, budget=300, first=[seconds.index(fastest)])
+    order = spend(search, seconds)
+    left_out = set(range(300)) - set(order)
+    assert search.reason == "nothing untried can beat the fastest, by its lower bound"
+    assert search.excluded == len(left_out) > 200
+    assert all(0.9 * seconds[index] > fastest for index in left_out)
+    assert search.best == (seconds.index(fastest), fastest)
+
+
+def test_a_failure_or_a_search_without_bounds_leaves_nothing_out():
+    candidates, seconds = grid(60)
+    search = Search(candidates, budget=100)
+    assert len(spend(search, [None, *seconds[1:]])) == 60
+    assert search.excluded == 0
+
+
+def test_a_search_that_has_found_what_there_is_gives_up_and_says_so():
+    candidates, seconds = grid(1000)
+    knowing = [dataclasses.replace(c, predicted_s=s) for c, s in zip(candidates, seconds, strict=True)]
+    patient = Search(knowing, budget=300, patience=20)
+    order = spend(patient, seconds)
+    assert 20 < len(order) < 150
+    assert patient.reason == "the last 20 trials brought nothing, and less than 0.1% is expected"
+    assert patient.best[1] == min(seconds)
+    assert len(spend(Search(knowing, budget=100, seed=1), seconds)) == 100
 
 
 def test_no_failure_is_proposed_again_and_its_neighbourhood_is_left():

@@ -28,8 +28,17 @@ def test_cache_db_and_records_agree():
     assert list(store.records()) == text.read_records(ROOT / "records"), "run: python -m scheduler build-cache"
 
 
+def test_cache_db_and_the_constants_in_records_agree():
+    store = shipped()
+    assert store is not None
+    kept = text.read_calibrations(ROOT / "records")
+    assert store.calibrations() == kept, "run: python -m scheduler build-cache"
+    assert {c.backend for c in kept if c.operation == "matmul"} == {"mosaic_gpu", "xla"}
+
+
 def test_every_file_of_records_is_sorted_and_in_its_place(tmp_path):
     written = text.add_records(tmp_path, text.read_records(ROOT / "records"))
+    written = sorted([*written, *text.add_calibrations(tmp_path, text.read_calibrations(ROOT / "records"))])
     assert [file.relative_to(tmp_path) for file in written] == [
         file.relative_to(ROOT / "records") for file in sorted((ROOT / "records").glob("*/*"))
     ]

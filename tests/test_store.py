@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from scheduler import store as store_module
 from scheduler import text
 from scheduler.errors import StoreError
-from scheduler.record import Failure, Key
+from scheduler.record import Calibration, Failure, Key
 from scheduler.store import MIGRATIONS, Store, build_shipped, default_url, file_system
 
 
@@ -227,7 +227,7 @@ def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, req
         import psycopg
 
         with psycopg.connect(url) as connection:
-            connection.execute("DROP TABLE IF EXISTS schedules, trials, leases, schema_version")
+            connection.execute("DROP TABLE IF EXISTS schedules, trials, leases, constants, schema_version")
     with writers(url, 8, 50) as processes:
         for process in processes:
             process.stdin.write("go\n")
@@ -308,6 +308,18 @@ def test_a_trial_found_wrong_later_is_replaced_where_it_stands():
     assert store.trials(values.KEY) == [values.trial(0), values.trial(1), wrong, values.trial(1)]
 
 
+def test_constants_are_kept_by_chip_and_kernel_and_refitting_replaces_them(any_store):
+    def fitted(backend, value, hardware="one chip"):
+        return Calibration(hardware, "matmul", backend, 1, {"p": value}, 7, 900, 0.04, values.ENVIRONMENT)
+
+    for calibration in (fitted("xla", 5.0), fitted("mosaic_gpu", 6.0), fitted("xla", 7.0), fitted("xla", 8.0, "two")):
+        any_store.put_calibration(calibration)
+    assert any_store.calibrations(hardware="one chip") == [fitted("mosaic_gpu", 6.0), fitted("xla", 7.0)]
+    assert any_store.calibrations(operation="softmax") == []
+    assert len(any_store.calibrations()) == 3
+    assert list(any_store.records()) == []
+
+
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
 def test_a_file_of_every_released_schema_still_reads(path, version):
     path.parent.mkdir()
@@ -317,6 +329,7 @@ def test_a_file_of_every_released_schema_still_reads(path, version):
     store = Store(path)
     assert store.get(values.KEY) == values.record()
     assert store.trials(values.KEY) == [values.trial()]
+    assert [c.constants for c in store.calibrations()] == ([{"e_hbm": 0.9, "p": 5.0}] if version >= 4 else [])
 
 
 def test_a_migration_keeps_what_was_stored(path):

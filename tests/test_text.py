@@ -11,7 +11,7 @@ from hypothesis import given
 
 from scheduler import text
 from scheduler.errors import StoreError
-from scheduler.record import Key, Verdict
+from scheduler.record import Calibration, Key, Verdict
 
 
 @given(strategies.records)
@@ -25,6 +25,28 @@ def test_any_record_survives_its_text(record):
 @given(strategies.trials)
 def test_any_trial_survives_its_text(trial):
     assert text.trial_from_text(text.trial_to_text(trial)) == trial
+
+
+@given(strategies.calibrations)
+def test_any_calibration_survives_its_text(calibration):
+    assert text.calibration_from_text(text.calibration_to_text(calibration)) == calibration
+
+
+def test_calibrations_are_kept_by_chip_and_kernel_and_the_newer_one_replaces_the_older(tmp_path):
+    def fitted(hardware, backend, error):
+        return Calibration(hardware, "matmul", backend, 1, {"p": 5.0}, 7, 900, error, values.ENVIRONMENT)
+
+    text.add_calibrations(tmp_path, [fitted("one", "xla", 0.1), fitted("one", "mosaic_gpu", 0.1)])
+    text.add_calibrations(tmp_path, [fitted("one", "xla", 0.2), fitted("two", "xla", 0.3)])
+    found = {(c.hardware, c.backend): c.error for c in text.read_calibrations(tmp_path)}
+    assert found == {("one", "mosaic_gpu"): 0.1, ("one", "xla"): 0.2, ("two", "xla"): 0.3}
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "constants.json").write_text((tmp_path / "two" / "constants.json").read_text())
+    with pytest.raises(StoreError, match="two matmul xla; keep one"):
+        text.read_calibrations(tmp_path)
+    (tmp_path / "three" / "constants.json").write_text("{}")
+    with pytest.raises(StoreError, match="a list is wanted"):
+        text.read_calibrations(tmp_path)
 
 
 def test_a_bool_and_a_number_of_a_schedule_stay_what_they_are():

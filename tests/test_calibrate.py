@@ -1,0 +1,197 @@
+"""Fitting the model's constants: what was true is found again, and what was left out is ranked all the same."""
+
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+
+import hopper_sweep
+import numpy as np
+import pytest
+from operations import DOUBLE, DoubleProblem
+from scipy.stats import kendalltau
+from typer.testing import CliRunner
+
+from scheduler import fitted, measured, replay, text
+from scheduler.calibrate import Observed, calibrate, fit, observed
+from scheduler.cli import app
+from scheduler.cost import Constants, CostModel
+from scheduler.errors import NoCandidate, RecordingError
+from scheduler.hardware import find
+from scheduler.record import Calibration, Environment, Measurement, Trial
+from scheduler.store import Store
+from scheduler.tuner import predict
+from search_spaces.matmul import MATMUL, MatmulProblem
+
+ROOT = Path(__file__).parents[1]
+H200, H100 = find("NVIDIA H200"), find("NVIDIA H100 80GB HBM3")
+KERNEL = MATMUL.kernel("mosaic_gpu")
+NOW = Environment("0.11.2", "0.11.2", "580.95", "2026-03-01T12:00:00Z")
+SWEEPS = sorted((ROOT / "sweeps" / "nvidia-h200").glob("matmul-*.jsonl.gz"))
+TRUE = Constants(e_mma=0.9, e_power=0.8, e_l2=0.8, row_s=1.3e-9, gap_bytes=30, loaded=1.2, cluster_s=4e-7, p=7)
+
+
+@functools.cache
+def recorded(path):
+    ((problem, trials),) = measured.recorded(MATMUL, path).trials.items()
+    return observed(KERNEL, problem, H200, trials)
+
+
+@functools.cache
+def invented(shape, constants=TRUE):
+    """A sweep of a chip of which everything is known."""
+    problem = MatmulProblem(*shape)
+    points, _ = KERNEL.space(problem, H200.target).legal()
+    seconds = CostModel(H200, constants).seconds(KERNEL.footprint(problem, points, H200.target))
+    return Observed(problem, points, seconds)
+
+
+SHAPES = ((4096, 4096, 4096), (128, 8192, 8192), (1024, 1024, 2048), (16, 8192, 4096))
+
+
+def error(constants, seen):
+    predicted = CostModel(H200, constants).seconds(KERNEL.footprint(seen.problem, seen.schedules, H200.target))
+    return np.abs(np.log(predicted / seen.seconds))
+
+
+def test_constants_that_made_the_times_predict_times_that_were_not_shown():
+    found = fit(KERNEL, H200, [invented(shape) for shape in SHAPES])
+    unseen = invented((256, 14336, 4096))
+    assert np.median(error(found, unseen)) < 0.03 < np.median(error(Constants(), unseen))
+    assert found.row_s == pytest.approx(TRUE.row_s, rel=0.05)
+    assert found.e_power == pytest.approx(TRUE.e_power, rel=0.05)
+
+
+def test_one_time_in_twenty_that_is_three_times_too_long_changes_little():
+    draw = np.random.default_rng(0)
+    spoilt = [
+        dataclasses.replace(seen, seconds=seen.seconds * np.where(draw.random(len(seen.seconds)) < 0.05, 3, 1))
+        for seen in map(invented, SHAPES)
+    ]
+    assert np.median(error(fit(KERNEL, H200, spoilt), invented((256, 14336, 4096)))) < 0.04
+
+
+def test_what_nothing_was_observed_of_stays_where_it_starts():
+    found = fit(KERNEL, H200, [invented(SHAPES[0])])
+    assert found.library_e_mma == Constants().library_e_mma
+    assert found.e_hbm == pytest.approx(Constants().e_hbm, rel=0.05), "hardly a trial of 4096^3 waits for memory"
+
+
+def test_no_share_of_a_peak_exceeds_it_whatever_was_measured():
+    seen = invented(SHAPES[0])
+    found = fit(KERNEL, H200, [dataclasses.replace(seen, seconds=seen.seconds / 3)])
+    assert found.e_mma <= 1
+    assert found.e_power <= 1
+
+
+@pytest.mark.parametrize("left_out", SWEEPS[::3], ids=lambda path: path.name)
+def test_a_recorded_shape_is_ranked_by_constants_of_the_others(left_out):
+    seen = recorded(left_out)
+    found = fit(KERNEL, H200, [recorded(path) for path in SWEEPS if path != left_out])
+    footprint = KERNEL.footprint(seen.problem, seen.schedules, H200.target)
+    model, best = CostModel(H200, found), seen.seconds.min()
+    ranked = np.argsort(model.seconds(footprint), kind="stable")
+    assert best / seen.seconds[ranked[0]] >= 0.95
+    assert best / seen.seconds[ranked[:8]].min() >= 0.99
+    assert best / seen.seconds[ranked[: len(ranked) // 5]].min() >= 0.99
+    assert np.median(error(found, seen)) < 0.2, "16 rows are the worst: 16 %"
+
+
+def test_constants_of_one_kernel_rank_the_schedules_of_another():
+    """JAX's own matmul: another ring, another epilogue, operands in the cache, and times that nothing was fitted to."""
+    model = CostModel(H200, fit(KERNEL, H200, [recorded(path) for path in SWEEPS]))
+    taus, first = [], []
+    for (m, n, k), schedules, measured_s, _ in hopper_sweep.sweeps():
+        footprint = hopper_sweep.footprint(m, n, k, schedules)
+        predicted = model.seconds(footprint)
+        assert np.all(model.floor(footprint) < measured_s)
+        taus.append(kendalltau(predicted, measured_s).statistic)
+        first.append(measured_s.min() / measured_s[np.argmin(predicted)])
+    assert min(taus) > 0.75
+    assert np.median(first) > 0.96
+    assert min(first) > 0.9
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
+def test_nothing_that_was_recorded_is_below_its_lower_bound(path):
+    seen = recorded(path)
+    floor = CostModel(H200).floor(KERNEL.footprint(seen.problem, seen.schedules, H200.target))
+    assert np.all(floor < seen.seconds)
+
+
+def timed(number, schedule, seconds, backend="mosaic_gpu", version=1, clock="cupti"):
+    return Trial(number, backend, version, schedule, Measurement(seconds, (seconds,), clock, "cold"), 1e-4)
+
+
+def test_times_of_another_clock_or_version_teach_nothing():
+    problem = DoubleProblem(8)
+    trials = [
+        timed(0, {"tile": 1, "behave": "ok"}, 1e-3, "scripted", clock="wall"),
+        timed(1, {"tile": 2, "behave": "ok"}, 1e-3, "scripted", version=7),
+    ]
+    with pytest.raises(NoCandidate, match="tune or sweep there first"):
+        calibrate(DOUBLE, H200, {problem: trials}, [NOW])
+    (made,) = calibrate(DOUBLE, H200, {problem: [timed(2, {}, 1e-5, "xla")]}, [NOW])
+    assert (made.backend, made.problems, made.trials, made.environment) == ("xla", 1, 1, NOW)
+    assert set(made.constants) == {name for name in made.constants if name.startswith("library_")}
+
+
+# --- where they are kept, and who uses them ---
+
+
+def of_library(**constants):
+    return Calibration(H200.id, "matmul", "xla", 1, constants, 7, 7, 0.02, NOW)
+
+
+def test_the_users_constants_are_used_before_the_shipped_and_not_where_processes_must_agree():
+    problem, user = MatmulProblem(4096, 4096, 4096), Store(os.environ["TILE_SCHEDULER_CACHE"])
+    before = predict(MATMUL, problem, H200)
+    user.put_calibration(of_library(library_s=1.0))
+    fitted.forget()
+    assert predict(MATMUL, problem, H200).library_s == pytest.approx(1.0, rel=0.01)
+    assert predict(MATMUL, problem, H200, shared_only=True) == before
+
+
+def test_a_constant_that_todays_model_lacks_is_left_out():
+    Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(of_library(library_s=1e-3, phlogiston=2.0))
+    assert fitted.model_of(MATMUL, MATMUL.library, H200).fitted.library_s == 1e-3
+
+
+def test_an_unreadable_cache_leaves_the_shipped_constants():
+    path = Path(os.environ["TILE_SCHEDULER_CACHE"])
+    path.write_bytes(b"no database at all, but long enough to be taken for one" * 20)
+    assert "mosaic_gpu" in fitted.calibrations("matmul", H200)
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="tile-scheduler")
+    assert result.exit_code == status, result.output
+    return result.stdout + result.stderr
+
+
+def test_the_command_line_fits_recordings_stores_what_it_found_and_explain_says_so(tmp_path):
+    head, trials = replay.read(SWEEPS[3])  # 43 schedules; of a chip of which nothing is shipped
+    few = tmp_path / "few.jsonl.gz"
+    with replay.Recorder(few, dataclasses.replace(head, kind=H100.kind)) as recorder:
+        for trial in trials:
+            recorder.add(trial)
+    said = run("calibrate", "matmul", few)
+    assert "Stored in" in said
+    kept = Store(os.environ["TILE_SCHEDULER_CACHE"]).calibrations(hardware=H100.id)
+    assert {c.backend for c in kept} == {"mosaic_gpu", "xla"}
+    fitted.forget()
+    explained = json.loads(run("explain", "matmul", "m=64", "n=8192", "k=8192", "--hardware", H100.kind, "--json"))
+    mine = next(kernel for kernel in explained["kernels"] if kernel["backend"] == "mosaic_gpu")
+    trials = next(c.trials for c in kept if c.backend == "mosaic_gpu")
+    assert f"fitted to {trials} trials" in mine["fitted"]
+    assert "Written to" in run("calibrate", "matmul", few, "--ship", tmp_path)
+    assert [c.constants for c in text.read_calibrations(tmp_path)] == [c.constants for c in kept]
+
+
+def test_a_recording_of_something_else_is_refused():
+    with pytest.raises(RecordingError, match="not of double"):
+        measured.recorded(DOUBLE, SWEEPS[0])
+    other = measured.Measured(find("NVIDIA A100-SXM4-80GB"), {})
+    with pytest.raises(RecordingError, match="several chips"):
+        measured.merged([measured.Measured(H200, {}), other])

@@ -1,0 +1,130 @@
+"""What was measured of similar problems answers for a new one, as far as it can run there."""
+
+import dataclasses
+import math
+
+import pytest
+
+import scheduler
+from scheduler import decide
+from scheduler.hardware import find
+from scheduler.neighbours import distance, nearest
+from scheduler.record import Entry, Environment, Key, Measurement, Record
+from scheduler.store import Store, shipped
+from scheduler.tuner import key_of, predict, tune
+from search_spaces.matmul import MATMUL, MatmulProblem
+
+H200 = find("NVIDIA H200")
+PALLAS = frozenset({"mosaic_gpu"})
+TODAY = MATMUL.kernel("mosaic_gpu").version
+NOW = Environment("0.11.2", "0.11.2", "580.95", "2026-03-01T12:00:00Z")
+WIDE = MatmulProblem(128, 8192, 8192)
+# Legal for 128 rows, and neither the model's first choice there nor far behind it.
+WON = {"tile_m": 64, "tile_n": 128, "tile_k": 64, "stages": 8, "split": "n", "cluster": "none", "raster": "n"}
+WON |= {"raster_width": 1, "epilogue_n": 64}
+
+
+def record(problem=WIDE, schedule=WON, ours_s=30e-6, library_s=40e-6, version=TODAY):
+    def timed(seconds):
+        return Measurement(seconds, (seconds,), "cupti", "cold")
+
+    entries = (Entry("mosaic_gpu", version, schedule, timed(ours_s), 1e-5), Entry("xla", 1, {}, timed(library_s), 1e-5))
+    return Record(key_of(MATMUL, problem, H200), entries, {"mosaic_gpu": version, "xla": 1}, NOW, 64, 64, 18000)
+
+
+def test_problems_are_as_far_apart_as_their_sizes_are_doubled():
+    assert distance(WIDE, WIDE) == 0
+    assert distance(WIDE, MatmulProblem(64, 8192, 16384)) == 2
+    assert distance(MatmulProblem(64, 8192, 16384), WIDE) == 2
+    assert distance(WIDE, dataclasses.replace(WIDE, dtype="float16")) == math.inf
+    assert distance(WIDE, dataclasses.replace(WIDE, transpose_b=True)) == math.inf
+
+
+def test_the_nearest_come_first_and_a_problem_is_not_its_own_neighbour():
+    far, near = record(MatmulProblem(1024, 8192, 8192)), record(MatmulProblem(96, 8192, 8192))
+    beyond = record(MatmulProblem(8192, 8192, 8192))
+    foreign = dataclasses.replace(near, key=Key("matmul", H200.id, '{"q":3}'))
+    found = nearest(MATMUL, WIDE, [far, record(WIDE), beyond, foreign, near], within=3)
+    assert [n.record for n in found] == [near, far]
+    assert nearest(MATMUL, WIDE, [far, near], within=1) == found[:1]
+    assert found[0].weight == pytest.approx(0.75)
+    assert found[1].weight == 1 / 8
+
+
+def test_a_changed_batch_size_is_answered_with_the_schedule_that_won_next_to_it():
+    problem = MatmulProblem(112, 8192, 8192)
+    alone = predict(MATMUL, problem, H200, backends=PALLAS)
+    assert dict(alone.schedule) != WON
+    assert alone.neighbour == ""
+    told = predict(MATMUL, problem, H200, backends=PALLAS, records=[record()])
+    assert dict(told.schedule) == WON
+    assert told.neighbour == str(WIDE)
+    assert f"with the schedule of {WIDE}, 0.2 doublings away" in told.reason
+    assert told.predicted_s < alone.predicted_s
+
+
+def test_a_schedule_that_cannot_run_here_corrects_only_the_times():
+    problem = MatmulProblem(128, 8192, 256)  # too few steps for so many stages to fill
+    alone = predict(MATMUL, problem, H200, backends=PALLAS)
+    near = record(MatmulProblem(128, 8192, 512), ours_s=20e-6)
+    told = predict(MATMUL, problem, H200, backends=PALLAS, records=[near])
+    assert told.schedule == alone.schedule
+    assert told.predicted_s != alone.predicted_s
+    assert "its times corrected" in told.reason
+
+
+def test_a_record_of_another_version_or_of_another_dtype_tells_nothing():
+    alone = predict(MATMUL, MatmulProblem(112, 8192, 8192), H200, backends=PALLAS)
+    others = [record(version=77), record(dataclasses.replace(WIDE, dtype="float16"))]
+    told = predict(MATMUL, MatmulProblem(112, 8192, 8192), H200, backends=PALLAS, records=others)
+    assert (told.schedule, told.predicted_s) == (alone.schedule, alone.predicted_s)
+
+
+def test_a_small_gain_counts_where_a_neighbour_vouches_for_both():
+    problem = MatmulProblem(112, 8192, 8192)
+    assert predict(MATMUL, problem, H200, records=[record(ours_s=38e-6)]).backend == "mosaic_gpu"
+    assert predict(MATMUL, problem, H200, records=[record(ours_s=42e-6)]).backend == "xla"
+
+
+def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_next_to_it():
+    problem = MatmulProblem(112, 8192, 8192)
+    asked = decide.decide(MATMUL, problem, "cuda", decide.options(MATMUL, target=H200.kind))
+    assert asked.kernel.backend == "mosaic_gpu"
+    assert f"with the schedule of {WIDE}" in asked.reason
+    assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)
+
+
+def test_every_shipped_record_helps_its_neighbours_as_far_as_it_can_run_there():
+    records = list(shipped().records(operation="matmul", hardware=H200.id))
+    for one in records:
+        problem = MatmulProblem.from_canonical(one.key.problem)
+        grown = dataclasses.replace(problem, m=2 * problem.m)
+        told = predict(MATMUL, grown, H200, records=records)
+        assert told.neighbour
+        assert told.predicted_s > 0
+
+
+def test_a_search_begins_with_the_winners_next_to_it():
+    class Told:
+        hardware, environment, slots, asked = H200, NOW, 1, ()
+
+        def measure(self, task, *, again=False):
+            self.asked += (dict(task.schedule),)
+            seconds = 100e-6 + 1e-9 * len(self.asked)
+            return Measurement(seconds, (seconds,), "cupti", "cold")
+
+        def confirm(self, task):
+            return None
+
+        def others(self):
+            return 0
+
+        def close(self):
+            pass
+
+    store, runner = Store(":memory:"), Told()
+    store.put(record())
+    problem = MatmulProblem(112, 8192, 8192)
+    made = tune(MATMUL, problem, budget=4, store=store, runner=runner)
+    assert runner.asked[:2] == ({}, WON)
+    assert made.stopped == "the budget of 4 trials is spent"
