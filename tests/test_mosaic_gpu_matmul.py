@@ -200,9 +200,9 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"tile_m": 64, "split": "none", "unswizzled": True},
         2,
     ),
-    "bias, residual, more pieces than slots, padded": (
-        MatmulProblem(70, 136, 64, bias="bfloat16", activation="gelu", residual="bfloat16"),
-        {"tile_m": 64, "split": "n", "epilogue_n": 16},
+    "bias, residual, padded": (
+        MatmulProblem(60, 72, 64, bias="bfloat16", activation="gelu", residual="bfloat16"),
+        {"tile_m": 64, "tile_n": 64, "split": "n", "epilogue_n": 16},
         1,
     ),
     "bias of odd rows, wide residual, batch": (
@@ -215,20 +215,10 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"swap": True, "tile_m": 16, "split": "n"},
         1,
     ),
-    "swapped, residual, batch": (
-        MatmulProblem(5, 70, 64, batch=2, out_dtype="float32", bias="float32", residual="float32"),
-        {"swap": True, "tile_m": 8, "tile_n": 64, "split": "none"},
-        2,
-    ),
     "parts of k, bias, residual": (
-        MatmulProblem(61, 37, 200, batch=2, bias="float32", activation="relu", residual="bfloat16"),
+        MatmulProblem(61, 37, 200, bias="float32", activation="relu", residual="bfloat16"),
         {"tile_m": 64, "tile_n": 64, "split": "none", "split_k": 2},
         4,
-    ),
-    "cluster, bias, residual": (
-        MatmulProblem(128, 128, 64, bias="bfloat16", residual="bfloat16"),
-        {"tile_m": 64, "split": "n", "cluster": "m"},
-        2,
     ),
     "activation, residual in columns of 16 bytes": (
         MatmulProblem(64, 104, 64, activation="silu", residual="bfloat16"),
@@ -258,10 +248,10 @@ RACES = {
         {"swap": True, "tile_m": 16, "split": "n", "split_k": 2, "stages": 2},
         3,
     ),
-    "slots of bias and residual used again, within a tile and by the next": (
+    "slots of bias and residual used again within a tile and by the next, cluster": (
         MatmulProblem(128, 128, 64, bias="bfloat16", residual="bfloat16"),
-        {"tile_m": 64, "split": "n", "epilogue_n": 16},
-        1,
+        {"tile_m": 64, "tile_n": 64, "split": "none", "epilogue_n": 16, "cluster": "m"},
+        2,
     ),
 }
 
