@@ -266,7 +266,7 @@ def test_no_warpgroup_touches_what_another_still_uses(name, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("problem", LARGE, ids=str)
+@pytest.mark.parametrize("problem", LARGE + FUSED[:1], ids=str)
 def test_the_legal_space_of_a_large_problem_is_near_three_thousand(problem):
     assert 1000 <= len(KERNEL.space(problem, TARGET).legal()[0]) <= 4000
 
@@ -390,6 +390,13 @@ def test_what_follows_the_sums_costs_its_bytes_where_they_are_complete():
     assert (found.special_ops * found.steps).tolist() == [128 * 128, 0]
     # For each warpgroup 128 columns of the bias, and two pieces of 64 x 64 of the residual; a barrier for each of them.
     assert (found.onchip_bytes - plain.onchip_bytes).tolist() == [2 * (128 * 4 + 2 * 64 * 64 * 2 + 3 * 8), 0]
+
+
+def test_narrow_pieces_leave_room_for_four_stages_of_the_large_tile_beside_a_residual():
+    problem = FUSED[0]
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    roomy = fits(footprint(problem, points)) & (points.tile_m * points.tile_n == 128 * 256) & (points.stages == 4)
+    assert set(points.epilogue_n[roomy & (points.tile_k == 64)]) == {32}
 
 
 def test_a_residual_is_padded_as_its_result_is_and_a_bias_where_its_rows_are_odd():

@@ -27,7 +27,7 @@ from search_spaces.matmul.mosaic_gpu.geometry import Geometry
 from search_spaces.matmul.problem import MatmulProblem
 
 
-def on_chip(p: MatmulProblem, g: Geometry) -> dict[str, Any]:
+def following_on_chip(p: MatmulProblem, g: Geometry) -> dict[str, Any]:
     """The arrays and barriers of a block, by the names that `Following` has for them: none for a plain product."""
     slots: dict[str, Any] = {}
     if p.bias:
@@ -53,7 +53,7 @@ class Following:
       swap: sums are those of the transposed result.
       warpgroup: its number among those that compute.
       bias, residual: in device memory; None where there is none.
-      bias_slots, bias_loaded, residual_slots, residual_loaded: see `on_chip`.
+      bias_slots, bias_loaded, residual_slots, residual_loaded: see `following_on_chip`.
     """
 
     problem: MatmulProblem

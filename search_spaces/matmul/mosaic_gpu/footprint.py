@@ -14,7 +14,8 @@ from search_spaces.matmul.mosaic_gpu.product import COPY_REGISTERS
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns
 
-# What a computing thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does (ptxas).
+# What a computing thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does (ptxas);
+# where an activation or a bias and a residual follow, with 192 it spills one or two registers, with 160 none.
 OTHER_REGISTERS = 40
 # Mosaic GPU gives each on-chip array whole kibibytes, and each barrier 8 bytes.
 ALIGNMENT = 1024

@@ -10,8 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
-from search_spaces.matmul.mosaic_gpu.following import Following, transforms
-from search_spaces.matmul.mosaic_gpu.following import on_chip as on_chip_of_following
+from search_spaces.matmul.mosaic_gpu.following import Following, following_on_chip, transforms
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, Geometry
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.problem import MatmulProblem
@@ -31,7 +30,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     "released" of a slot that it has filled before, a multiplier for "loaded".
 
     Below, `a` fills the rows of wgmma and `b` its columns. Where operands are swapped, that is the mirrored product,
-    and only what leaves the kernel is turned back.
+    and only what leaves the kernel is turned back. Multipliers fetch a bias and a residual themselves.
     """
     out = Geometry(problem, schedule)
     swap = schedule.swap
@@ -54,7 +53,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         "released": plgpu.Barrier(**both)
         if s.cluster == "none"
         else plgpu.ClusterBarrier(collective_axes=("pair",), **both),
-        **on_chip_of_following(problem, out),
+        **following_on_chip(problem, out),
     }
 
     def window(array: Any, batch: Any, *slices: Any) -> Any:
@@ -118,18 +117,21 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
 
             lax.fori_loop(lax.max(tiles * g.steps - s.stages, 0), tiles * g.steps, drain, None)
 
-        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **slots_of: Any) -> None:
-            following = Following(problem, swap, warpgroup, bias, residual, **slots_of)
+        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
+            following = Following(problem, swap, warpgroup, bias, residual, **following_refs)
             first_row = warpgroup * g.wg_m if s.split == "m" else 0
             first_column = warpgroup * g.wg_n if s.split == "n" else 0
             rows, columns = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n)
             width = g.wg_n if swap else s.epilogue_n
             corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, g.wg_n, width)]
 
-            def fetch_residual(count: int, part: Any, row: Any, column: Any) -> None:
-                m, n = corners[count]
+            def slices_of_result(row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
+                """Rows and columns of a piece of the tile at `row` and `column`."""
                 corner = pl.ds(row + first_row + m, ATOM_M), pl.ds(column + first_column + n, width)
-                following.fetch_residual(count % slots, part, *(corner[::-1] if swap else corner))
+                return corner[::-1] if swap else corner
+
+            def fetch_residual(count: int, part: Any, row: Any, column: Any) -> None:
+                following.fetch_residual(count % slots, part, *slices_of_result(row, column, *corners[count]))
 
             def multiply_tile(tile: Any, _: None) -> None:
                 if problem.fused:
@@ -164,22 +166,21 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     sums = half[m : m + ATOM_M, n : n + width]
                     sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED) if swap else sums
                     if problem.fused:
-                        columns_of_piece = pl.ds(m, ATOM_M) if swap else pl.ds(n, width)
-                        sums = following.finish(sums, count % slots, columns_of_piece).astype(out_dtype)
+                        columns_of_half = pl.ds(m, ATOM_M) if swap else pl.ds(n, width)
+                        sums = following.finish(sums, count % slots, columns_of_half).astype(out_dtype)
                     if swap:
                         piece.T[...] = sums
                     else:
                         piece[...] = sums
                     plgpu.commit_smem()
-                    corner = pl.ds(row + first_row + m, ATOM_M), pl.ds(column + first_column + n, width)
-                    plgpu.copy_smem_to_gmem(piece, place(c, part, *(corner[::-1] if swap else corner)))
+                    plgpu.copy_smem_to_gmem(piece, place(c, part, *slices_of_result(row, column, m, n)))
                     if problem.fused and count + slots < len(corners):
                         fetch_residual(count + slots, part, row, column)
 
             lax.fori_loop(0, tiles, multiply_tile, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **slots_of: Any) -> None:
+        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
             @pl.when(warpgroup == multipliers)
             def copier() -> None:
                 if multipliers == 2:
@@ -190,7 +191,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
             def multiplier() -> None:
                 if multipliers == 2:
                     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-                multiply(a_ring, b_ring, pieces, loaded, released, **slots_of)
+                multiply(a_ring, b_ring, pieces, loaded, released, **following_refs)
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 
