@@ -109,6 +109,14 @@ def _following(p: MatmulProblem, s: Columns, g: Geometry) -> tuple[list[Operand]
         onchip_bytes += round_up(g.warpgroups * g.bias_width * itemsize, ALIGNMENT) + g.warpgroups * BARRIER_BYTES
     if p.residual:
         itemsize, slots = jnp.dtype(p.residual).itemsize, g.warpgroups * g.slots
-        loads.append(Operand(bytes=whole * rows * columns * itemsize / g.steps, axes=(0, 1, 2)))
+        loads.append(
+            Operand(
+                bytes=whole * rows * columns * itemsize / g.steps,
+                axes=(0, 1, 2),
+                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / g.steps,
+                row_bytes=s.tile_n * itemsize,
+                copy_bytes=g.residual_swizzle,
+            )
+        )
         onchip_bytes += round_up(slots * g.piece_m * g.piece_n * itemsize, ALIGNMENT) + slots * BARRIER_BYTES
     return loads, whole * onchip_bytes
