@@ -60,6 +60,15 @@ SMALL = [
     MatmulProblem(40, 4096, 4096, dtype="int8", out_dtype="int32", transpose_b=True),
     MatmulProblem(1024, 1024, 4096, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
 ]
+FUSED = [
+    MatmulProblem(4096, 4096, 4096, bias="bfloat16", activation="gelu", residual="bfloat16"),
+    MatmulProblem(4001, 1000, 512, batch=2, bias="float32", activation="silu", residual="float32"),
+    MatmulProblem(1000, 1000, 2048, out_dtype="float32", residual="bfloat16"),
+    MatmulProblem(33, 1000, 4096, batch=2, bias="float16", residual="float16"),
+    MatmulProblem(
+        200, 333, 2000, dtype="float32", transpose_b=True, bias="float32", activation="relu", out_dtype="bfloat16"
+    ),
+]
 
 
 def schedule(**fields):
@@ -80,7 +89,7 @@ def sample(problem, count, seed):
     return list(KERNEL.space(problem, TARGET).schedules(points.take(sorted(chosen))))
 
 
-@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+@pytest.mark.parametrize("problem", LARGE + SMALL + FUSED, ids=str)
 def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(problem):
     schedules = sample(problem, 5, seed=str(problem))
     predictions = footprint(problem, Columns.of(schedules)).onchip_bytes
@@ -191,6 +200,31 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"tile_m": 64, "split": "none", "unswizzled": True},
         2,
     ),
+    "bias, residual, padded": (
+        MatmulProblem(60, 72, 64, bias="bfloat16", activation="gelu", residual="bfloat16"),
+        {"tile_m": 64, "tile_n": 64, "split": "n", "epilogue_n": 16},
+        1,
+    ),
+    "bias of odd rows, wide residual, batch": (
+        MatmulProblem(8, 37, 64, batch=2, bias="bfloat16", activation="silu", residual="float32"),
+        {"tile_m": 64, "tile_n": 64, "split": "none"},
+        1,
+    ),
+    "swapped, bias, residual in columns of 16 bytes": (
+        MatmulProblem(12, 136, 64, bias="float32", activation="gelu", residual="float16"),
+        {"swap": True, "tile_m": 16, "split": "n"},
+        1,
+    ),
+    "parts of k, bias, residual": (
+        MatmulProblem(61, 37, 200, bias="float32", activation="relu", residual="bfloat16"),
+        {"tile_m": 64, "tile_n": 64, "split": "none", "split_k": 2},
+        4,
+    ),
+    "activation, residual in columns of 16 bytes": (
+        MatmulProblem(64, 104, 64, activation="silu", residual="bfloat16"),
+        {"tile_m": 64, "split": "none", "unswizzled": True},
+        2,
+    ),
 }
 
 
@@ -214,6 +248,11 @@ RACES = {
         {"swap": True, "tile_m": 16, "split": "n", "split_k": 2, "stages": 2},
         3,
     ),
+    "slots of bias and residual used again within a tile and by the next, cluster": (
+        MatmulProblem(128, 128, 64, bias="bfloat16", residual="bfloat16"),
+        {"tile_m": 64, "tile_n": 64, "split": "none", "epilogue_n": 16, "cluster": "m"},
+        2,
+    ),
 }
 
 
@@ -227,12 +266,12 @@ def test_no_warpgroup_touches_what_another_still_uses(name, capfd):
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("problem", LARGE, ids=str)
+@pytest.mark.parametrize("problem", LARGE + FUSED[:1], ids=str)
 def test_the_legal_space_of_a_large_problem_is_near_three_thousand(problem):
     assert 1000 <= len(KERNEL.space(problem, TARGET).legal()[0]) <= 4000
 
 
-@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+@pytest.mark.parametrize("problem", LARGE + SMALL + FUSED, ids=str)
 def test_every_problem_has_a_schedule_that_fits(problem):
     found = footprint(problem, KERNEL.space(problem, TARGET).legal()[0])
     assert np.any(fits(found))
@@ -338,6 +377,37 @@ def test_parts_of_k_cost_their_sums_and_a_launch_that_also_cuts_out_the_result()
     assert found.steps.tolist() == [16, 16, 8]
 
 
+def test_what_follows_the_sums_costs_its_bytes_where_they_are_complete():
+    bias, residual = 320 * 4, 256 * 320 * 2
+    problem = MatmulProblem(256, 320, 512, bias="float32", activation="gelu", residual="bfloat16")
+    schedules = Columns.of([schedule(), schedule(split_k=2)])
+    found, plain = footprint(problem, schedules), footprint(problem.plain, schedules)
+    blocks, readers = 2 * 3, [2, 1]  # every row of tiles reads the bias
+    loaded = [operand.bytes * found.steps * blocks for operand in found.operands[2:]]
+    assert [load[0] for load in loaded] == pytest.approx([bias * readers[0], residual * readers[1]])
+    assert [load[1] for load in loaded] == [0, 0]
+    assert (found.copied_bytes - plain.copied_bytes).tolist() == [0, bias + residual]
+    assert (found.special_ops * found.steps).tolist() == [128 * 128, 0]
+    # For each warpgroup 128 columns of the bias, and two pieces of 64 x 64 of the residual; a barrier for each of them.
+    assert (found.onchip_bytes - plain.onchip_bytes).tolist() == [2 * (128 * 4 + 2 * 64 * 64 * 2 + 3 * 8), 0]
+
+
+def test_narrow_pieces_leave_room_for_four_stages_of_the_large_tile_beside_a_residual():
+    problem = FUSED[0]
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    roomy = fits(footprint(problem, points)) & (points.tile_m * points.tile_n == 128 * 256) & (points.stages == 4)
+    assert set(points.epilogue_n[roomy & (points.tile_k == 64)]) == {32}
+
+
+def test_a_residual_is_padded_as_its_result_is_and_a_bias_where_its_rows_are_odd():
+    problem = MatmulProblem(104, 333, 512, batch=2, bias="bfloat16", out_dtype="float32", residual="bfloat16")
+    schedules = Columns.of([schedule(), schedule(split_k=2)])
+    found, plain = footprint(problem, schedules), footprint(problem.plain, schedules)
+    bias, residual = 2 * 2 * (333 + 336), 2 * 2 * 104 * (333 + 384)
+    assert (found.copied_bytes - plain.copied_bytes).tolist() == [bias + residual, 2 * 2 * (333 + 104 * 333)]
+    assert (found.launches - plain.launches).tolist() == [2, 0]
+
+
 @interpreted
 def test_parts_of_k_are_added_up_in_the_same_order_each_time():
     problem = MatmulProblem(64, 64, 256)
@@ -385,6 +455,8 @@ def test_the_model_alone_takes_only_what_a_device_has_checked():
         chosen = predict(MATMUL, problem, hopper.H200, backends=frozenset({"mosaic_gpu"})).schedule
         assert not set(chosen) & {"swap", "split_k", "unswizzled"}
         assert chosen["split"] != "none"
+    for problem in FUSED:
+        assert not np.any(KERNEL.verified(problem, KERNEL.space(problem, TARGET).legal()[0], TARGET))
     elsewhere = dataclasses.replace(TARGET, architecture="sm_100")
     assert not np.any(KERNEL.verified(problem, points, elsewhere))
 

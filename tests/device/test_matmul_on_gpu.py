@@ -46,6 +46,14 @@ PROBLEMS = [
     MatmulProblem(1024, 1024, 2048, dtype="int8", out_dtype="int32", transpose_b=True),
     MatmulProblem(40, 4096, 4096, dtype="int8", out_dtype="bfloat16", transpose_b=True),
     MatmulProblem(333, 200, 777, dtype="int8", out_dtype="int32", transpose_b=True),
+    MatmulProblem(2048, 2048, 1024, bias="bfloat16", activation="gelu", residual="bfloat16"),
+    MatmulProblem(777, 333, 555, batch=2, bias="bfloat16", activation="silu", residual="float32"),
+    MatmulProblem(1000, 1000, 1000, transpose_b=True, out_dtype="bfloat16", bias="float32", residual="bfloat16"),
+    MatmulProblem(16, 8192, 8192, bias="bfloat16", activation="relu", residual="bfloat16"),
+    MatmulProblem(33, 4104, 4096, transpose_b=True, out_dtype="float32", bias="float16", residual="float32"),
+    MatmulProblem(64, 64, 65536, bias="float32", activation="gelu", residual="bfloat16"),
+    MatmulProblem(512, 640, 384, dtype="float32", transpose_b=True, bias="float32", activation="silu"),
+    MatmulProblem(1, 4096, 2048, residual="float32"),
 ]
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {

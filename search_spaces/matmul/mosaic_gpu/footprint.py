@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.kernel import Footprint, Operand
+from search_spaces.matmul.epilogue import EXPONENTIALS
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, SUM_BYTES, THREADS, Geometry, padded_bytes, round_up
 from search_spaces.matmul.mosaic_gpu.product import COPY_REGISTERS
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns
 
-# What a computing thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does (ptxas).
+# What a computing thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does (ptxas);
+# where an activation or a bias and a residual follow, with 192 it spills one or two registers, with 160 none.
 OTHER_REGISTERS = 40
 # Mosaic GPU gives each on-chip array whole kibibytes, and each barrier 8 bytes.
 ALIGNMENT = 1024
@@ -26,13 +30,20 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     row_bytes = p.k / (g.steps * s.split_k) * itemsize
     registers = g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS
     allocated = round_up(registers, 8)
-    a, b = p.operands()
-    before = [padded_bytes(array.shape, extents, itemsize) for array, extents in ((a, g.a_extents), (b, g.b_extents))]
+    # What follows the sums is read where they are complete: in the kernel, or where its parts are added up.
+    whole = s.split_k == 1
+    following, following_onchip_bytes = _following(p, s, g)
+    following_bytes = sum(array.size * array.dtype.itemsize for array in p.operands()[2:])
+    padded = [
+        padded_bytes(array.shape, extents, array.dtype.itemsize)
+        for array, extents in zip(p.operands(), g.extents, strict=True)
+    ]
+    before = [*padded[:2], *(whole * copy for copy in padded[2:])]
     elements = np.prod(result.shape, dtype=np.int64)
-    # The second launch reads the sums of all parts and writes the result.
+    # The second launch reads the sums of all parts, and what follows them, and writes the result.
     after = np.where(
         s.split_k > 1,
-        elements * (s.split_k * SUM_BYTES + result.dtype.itemsize),
+        elements * (s.split_k * SUM_BYTES + result.dtype.itemsize) + following_bytes,
         padded_bytes(result.shape, g.c_extents, result.dtype.itemsize),
     )
     return Footprint(
@@ -55,13 +66,15 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
                 row_bytes=(s.tile_k if p.transpose_b else s.tile_n) * itemsize,
                 copy_bytes=g.swizzle,
             ),
+            *following,
         ),
         flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
         bytes_written=(p.m / blocks_m) * (p.n / blocks_n) * g.piece_itemsize,
         onchip_bytes=round_up(s.stages * s.tile_m * s.tile_k * itemsize, ALIGNMENT)
         + round_up(s.stages * s.tile_k * s.tile_n * itemsize, ALIGNMENT)
         + round_up(g.warpgroups * g.slots * g.piece_m * g.piece_n * g.piece_itemsize, ALIGNMENT)
-        + 2 * s.stages * BARRIER_BYTES,
+        + 2 * s.stages * BARRIER_BYTES
+        + following_onchip_bytes,
         steps=g.steps,
         minor=np.where(s.raster == "m", 1, 2),
         group=s.raster_width * np.where(s.raster == "m", g.pair_m, g.pair_n),
@@ -73,8 +86,37 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         * (g.warpgroups * allocated + np.where(g.warpgroups == 1, allocated, COPY_REGISTERS)),
         # Each multiplication of 64 rows reads these, and its columns once more.
         onchip_bytes_read=g.warpgroups * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
+        special_ops=whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / g.steps,
         cluster=g.pair_m * g.pair_n,
         persistent=True,
         copied_bytes=sum(before) + after,
         launches=1 + sum(copy > 0 for copy in (*before, after)),
     )
+
+
+def _following(p: MatmulProblem, s: Columns, g: Geometry) -> tuple[list[Operand], Any]:
+    """What a block loads of the bias and the residual, spread over its steps, and what they take on chip, in bytes.
+
+    Nothing where k is split: `footprint` counts them with the sums of parts.
+    """
+    whole = s.split_k == 1
+    columns, rows = p.n / (g.columns * g.pair_n), p.m / (g.rows * g.pair_m)
+    loads: list[Operand] = []
+    onchip_bytes: Any = 0
+    if p.bias:
+        itemsize = jnp.dtype(p.bias).itemsize
+        loads.append(Operand(bytes=whole * columns * itemsize / g.steps, axes=(0, 2)))
+        onchip_bytes += round_up(g.warpgroups * g.bias_width * itemsize, ALIGNMENT) + g.warpgroups * BARRIER_BYTES
+    if p.residual:
+        itemsize, slots = jnp.dtype(p.residual).itemsize, g.warpgroups * g.slots
+        loads.append(
+            Operand(
+                bytes=whole * rows * columns * itemsize / g.steps,
+                axes=(0, 1, 2),
+                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / g.steps,
+                row_bytes=s.tile_n * itemsize,
+                copy_bytes=g.residual_swizzle,
+            )
+        )
+        onchip_bytes += round_up(slots * g.piece_m * g.piece_n * itemsize, ALIGNMENT) + slots * BARRIER_BYTES
+    return loads, whole * onchip_bytes

@@ -32,7 +32,10 @@ class Geometry:
       slots: pieces that a warpgroup has room for.
       piece_itemsize: bytes of an element of a piece: of the result, or of a sum where parts are still to be added.
       swizzle, out_swizzle: bytes of a swizzled row of the operands, and of the pieces: 16 is no swizzle.
-      a_extents, b_extents, c_extents: of the arrays in device memory, padded as far as copies demand it.
+      extents, c_extents: of the last axes of each operand in device memory, in their order, and of those of the
+        result, padded as far as copies demand it.
+      bias_width: where there is a bias, the columns of it that a warpgroup copies: its own, up to whole 128 bytes.
+      residual_swizzle: where there is a residual, bytes of a swizzled row of its pieces.
     """
 
     def __init__(self, p: MatmulProblem, s: Any) -> None:
@@ -54,21 +57,35 @@ class Geometry:
         # A wgmma wants both operands swizzled alike, and a warpgroup's half must end where a swizzled row ends.
         a_row, b_row = (self.wg_m if p.transpose_a else s.tile_k), (s.tile_k if p.transpose_b else self.wg_n)
         self.swizzle = _swizzle(np.gcd(a_row, b_row), (a[1], b[1]), itemsize)
-        self.a_extents = _legal_extents(a, self.swizzle, itemsize)
-        self.b_extents = _legal_extents(b, self.swizzle, itemsize)
+        self.extents: list[tuple[Any, ...]] = [_legal_extents(array, self.swizzle, itemsize) for array in (a, b)]
+        least = np.where(s.swap | s.unswizzled, 16, 32)
         self.out_swizzle = np.where(
             s.split_k > 1,
             _swizzle(self.piece_n, (), SUM_BYTES),  # an array of our own, as wide as it takes
-            _swizzle(self.piece_n, (p.n,), out_itemsize, least=np.where(s.swap | s.unswizzled, 16, 32)),
+            _swizzle(self.piece_n, (p.n,), out_itemsize, least=least),
         )
         self.c_extents = _legal_extents((p.m, p.n), self.out_swizzle, self.piece_itemsize)
 
+        if p.bias:
+            bias_itemsize = jnp.dtype(p.bias).itemsize
+            # A copy arrives at a multiple of 128 bytes, and leaves rows at multiples of 16 (CUDA programming guide,
+            # tensor memory access).
+            self.bias_width = round_up(self.wg_n, 128 // bias_itemsize)
+            self.extents.append((p.n if p.batch == 1 else round_up(p.n, 16 // bias_itemsize),))
+        if p.residual:
+            residual_itemsize = jnp.dtype(p.residual).itemsize
+            self.residual_swizzle = _swizzle(self.piece_n, (p.n,), residual_itemsize, least=least)
+            self.extents.append(_legal_extents((p.m, p.n), self.residual_swizzle, residual_itemsize))
 
-def padded_bytes(shape: tuple[int, ...], extents: tuple[Any, Any], itemsize: int) -> Any:
-    """Bytes read and written to get from one of an array and its padded twin to the other; 0 where they are alike."""
-    size = np.prod(shape[-2:], dtype=np.int64)
-    padded = extents[0] * extents[1]
-    return np.where(padded > size, size + padded, 0) * np.prod(shape[:-2], dtype=np.int64) * itemsize
+
+def padded_bytes(shape: tuple[int, ...], extents: tuple[Any, ...], itemsize: int) -> Any:
+    """Bytes read and written to get from one of an array and its padded twin to the other; 0 where they are alike.
+
+    `extents` are those of the padded array's last axes.
+    """
+    lead, last = shape[: -len(extents)], shape[-len(extents) :]
+    size, padded = math.prod(last), math.prod(extents)
+    return np.where(padded > size, size + padded, 0) * math.prod(lead) * itemsize
 
 
 def cdiv(a: Any, b: Any) -> Any:

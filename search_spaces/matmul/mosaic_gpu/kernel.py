@@ -14,17 +14,22 @@ alternatives:
   differ from run to run as soon as there are three addends, and a launch must zero the array before.
 - Stream-k, where parts end anywhere in k: evens out a last wave, too, at the price of one of the above.
 
+**What follows.** Bias, activation and residual join the sums where these are complete, and before their one rounding:
+in the kernel (following.py), or in the launch that adds parts up.
+
 **Ragged rows.** A copy reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
 device memory, and its wgmma takes no operand without a swizzle, which has rows of 32 bytes at least. So an array with
 more than 8 rows that are no multiple of 8 is copied into a padded one, and so is an operand whose rows are over 128
-bytes long and no multiple of 32. Results also leave in columns of 16 bytes, without a swizzle (`unswizzled`); where
-parts of k are added up, that launch cuts the result out of the sums, and nothing is copied for it.
+bytes long and no multiple of 32; a residual is copied as its result is. Results also leave in columns of 16 bytes,
+without a swizzle (`unswizzled`); where parts of k are added up, that launch cuts the result out of the sums, and
+nothing is copied for it.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +39,7 @@ from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Footprint, Kernel, Target
 from search_spaces.matmul.mosaic_gpu.footprint import footprint
 from search_spaces.matmul.mosaic_gpu.geometry import Geometry
-from search_spaces.matmul.mosaic_gpu.product import finish, product
+from search_spaces.matmul.mosaic_gpu.product import product
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.mosaic_gpu.space import space
 from search_spaces.matmul.problem import MatmulProblem
@@ -49,8 +54,6 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         if target.platform != "cuda" or target.architecture != "sm_90":
             return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
-        if problem.fused:
-            return "fuses no bias, activation or residual yet"
         if problem.dtype == "float32" and problem.precision != "default":
             return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
         # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
@@ -67,22 +70,22 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     def verified(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Column | bool:
         """The schedules there were when tests/device last ran: what came later is still to be checked."""
         s = schedules
-        then = (
-            ~s.swap & (s.split_k == 1) & (s.split != "none") & ~s.unswizzled & (jnp.dtype(problem.dtype).itemsize > 1)
-        )
+        then = ~s.swap & (s.split_k == 1) & (s.split != "none") & ~s.unswizzled
+        then &= jnp.dtype(problem.dtype).itemsize > 1 and not problem.fused
         return then & super().verified(problem, schedules, target)
 
     def run(
         self, problem: MatmulProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
         p, s = problem, schedule
-        g = Geometry(p, s)
-        a, b = (_pad(x, extents) for x, extents in zip(args, (g.a_extents, g.b_extents), strict=True))
+        inside = p if s.split_k == 1 else p.plain  # What follows incomplete sums follows when they are added up.
+        g = Geometry(inside, s)
+        operands = [_pad(x, extents) for x, extents in zip(args, g.extents, strict=False)]  # in parts: a and b
         pairs = g.pair_m * g.pair_n
         dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
         lead = (g.parts,) if g.parts > 1 else ()
         kernel = plgpu.kernel(
-            product(p, s),
+            product(inside, s),
             out_type=jax.ShapeDtypeStruct((*lead, *map(int, g.c_extents)), dtype),
             grid=(max(1, min(target.cores // pairs, g.parts * g.rows * g.columns)),),
             grid_names=("worker",),
@@ -94,18 +97,20 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         )
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
-            c: jax.Array = kernel(a, b)
+            c: jax.Array = kernel(*operands)
         whole = c if g.c_extents == (p.m, p.n) else c[..., : p.m, : p.n]
-        return whole if s.split_k == 1 else _sum(p, s, whole)
+        return whole if s.split_k == 1 else _sum(p, s, whole, args)
 
 
-def _sum(p: MatmulProblem, s: HopperSchedule, parts: jax.Array) -> jax.Array:
-    """The result from the sums ``[split_k * batch, m, n]`` of all parts of k, added up first to last."""
+def _sum(p: MatmulProblem, s: HopperSchedule, parts: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
+    """The result from the sums ``[split_k * batch, m, n]`` of all parts of k, added up first to last, rounded once."""
     parts = parts.reshape(s.split_k, *p.result().shape)
-    return finish(p, functools.reduce(operator.add, (parts[part] for part in range(s.split_k))))
+    total = functools.reduce(operator.add, (parts[part] for part in range(s.split_k)))
+    return p.finish(total, args).astype(p.result().dtype)
 
 
-def _pad(x: jax.Array, extents: tuple[Any, Any]) -> jax.Array:
-    rows, columns = (int(extent) for extent in extents)
-    pads = [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, columns - x.shape[-1])]
+def _pad(x: jax.Array, extents: tuple[Any, ...]) -> jax.Array:
+    """`x` with zeros behind its last axes, up to `extents`."""
+    lead = x.ndim - len(extents)
+    pads = [(0, 0)] * lead + [(0, int(extent) - size) for extent, size in zip(extents, x.shape[lead:], strict=True)]
     return jnp.pad(x, pads) if any(after for _, after in pads) else x

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.mosaic_gpu.following import Following, following_on_chip, transforms
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, Geometry
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.problem import MatmulProblem
@@ -21,20 +22,15 @@ COPY_REGISTERS = 40
 COMPUTE_REGISTERS = 232
 
 
-def finish(p: MatmulProblem, sums: jax.Array) -> jax.Array:
-    """The result of a tile, or of the whole product, from its complete sums: rounds once."""
-    return sums.astype(p.result().dtype)
-
-
 def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
-    """The kernel, from its arrays in device memory: `a`, `b`, and the result or the sums of parts of k.
+    """The kernel, from its arrays in device memory: the operands, and the result or the sums of parts of k.
 
     One warpgroup copies operands into a ring of `stages` slots, one or two warpgroups multiply them. Both sides count
     the steps of all tiles of their block, so that the ring stays full from one tile to the next. The copier waits for
     "released" of a slot that it has filled before, a multiplier for "loaded".
 
     Below, `a` fills the rows of wgmma and `b` its columns. Where operands are swapped, that is the mirrored product,
-    and only what leaves the kernel is turned back.
+    and only what leaves the kernel is turned back. Multipliers fetch a bias and a residual themselves.
     """
     out = Geometry(problem, schedule)
     swap = schedule.swap
@@ -46,7 +42,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     piece_block = (int(out.piece_m), int(out.piece_n))
     dtype = jnp.dtype(p.dtype)
     out_dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
-    swizzled, out_swizzled = _transforms(int(g.swizzle), dtype), _transforms(int(out.out_swizzle), out_dtype)
+    swizzled, out_swizzled = transforms(int(g.swizzle), dtype), transforms(int(out.out_swizzle), out_dtype)
     both = {"num_arrivals": multipliers, "num_barriers": s.stages}
     on_chip = {
         "a_ring": plgpu.SMEM((s.stages, *a_block), dtype, transforms=swizzled),
@@ -57,6 +53,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         "released": plgpu.Barrier(**both)
         if s.cluster == "none"
         else plgpu.ClusterBarrier(collective_axes=("pair",), **both),
+        **following_on_chip(problem, out),
     }
 
     def window(array: Any, batch: Any, *slices: Any) -> Any:
@@ -65,7 +62,9 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     def place(array: Any, part: Any, *slices: Any) -> Any:
         return array.at[(part, *slices) if parts > 1 else slices]
 
-    def matmul(a: Any, b: Any, c: Any) -> None:
+    def matmul(*arrays: Any) -> None:
+        *operands, c = arrays
+        a, b, bias, residual = problem.named(operands)
         a, b = (b, a) if swap else (a, b)
         worker, workers, pair = lax.axis_index("worker"), lax.axis_size("worker"), lax.axis_index("pair")
         warpgroup = lax.axis_index("warpgroup")
@@ -118,14 +117,29 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
 
             lax.fori_loop(lax.max(tiles * g.steps - s.stages, 0), tiles * g.steps, drain, None)
 
-        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any) -> None:
+        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
+            following = Following(problem, swap, warpgroup, bias, residual, **following_refs)
             first_row = warpgroup * g.wg_m if s.split == "m" else 0
             first_column = warpgroup * g.wg_n if s.split == "n" else 0
             rows, columns = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n)
             width = g.wg_n if swap else s.epilogue_n
             corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, g.wg_n, width)]
 
+            def slices_of_result(row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
+                """Rows and columns of a piece of the tile at `row` and `column`."""
+                corner = pl.ds(row + first_row + m, ATOM_M), pl.ds(column + first_column + n, width)
+                return corner[::-1] if swap else corner
+
+            def fetch_residual(count: int, part: Any, row: Any, column: Any) -> None:
+                following.fetch_residual(count % slots, part, *slices_of_result(row, column, *corners[count]))
+
             def multiply_tile(tile: Any, _: None) -> None:
+                if problem.fused:
+                    part, row, column = origin(tile)
+                    following.fetch_bias(part, row + first_row if swap else column + first_column)
+                    for count in range(slots):
+                        fetch_residual(count, part, row, column)
+
                 def multiply_step(k_step: Any, sums: Any) -> None:
                     slot = lax.rem(tile * g.steps + k_step, s.stages)
                     a_half = a_ring.at[slot, :, rows].T if p.transpose_a else a_ring.at[slot, rows, :]
@@ -140,26 +154,33 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     return sums[...]
 
                 half = pl.run_scoped(multiply_steps, plgpu.ACC((g.wg_m, g.wg_n), p.sums_dtype))
-                half = finish(p, half) if s.split_k == 1 else half
+                # A plain product is rounded whole, another one piece by piece.
+                half = half if problem.fused else half.astype(out_dtype)
                 part, row, column = origin(tile)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                following.wait_for_bias()
                 for count, (m, n) in enumerate(corners):
                     piece = pieces.at[warpgroup, count % slots]
                     if count >= slots:
                         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                     sums = half[m : m + ATOM_M, n : n + width]
+                    sums = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED) if swap else sums
+                    if problem.fused:
+                        columns_of_half = pl.ds(m, ATOM_M) if swap else pl.ds(n, width)
+                        sums = following.finish(sums, count % slots, columns_of_half).astype(out_dtype)
                     if swap:
-                        piece.T[...] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
+                        piece.T[...] = sums
                     else:
                         piece[...] = sums
                     plgpu.commit_smem()
-                    corner = pl.ds(row + first_row + m, ATOM_M), pl.ds(column + first_column + n, width)
-                    plgpu.copy_smem_to_gmem(piece, place(c, part, *(corner[::-1] if swap else corner)))
+                    plgpu.copy_smem_to_gmem(piece, place(c, part, *slices_of_result(row, column, m, n)))
+                    if problem.fused and count + slots < len(corners):
+                        fetch_residual(count + slots, part, row, column)
 
             lax.fori_loop(0, tiles, multiply_tile, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any) -> None:
+        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
             @pl.when(warpgroup == multipliers)
             def copier() -> None:
                 if multipliers == 2:
@@ -170,7 +191,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
             def multiplier() -> None:
                 if multipliers == 2:
                     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-                multiply(a_ring, b_ring, pieces, loaded, released)
+                multiply(a_ring, b_ring, pieces, loaded, released, **following_refs)
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 
@@ -186,9 +207,3 @@ def walk(number: Any, rows: int, columns: int, raster: str, width: int) -> tuple
     major, minor = lax.div(number, width_here), band * width + lax.rem(number, width_here)
     major = lax.select(lax.rem(band, 2) == 0, major, majors - 1 - major)
     return (part, minor, major) if raster == "m" else (part, major, minor)
-
-
-def _transforms(swizzle: int, dtype: Any) -> tuple[Any, ...]:
-    """Of an array on chip: tiles of 8 rows as wide as a swizzled one, which 16 bytes are not."""
-    tiles = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-    return (tiles,) if swizzle == 16 else (tiles, plgpu.SwizzleTransform(swizzle))

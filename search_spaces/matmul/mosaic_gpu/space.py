@@ -72,6 +72,8 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     # Rows of the result that only pieces without a swizzle reach as they are. Mosaic GPU lays out 16-bit ones so.
     row_bytes = p.n * out_itemsize
     narrow = out_itemsize == 2 and row_bytes > 128 and row_bytes % 32 == 16 and (p.m <= 8 or p.m % 8 == 0)
+    # A residual's pieces take as much room again as the result's: narrow ones leave it to one more stage.
+    least_piece_bytes, piece_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
     most_parts = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
 
     return Space(
@@ -103,10 +105,10 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "pieces of the epilogue divide a warpgroup's columns": lambda s: (
                 (_columns(s) % s.epilogue_n == 0) & (np.logical_not(s.swap) | (s.epilogue_n == ATOM_M))
             ),
-            "pieces of the epilogue are 128 or 256 bytes wide where the columns allow it": lambda s: (
+            f"pieces of the epilogue are {piece_widths} bytes wide where the columns allow it": lambda s: (
                 s.swap
                 | (s.epilogue_n * out_itemsize <= 256)
-                & ((s.epilogue_n * out_itemsize >= 128) | (_columns(s) % (2 * s.epilogue_n) != 0))
+                & ((s.epilogue_n * out_itemsize >= least_piece_bytes) | (_columns(s) % (2 * s.epilogue_n) != 0))
             ),
             "tiles of no power of two serve to fill the last wave": lambda s: (
                 s.swap | _is_power_of_two(s.tile_m * s.tile_n) | (area_of_turns(s.tile_m, s.tile_n) <= least_area)
