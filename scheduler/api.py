@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scheduler import decide, hardware, tuner
+from scheduler import answer, decide, hardware, tuner
 from scheduler.decide import OnMiss, Options
 from scheduler.primitive import Params, tuned_call
 from scheduler.record import Record
@@ -284,7 +284,7 @@ def predict(
     *,
     kind: str | None = None,
     backends: Backends | None = None,
-) -> tuner.Answer:
+) -> answer.Answer:
     """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
 
     What is stored of similar problems on that chip counts.
@@ -292,7 +292,7 @@ def predict(
     operation, posed = _named(operation, problem)
     chip = hardware.detect() if kind is None else hardware.find(kind)
     records = decide.user_cache().records(operation=operation.name, hardware=chip.id)
-    return tuner.predict(operation, posed, chip, backends=decide.allowed(operation, backends), records=records)
+    return answer.predict(operation, posed, chip, backends=decide.allowed(operation, backends), records=records)
 
 
 def _named(operation: Operation[Any] | str, problem: Problem | Mapping[str, Any]) -> tuple[Operation[Any], Problem]:

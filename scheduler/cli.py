@@ -407,9 +407,9 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
+    from scheduler import answer, report, tuner
     from scheduler import explain as accounts
     from scheduler import hardware as chips
-    from scheduler import report, tuner
 
     with _usage_errors():
         op, problem = _problem(operation, fields)
@@ -421,11 +421,11 @@ def explain(
     trials = [trial for _, (_, tried) in asked for trial in tried]
     explained = accounts.explain(op, problem, chip, trials, top=top)
     stored = _ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
-    answer = tuner.predict(op, problem, chip, records=[record for _, records in stored for record in records])
+    model = answer.predict(op, problem, chip, records=[record for _, records in stored for record in records])
     record = found[0][1] if found else None
-    held = tuner.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
+    held = answer.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:
-        _print_json(report.explanation_json(explained, answer, record, held, problem, chip))
+        _print_json(report.explanation_json(explained, model, record, held, problem, chip))
         return
     _print(f"{op.name} {problem} on {chip.id}\n")
     for account in explained:
@@ -433,9 +433,9 @@ def explain(
             _print(part)
         _print("")
     if isinstance(held, str) or record is None:
-        choice = report.choice_text(answer.backend, answer.schedule)
+        choice = report.choice_text(model.backend, model.schedule)
         why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
-        _print(f"Without measuring, a call gets {choice}: {answer.reason}.")
+        _print(f"Without measuring, a call gets {choice}: {model.reason}.")
         _print(f"{why[0].upper()}{why[1:]}; run: tile-scheduler tune {operation} {problem}")
     else:
         _print(f"Winner, from {found[0][0]}:")

@@ -227,11 +227,11 @@ class _Deciding:
         return self._stored(hardware, key) or self._missed(hardware)
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
-        from scheduler import tuner
+        from scheduler.legal import illegal
 
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
         fitting = [k for k in allowed if _has_fields(k, self.problem, hardware.target, schedule)] or allowed
-        reasons = {kernel: tuner.illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
+        reasons = {kernel: illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
         legal = [kernel for kernel in fitting if reasons[kernel] is None]
         if len(legal) == 1:
             return self._decision(hardware, legal[0].backend, schedule, "the caller's schedule")
@@ -243,13 +243,13 @@ class _Deciding:
         raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
 
     def _stored(self, hardware: Hardware, key: Key) -> Decision | None:
-        from scheduler import tuner  # the model and the search behind it load only where a new call needs them
+        from scheduler import answer  # the model behind it loads only where a new call needs it
 
         several = jax.process_count() > 1
         if several:
             _require_one_code()
         for place, record in self.cache.find(key, shared_only=several):
-            found = tuner.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+            found = answer.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
             if not isinstance(found, str):
                 return self._decision(hardware, found.backend, found.schedule, f"measured, from {place}")
             _say_once(f"{self._question(hardware)}: the schedule in {place} no longer holds: {found}")
@@ -268,10 +268,10 @@ class _Deciding:
         return self._predicted(hardware)
 
     def _predicted(self, hardware: Hardware) -> Decision:
-        from scheduler import tuner
+        from scheduler import answer
 
         several = jax.process_count() > 1
-        answer = tuner.predict(
+        found = answer.predict(
             self.operation,
             self.problem,
             hardware,
@@ -280,12 +280,12 @@ class _Deciding:
             shared_only=several,
         )
         _say_once(
-            f"{self._question(hardware)}: no schedule is stored; the model answers {answer.backend}: {answer.reason}"
+            f"{self._question(hardware)}: no schedule is stored; the model answers {found.backend}: {found.reason}"
         )
-        return self._decision(hardware, answer.backend, answer.schedule, answer.reason)
+        return self._decision(hardware, found.backend, found.schedule, found.reason)
 
     def _tuned(self, hardware: Hardware) -> Decision:
-        from scheduler import tuner
+        from scheduler import answer, tuner
 
         if jax.process_count() > 1:
             raise SchedulerError(
@@ -303,7 +303,7 @@ class _Deciding:
             reason = str(error).splitlines()[0]
             _warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
             return self._predicted(hardware)
-        found = tuner.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+        found = answer.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
         if isinstance(found, str):
             raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")
         return self._decision(hardware, found.backend, found.schedule, "measured now")

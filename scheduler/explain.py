@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler import tuner
+from scheduler import answer
 from scheduler.fitted import calibrations, model_of
 from scheduler.hardware import Hardware
 from scheduler.prune import Pruned
@@ -86,7 +86,7 @@ def explain(
         Account(kernel.backend, kernel.version, refused=pruned)
         if isinstance(pruned, str)
         else _account(operation, kernel, pruned, problem, hardware, trials, top)
-        for kernel, pruned in tuner.explain(operation, problem, hardware)
+        for kernel, pruned in answer.explain(operation, problem, hardware)
     ]
 
 

@@ -16,11 +16,11 @@ from rich.text import Text
 from scheduler.record import Calibration, Entry, Failure, Measurement, Record, Schedule, Sweep, Trial
 
 if TYPE_CHECKING:
+    from scheduler.answer import Answer
     from scheduler.explain import Access, Account
     from scheduler.hardware import Hardware
     from scheduler.jobs import Result
     from scheduler.reverify import Verdict
-    from scheduler.tuner import Answer
     from search_spaces.kernel import Problem
 
 Json = dict[str, Any]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from scheduler import race, tuner
+from scheduler import answer, race, tuner
 from scheduler.errors import NoCandidate
 from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
@@ -111,7 +111,7 @@ def _verdict(operation: Operation[Any], record: Record, runner: Runner, within: 
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
         return Verdict(record, "broken", f"its problem is none of {operation.name} today: {error}")
-    if isinstance(reason := tuner.recheck(operation, problem, hardware, record), str):
+    if isinstance(reason := answer.recheck(operation, problem, hardware, record), str):
         return Verdict(record, "broken", f"{reason}; tune it again")
     rivals, ended = _timed(operation, problem, runner, _rivals(operation, problem, hardware, record), record, seed)
     ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
@@ -141,7 +141,7 @@ def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, rec
     library = operation.library.backend
     add("library", library, {}, model_of(operation, operation.library, hardware).library_seconds(problem))
     with contextlib.suppress(NoCandidate):
-        model = tuner.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
+        model = answer.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
         add("the model's choice", model.backend, model.schedule, model.predicted_s)
     return list(found.values())
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler import tuner
+from scheduler import answer
 from scheduler.errors import NoCandidate
 from scheduler.prune import Candidate
 from scheduler.record import Failure, Measurement, Outcome, Sweep, Trial
@@ -148,7 +148,7 @@ def _plan(
     refused: dict[str, str] = {}
     dropped: collections.Counter[str] = collections.Counter()
     space = 0
-    for kernel, pruned in tuner.explain(operation, problem, runner.hardware):
+    for kernel, pruned in answer.explain(operation, problem, runner.hardware):
         if backends is not None and kernel.backend not in backends and not kernel.library:
             continue
         if isinstance(pruned, str):

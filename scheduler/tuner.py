@@ -1,4 +1,4 @@
-"""Where the pieces meet: predict(), the free answer, and tune(), the paid one."""
+"""Where the pieces meet: tune(), the paid answer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from scheduler.answer import allowed_backends, counted, recheck
 from scheduler.bench import condition
-from scheduler.cost import CostModel
 from scheduler.errors import NoCandidate, StoreError
 from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.lease import leased
-from scheduler.legal import illegal as illegal
-from scheduler.neighbours import TELLING, WORTH_A_TRIAL, Neighbour, nearest
-from scheduler.prune import Candidate, Pruned, prune
+from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
+from scheduler.prune import Candidate, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
 from scheduler.record import L2, Entry, Failure, Key, Measurement, Outcome, Record, Schedule, Trial, Verdict
@@ -27,44 +26,20 @@ from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate
-from search_spaces.kernel import Kernel, Operation, Problem
-from search_spaces.space import Choice, Columns
+from search_spaces.kernel import Operation, Problem
+from search_spaces.space import Choice
 
 if TYPE_CHECKING:
     from scheduler.store import Store
 
 _Point = tuple[str, int, tuple[tuple[str, Choice], ...]]  # backend, version, schedule: what tells trials apart
 
-# The model alone displaces the library only where it promises this much: its own error is of that size.
-MODEL_GAIN = 0.10
 FINALISTS = 4
 # Of the legal schedules, the search chooses among this share that the model ranks first, but never among too few.
 KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
 # A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
 PATIENCE = 24
-# Predictions closer than this say nothing about who is faster: a neighbour's measured winner goes first.
-TIE = 1.02
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What the model says without measuring.
-
-    Attributes:
-      backend, schedule: what to run.
-      predicted_s: its predicted time, seconds.
-      library_s: the predicted time of the library's answer, seconds.
-      reason: why this one, in words.
-      neighbour: the similar problem whose record told about this one; "" where there was none.
-    """
-
-    backend: str
-    schedule: Schedule
-    predicted_s: float
-    library_s: float
-    reason: str
-    neighbour: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,173 +74,6 @@ class Recorded(Protocol):
 
 def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
     return Key(operation.name, hardware.id, problem.canonical())
-
-
-def explain(
-    operation: Operation[Any], problem: Problem, hardware: Hardware
-) -> list[tuple[Kernel[Any, Any], Pruned | str]]:
-    """For each kernel, its space pruned and ranked, or why it cannot do this problem here."""
-    return [
-        (
-            kernel,
-            reason
-            if (reason := kernel.supports(problem, hardware.target))
-            else prune(kernel, problem, hardware, model_of(operation, kernel, hardware)),
-        )
-        for kernel in operation.kernels
-    ]
-
-
-def predict(
-    operation: Operation[Any],
-    problem: Problem,
-    hardware: Hardware,
-    *,
-    backends: frozenset[str] | None = None,
-    records: Iterable[Record] = (),
-    shared_only: bool = False,
-) -> Answer:
-    """The model's first choice, without measuring anything, among the schedules that were verified on the architecture.
-
-    A kernel that competes with the library must have been verified on this architecture, and promise at least
-    `MODEL_GAIN` over it, or less where a similar problem's record vouches for both; where `backends` leaves the library
-    out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
-
-    Args:
-      backends: the kernels that may answer; None allows all.
-      records: of this operation on this chip. The one of the most similar problem, at most a doubling away, corrects
-        the model: by what it got wrong there, less so the farther that problem is; and the winner there is the first
-        choice here where it is legal and the model does not object to it more than it did there.
-      shared_only: use no constants of the user's own, which other processes of a job may not have.
-
-    Raises:
-      NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
-    """
-    allowed = _allowed(operation, backends)
-    near = nearest(operation, problem, records, within=TELLING)
-    library = operation.library
-    best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
-    assert not isinstance(best, str), "a library kernel has its one schedule for every problem"
-    library_s, told = best.predicted_s, best.neighbour
-    found: _Choice | None = None
-    refused: dict[str, str] = {}
-    for kernel in operation.kernels:
-        if kernel.backend not in allowed or kernel.library:
-            continue
-        if library.backend in allowed and hardware.architecture not in kernel.verified_on:
-            refused[kernel.backend] = f"not verified on {hardware.architecture}"
-        elif reason := kernel.supports(problem, hardware.target):
-            refused[kernel.backend] = reason
-        else:
-            model = model_of(operation, kernel, hardware, shared_only=shared_only)
-            choice = _choose(kernel, problem, hardware, model, near, needed=library.backend not in allowed)
-            if isinstance(choice, str):
-                refused[kernel.backend] = choice
-            elif found is None or choice.predicted_s < found.predicted_s:
-                found = choice
-    if library.backend not in allowed:
-        if found is None:
-            raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {_words(refused)}")
-        reason = f"the model's first choice{found.words}"
-        return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
-    # What a neighbour's record corrects, the model need not be feared for.
-    wanted = MODEL_GAIN * (1 - min(best.weight, found.weight if found is not None else 0.0))
-    if found is not None and found.predicted_s <= (1 - wanted) * library_s:
-        gain = library_s / found.predicted_s
-        reason = f"the model expects {gain:.2f}x the library's speed{found.words}"
-        return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
-    reason = f"the model expects less than {wanted:.0%} over the library" if found is not None else _words(refused)
-    return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", told)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """A kernel's answer without measuring; `words` says what a neighbour had to do with it, `weight` how much."""
-
-    backend: str
-    schedule: Schedule
-    predicted_s: float
-    neighbour: str = ""
-    words: str = ""
-    weight: float = 0.0
-
-
-def _choose(
-    kernel: Kernel[Any, Any],
-    problem: Problem,
-    hardware: Hardware,
-    model: CostModel,
-    near: Sequence[Neighbour],
-    *,
-    needed: bool = False,
-) -> _Choice | str:
-    """The first choice for one kernel, seeded by the nearest problem that tells of it; or why there is none.
-
-    It is among the verified schedules; where there is none, and an answer is `needed` all the same, among all.
-    """
-    pruned = prune(kernel, problem, hardware, model, keep=1, verified=not kernel.library)
-    if not len(pruned.points) and needed:
-        pruned = prune(kernel, problem, hardware, model, keep=1)
-    if not len(pruned.points):
-        return f"nothing left of {pruned.size}: {_counts(pruned.dropped)}"
-    (first,) = pruned.candidates()
-    for neighbour in near:
-        entry = neighbour.best(kernel.backend)
-        if entry is None or entry.version != kernel.version or kernel.supports(neighbour.problem, hardware.target):
-            continue
-        there = _predicted(kernel, neighbour.problem, hardware, model, entry.schedule)
-        if there is None:
-            continue
-        at = f"{neighbour.problem}, {neighbour.doublings:.1f} doublings away"
-        error = (entry.measurement.median_s / there) ** neighbour.weight
-        favourite = prune(kernel, neighbour.problem, hardware, model, keep=1).predicted_s[0]
-        objection = max(TIE, float(there / favourite) ** neighbour.weight)
-        here = _predicted(kernel, problem, hardware, model, entry.schedule)
-        if kernel.library or here is None or here > objection * first.predicted_s:
-            chosen, predicted_s, words = first.schedule, first.predicted_s, f" (its times corrected by those of {at})"
-        else:
-            chosen, predicted_s, words = entry.schedule, here, f" (with the schedule of {at})"
-        told = str(neighbour.problem)
-        return _Choice(first.backend, chosen, predicted_s * error, told, words, neighbour.weight)
-    return _Choice(first.backend, first.schedule, first.predicted_s)
-
-
-def _predicted(
-    kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, model: CostModel, schedule: Schedule
-) -> float | None:
-    """The model's time of one schedule, seconds; None where it is not legal."""
-    if illegal(kernel, problem, hardware, schedule) is not None:
-        return None
-    if kernel.library:
-        return model.library_seconds(problem)
-    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
-    return float(model.seconds(kernel.footprint(problem, one, hardware.target))[0])
-
-
-def recheck(
-    operation: Operation[Any],
-    problem: Problem,
-    hardware: Hardware,
-    record: Record,
-    *,
-    backends: frozenset[str] | None = None,
-) -> Entry | str:
-    """The entry of a stored record to serve today, or why it no longer holds, in words."""
-    allowed = _allowed(operation, backends)
-    for kernel in operation.kernels:
-        then = record.versions.get(kernel.backend)
-        if kernel.backend not in allowed and not kernel.library:
-            continue
-        if then is None and kernel.supports(problem, hardware.target) is None:
-            return f"it was measured before there was a {kernel.backend} kernel for it"
-        if then is not None and then != kernel.version:
-            return f"the {kernel.backend} kernel is now version {kernel.version}, and {then} was measured"
-    entry = record.best(allowed)
-    if entry is None:
-        return f"none of {', '.join(sorted(allowed))} ran when it was measured"
-    if reason := illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
-        return reason
-    return entry
 
 
 def start_runner(
@@ -354,7 +162,7 @@ def tune(
             ):
                 return made
         return _Tuning(operation, problem, runner, budget, l2, store).run(
-            _allowed(operation, backends), seconds, seed, progress
+            allowed_backends(operation, backends), seconds, seed, progress
         )
 
 
@@ -558,8 +366,8 @@ class _Tuning:
                 self._keep(lambda store: store.finish(self.key))
                 failed = collections.Counter(str(trial.outcome) for trial in self.trials.values())
                 raise NoCandidate(
-                    f"none of {self.size} schedules of {self.key} ran: dropped {_counts(self.dropped)}; "
-                    f"failed {_counts(failed)}"
+                    f"none of {self.size} schedules of {self.key} ran: dropped {counted(self.dropped)}; "
+                    f"failed {counted(failed)}"
                 )
             ranked = sorted(measured, key=lambda index: _time(self.trials[index]))
             finalists = list(dict.fromkeys([*ranked[:FINALISTS], *self._best_of_each_backend(ranked)]))
@@ -648,15 +456,3 @@ def _seconds(trial: Trial) -> float | None:
 def _time(trial: Trial) -> float:
     assert not isinstance(trial.outcome, Failure)
     return trial.outcome.median_s
-
-
-def _allowed(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
-    return frozenset(operation.backends) if backends is None else backends
-
-
-def _counts(reasons: Mapping[str, int]) -> str:
-    return "{" + ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) + "}"
-
-
-def _words(refused: Mapping[str, str]) -> str:
-    return "; ".join(f"{backend}: {reason}" for backend, reason in refused.items())

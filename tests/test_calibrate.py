@@ -14,6 +14,7 @@ from scipy.stats import kendalltau
 from typer.testing import CliRunner
 
 from scheduler import fitted, measured, replay, text
+from scheduler.answer import predict
 from scheduler.calibrate import Observed, calibrate, fit, observed
 from scheduler.cli import app
 from scheduler.cost import Constants, CostModel
@@ -21,7 +22,6 @@ from scheduler.errors import NoCandidate, RecordingError
 from scheduler.hardware import find
 from scheduler.record import Calibration, Environment, Measurement, Trial
 from scheduler.store import Store
-from scheduler.tuner import predict
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 ROOT = Path(__file__).parents[1]

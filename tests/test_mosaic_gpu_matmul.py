@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from scheduler import replay
-from scheduler.tuner import predict
+from scheduler.answer import predict
 from search_spaces import Columns, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.matmul import MATMUL
