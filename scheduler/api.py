@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -270,7 +270,7 @@ def tune(
     end_load()
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), tuner.Recorded)
-    cache = cast("Store", decide.user_cache()) if store is None and not recorded else store
+    cache = decide.user_cache() if store is None and not recorded else store
     record = tuner.tune(operation, posed, store=cache, backends=decide.allowed(operation, backends), **search)
     reload()
     if store is None and not recorded:

@@ -13,22 +13,21 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 
 from scheduler import fitted
 from scheduler import hardware as chips
+from scheduler.cache import Cache, warn_once
 from scheduler.errors import (
     CacheMiss,
     IllegalSchedule,
-    MalformedRecord,
     SchedulerError,
-    StoreError,
     WorkerError,
 )
 from scheduler.hardware import Hardware
-from scheduler.record import Environment, Key, Record, Schedule, Trial
+from scheduler.record import Key, Schedule
 from scheduler.threads import WAKE_S
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat, locate
@@ -36,7 +35,7 @@ from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
 
 if TYPE_CHECKING:
-    from scheduler.store import Store
+    pass
 
 OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
@@ -160,8 +159,8 @@ def reload() -> None:
     old.cache.close()
 
 
-def user_cache() -> _Cache:
-    """The stores as calls see them."""
+def user_cache() -> Cache:
+    """The stores as calls see them, since the last `reload`."""
     return _answers.cache
 
 
@@ -170,7 +169,7 @@ class _Answers:
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self.cache = _Cache()
+        self.cache = Cache()
         self.decisions: dict[Any, Decision] = {}
         self.locks: dict[Any, threading.Lock] = {}
         self.guard = threading.Lock()
@@ -210,7 +209,7 @@ class _Deciding:
     problem: Problem
     platform: str
     options: Options
-    cache: _Cache
+    cache: Cache
 
     def decide(self) -> Decision:
         hardware = _hardware(self.platform, self.options.target)
@@ -297,11 +296,11 @@ class _Deciding:
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
         try:
             record = in_fresh_thread(
-                lambda: tuner.tune(self.operation, self.problem, backends=backends, store=cast("Store", self.cache))
+                lambda: tuner.tune(self.operation, self.problem, backends=backends, store=self.cache)
             )
         except WorkerError as error:  # above all: this process holds the GPU's memory
             reason = str(error).splitlines()[0]
-            _warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
+            warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
             return self._predicted(hardware)
         found = answer.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
         if isinstance(found, str):
@@ -392,122 +391,6 @@ def in_fresh_thread(function: Callable[[], T]) -> T:
     return result[0]
 
 
-class _Cache:
-    """The user's own store and the shipped one; what goes wrong with them is said once and never breaks a call.
-
-    What was put here is also remembered, so that an unwritable store does not cost a second search.
-    """
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._user: Store | None = None
-        self._shipped: Store | None = None
-        self._opened = False
-        self._unwritable = False
-        self._put: dict[Key, Record] = {}
-
-    def find(self, key: Key, *, shared_only: bool) -> Iterator[tuple[str, Record]]:
-        """Records of `key`, the user's own before the shipped; only what all processes share where asked."""
-        self._open()
-        if not shared_only:
-            if (record := self._put.get(key)) is not None:
-                yield "this process", record
-            elif (record := self._try(lambda store: store.get(key), self._user)) is not None:
-                yield "the user's cache", record
-        if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
-            yield "the shipped cache.db", record
-
-    def records(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Record]:
-        """Every record of an operation on a chip; the user's own in place of the shipped of the same problem."""
-        self._open()
-        found: dict[Key, Record] = {}
-        for store in (self._shipped, *(() if shared_only else (self._user,))):
-            told = self._try(lambda store: list(store.records(operation=operation, hardware=hardware)), store) or []
-            found |= {record.key: record for record in told}
-        if not shared_only:
-            found |= {key: r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)}
-        return list(found.values())
-
-    def remember(self, record: Record) -> None:
-        """Answers with `record` in this process, whether it could be written or not."""
-        self._put[record.key] = record
-
-    def put(self, record: Record) -> None:
-        self._open()
-        self.remember(record)
-        self._write(lambda store: store.put(record))
-
-    def get(self, key: Key) -> Record | None:
-        self._open()
-        return self._try(lambda store: store.get(key), self._user)
-
-    def lease(self, key: Key, owner: str, seconds: float) -> str:
-        self._open()
-        return self._write(lambda store: store.lease(key, owner, seconds)) or owner
-
-    def release(self, key: Key, owner: str) -> None:
-        self._write(lambda store: store.release(key, owner))
-
-    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None:
-        self._open()
-        self._write(lambda store: store.add_trial(key, trial, environment))
-
-    def replace_trial(self, key: Key, trial: Trial) -> None:
-        self._write(lambda store: store.replace_trial(key, trial))
-
-    def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
-        self._open()
-        return self._try(lambda store: store.trials(key, environment, unfinished=unfinished), self._user) or []
-
-    def finish(self, key: Key) -> None:
-        self._open()
-        self._write(lambda store: store.finish(key))
-
-    def close(self) -> None:
-        with self._guard:
-            for store in (self._user, self._shipped):
-                self._try(lambda store: store.close(), store)
-
-    def _open(self) -> None:
-        with self._guard:
-            if self._opened:
-                return
-            from scheduler import store  # SQLAlchemy takes 0.4 s to import
-
-            for attribute, open_store in (
-                ("_user", lambda: store.Store(store.default_url())),
-                ("_shipped", store.shipped),
-            ):
-                try:
-                    setattr(self, attribute, open_store())
-                except StoreError as error:
-                    _warn_once(f"{error} (calls go on without it)")
-            self._opened = True
-
-    def _write(self, use: Callable[[Store], T]) -> T | None:
-        """What cannot be written may be read still: only writing is given up."""
-        if self._user is None or self._unwritable:
-            return None
-        try:
-            return use(self._user)
-        except StoreError as error:
-            self._unwritable = True
-            _warn_once(f"{error} (calls go on without it)")
-            return None
-
-    def _try(self, use: Callable[[Store], T], store: Store | None) -> T | None:
-        if store is None:
-            return None
-        try:
-            return use(store)
-        except StoreError as error:
-            # One warning, and no second attempt at each call; but one bad record leaves the others readable.
-            if store is self._user and not isinstance(error, MalformedRecord):
-                self._user = None
-            _warn_once(f"{error} (calls go on without it)")
-            return None
-
-
 _said: set[str] = set()
 
 
@@ -515,15 +398,6 @@ def _say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         logger.info(message)
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 _replacing = threading.Lock()

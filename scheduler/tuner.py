@@ -9,28 +9,37 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from scheduler.answer import allowed_backends, counted, recheck
 from scheduler.bench import condition
 from scheduler.errors import NoCandidate, StoreError
 from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
-from scheduler.lease import leased
+from scheduler.lease import Leases, leased
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
-from scheduler.record import L2, Entry, Failure, Key, Measurement, Outcome, Record, Schedule, Trial, Verdict
+from scheduler.record import (
+    L2,
+    Entry,
+    Environment,
+    Failure,
+    Key,
+    Measurement,
+    Outcome,
+    Record,
+    Schedule,
+    Trial,
+    Verdict,
+)
 from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate
 from search_spaces.kernel import Operation, Problem
 from search_spaces.space import Choice
-
-if TYPE_CHECKING:
-    from scheduler.store import Store
 
 _Point = tuple[str, int, tuple[tuple[str, Choice], ...]]  # backend, version, schedule: what tells trials apart
 
@@ -72,6 +81,17 @@ class Recorded(Protocol):
         """The kernel version that was measured with this schedule, or None where it was not."""
 
 
+class Keeper(Leases, Protocol):
+    """What keeps a search while it runs and what it found: a `Store`, or the cache as calls see it."""
+
+    def put(self, record: Record) -> None: ...
+    def records(self, *, operation: str, hardware: str) -> Iterable[Record]: ...
+    def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]: ...
+    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None: ...
+    def replace_trial(self, key: Key, trial: Trial) -> None: ...
+    def finish(self, key: Key) -> None: ...
+
+
 def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
     return Key(operation.name, hardware.id, problem.canonical())
 
@@ -111,7 +131,7 @@ def tune(
     seconds: float | None = None,
     seed: int = 0,
     l2: L2 = "cold",
-    store: Store | None = None,
+    store: Keeper | None = None,
     runner: Runner | None = None,
     device: int = 0,
     workers: int | None = None,
@@ -176,7 +196,7 @@ class _Tuning:
         runner: Runner,
         budget: int,
         l2: L2,
-        store: Store | None,
+        store: Keeper | None,
     ) -> None:
         self.operation, self.problem, self.runner = operation, problem, runner
         self.budget, self.l2, self.store = budget, l2, store
@@ -217,7 +237,7 @@ class _Tuning:
         self._keep(lambda store: store.put(record))
         return record
 
-    def _keep(self, write: Callable[[Store], None]) -> None:
+    def _keep(self, write: Callable[[Keeper], None]) -> None:
         """Writes to the store. One that refuses is done without from then on: the search costs more than its trace."""
         if self.store is None:
             return
