@@ -1,4 +1,4 @@
-"""The cache as calls see it: both stores as one, opened when first asked; what goes wrong is said and breaks nothing."""
+"""The cache as calls see it: two stores as one, opened when first asked; what goes wrong is said and breaks nothing."""
 
 from __future__ import annotations
 

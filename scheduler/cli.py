@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import json
 import signal
 import sys
@@ -68,10 +69,32 @@ Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 HardwareName = Annotated[str | None, typer.Option("--hardware", help='A chip by its driver\'s name: "NVIDIA H200".')]
 Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
+CompileTimeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]")
+]
+RunTimeout = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"),
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(importlib.metadata.version("tile-scheduler"))
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Search, inspect and carry the tile schedules of JAX Pallas kernels."""
 
 
 @app.command()
@@ -98,14 +121,8 @@ def tune(
         int | None,
         typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
     ] = None,
-    compile_timeout: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]"),
-    ] = None,
-    run_timeout: Annotated[
-        float | None,
-        typer.Option(min=0.001, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"),
-    ] = None,
+    compile_timeout: CompileTimeout = None,
+    run_timeout: RunTimeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Search the schedules of a problem, or of every problem of a job, by timing them on the device."""
@@ -181,6 +198,8 @@ def sweep(
         str | None, typer.Option(help="Kernels to sweep beside XLA: names with commas, or pallas.")
     ] = None,
     device: Device = 0,
+    compile_timeout: CompileTimeout = None,
+    run_timeout: RunTimeout = None,
 ) -> None:
     """Measure every legal schedule of a problem, or a sample, into a file that `tune --replay` searches anywhere.
 
@@ -209,7 +228,9 @@ def sweep(
                 failed += 1
                 continue
             if runner is None:
-                runner = start_runner(task.operation, device=device)
+                runner = start_runner(
+                    task.operation, device=device, compile_timeout_s=compile_timeout, run_timeout_s=run_timeout
+                )
                 stack.callback(runner.close)
             path = out if job is None else out / sweeps.file_name(task.operation, task.problem)
             with _progress() as progress:
@@ -286,6 +307,8 @@ def verify(
     within: Annotated[float, typer.Option(min=0, help="By how many percent a winner may be behind.")] = 3.0,
     update: Annotated[bool, typer.Option("--update", help="Store today's times and order.")] = False,
     device: Device = 0,
+    compile_timeout: CompileTimeout = None,
+    run_timeout: RunTimeout = None,
     seed: Annotated[int, typer.Option(help="Of the order of timing.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -309,7 +332,15 @@ def verify(
     if not records:
         raise SchedulerError(f"nothing of that is {'shipped' if shipped else f'in {user.location}'}")
     verdicts = []
-    for verdict in reverify(records, operation=op, device=device, within=within / 100, seed=seed):
+    for verdict in reverify(
+        records,
+        operation=op,
+        device=device,
+        compile_timeout_s=compile_timeout,
+        run_timeout_s=run_timeout,
+        within=within / 100,
+        seed=seed,
+    ):
         verdicts.append(verdict)
         _say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
         if update and verdict.refreshed is not None:

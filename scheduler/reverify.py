@@ -74,6 +74,8 @@ def reverify(
     operation: Operation[Any] | None = None,
     runner: Runner | None = None,
     device: int = 0,
+    compile_timeout_s: float | None = None,
+    run_timeout_s: float | None = None,
     within: float = WITHIN,
     seed: int = 0,
 ) -> Iterator[Verdict]:
@@ -83,6 +85,7 @@ def reverify(
       records: to verify; those of other chips than the runner's cannot be.
       operation: theirs; None loads each by its name.
       runner: where they run; by default one is started on `device` for all of them and closed at the end.
+      compile_timeout_s, run_timeout_s: of a runner that is started here, as in `workers.Pool`.
       within: by which share the winner may be slower than the fastest and still hold.
       seed: of the order within each round.
 
@@ -97,7 +100,9 @@ def reverify(
                 yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
                 continue
             if runner is None:
-                runner = tuner.start_runner(named, device=device)
+                runner = tuner.start_runner(
+                    named, device=device, compile_timeout_s=compile_timeout_s, run_timeout_s=run_timeout_s
+                )
                 stack.callback(runner.close)
             if record.key.hardware != runner.hardware.id:
                 yield Verdict(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")

@@ -224,6 +224,10 @@ def test_a_job_tells_before_and_after_and_fails_where_one_problem_did(tmp_path):
     assert [result["state"] for result in results] == ["known"]
 
 
+def test_the_version_is_the_one_that_is_installed():
+    assert run("--version")[0].strip() == importlib.metadata.version("tile-scheduler")
+
+
 def test_doctor_names_versions_caches_and_what_each_backend_can_do_here(store):
     found = {row["what"]: row for row in json.loads(run("doctor", "--json")[0])}
     assert importlib.metadata.version("jax") in found["packages"]["detail"]
