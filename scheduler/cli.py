@@ -559,7 +559,7 @@ def doctor(device: Device = 0, as_json: AsJson = False) -> None:
     from scheduler import doctor as checks
     from scheduler import report
 
-    findings = list(checks.examine(lambda: _hardware_here(device)))
+    findings = list(checks.examine(lambda: _hardware_here(device), device))
     if as_json:
         _print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
     else:

@@ -33,13 +33,18 @@ class Finding:
     detail: str
 
 
-def examine(detect: Callable[[], Hardware]) -> Iterator[Finding]:
-    """Looks at everything, the quick things first. `detect` says which chip is here, and may raise SchedulerError."""
+def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding]:
+    """Looks at everything, the quick things first.
+
+    Args:
+      detect: which chip is here; may raise a SchedulerError.
+      device: the GPU, by its index among the visible ones.
+    """
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
     yield Finding("versions", "ok", f"tile-scheduler {_version('tile-scheduler')}, python {platform.python_version()}")
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
     yield from _caches()
-    gpu = Gpu.query()
+    gpu = Gpu.query(device)
     if gpu is None:
         yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
     elif not cuda_wanted():
