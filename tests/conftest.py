@@ -1,6 +1,12 @@
-"""What all tests share: no test reads or writes the user's own cache."""
+"""What all tests share: no test reads or writes the user's own cache, and Ctrl-C means what it means at a terminal."""
+
+import signal
 
 import pytest
+
+# A shell that starts a command in the background has it ignore SIGINT, and so all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
