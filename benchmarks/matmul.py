@@ -27,13 +27,13 @@ from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
 
 from scheduler import replay
-from scheduler.answer import recheck
+from scheduler.answer import key_of, recheck
 from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
 from scheduler.record import Entry, Record
 from scheduler.store import Store, default_url
 from scheduler.sweep import file_name, sweep
-from scheduler.tuner import key_of, start_runner, tune
+from scheduler.tuner import start_runner, tune
 from scheduler.workers import Runner, Task
 from search_spaces.matmul import MATMUL, MatmulProblem
 

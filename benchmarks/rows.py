@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler import jobs
-from scheduler.answer import recheck
+from scheduler.answer import key_of, recheck
 from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
 from scheduler.jobs import Malformed
 from scheduler.record import Entry, Record
 from scheduler.store import Store, default_url
-from scheduler.tuner import key_of, start_runner, tune
+from scheduler.tuner import start_runner, tune
 from scheduler.workers import Runner, Task
 from search_spaces import LibraryKernel, Operation
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from scheduler import hardware, tuned_matmul
+from scheduler.answer import key_of
 from scheduler.record import Record
 from scheduler.store import Store, default_url
-from scheduler.tuner import key_of, tune
+from scheduler.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 PALLAS = frozenset(MATMUL.backends) - {MATMUL.library.backend}

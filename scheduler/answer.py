@@ -13,7 +13,7 @@ from scheduler.hardware import Hardware
 from scheduler.legal import illegal
 from scheduler.neighbours import TELLING, Neighbour, nearest
 from scheduler.prune import Pruned, prune
-from scheduler.record import Entry, Record, Schedule
+from scheduler.record import Entry, Key, Record, Schedule
 from search_spaces.kernel import Kernel, Operation, Problem
 from search_spaces.space import Columns
 
@@ -41,6 +41,10 @@ class Answer:
     library_s: float
     reason: str
     neighbour: str = ""
+
+
+def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
+    return Key(operation.name, hardware.id, problem.canonical())
 
 
 def explain(

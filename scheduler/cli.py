@@ -438,7 +438,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler import answer, report, tuner
+    from scheduler import answer, report
     from scheduler import explain as accounts
     from scheduler import hardware as chips
 
@@ -446,7 +446,7 @@ def explain(
         op, problem = _problem(operation, fields)
         chip = chips.find(hardware) if hardware is not None else None
     chip = chip or _hardware_here(device)
-    key = tuner.key_of(op, problem, chip)
+    key = answer.key_of(op, problem, chip)
     asked = list(_ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record) for where, (record, _) in asked if record is not None]
     trials = [trial for _, (_, tried) in asked for trial in tried]

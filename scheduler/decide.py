@@ -27,7 +27,7 @@ from scheduler.errors import (
     WorkerError,
 )
 from scheduler.hardware import Hardware
-from scheduler.record import Key, Schedule
+from scheduler.record import Schedule
 from scheduler.threads import WAKE_S
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat, locate
@@ -222,8 +222,7 @@ class _Deciding:
             return self._given(hardware, dict(self.options.schedule))
         if self.options.backends == frozenset({self.operation.library.backend}):
             return self._decision(hardware, self.operation.library.backend, {}, "no other backend is allowed")
-        key = Key(self.operation.name, hardware.id, self.problem.canonical())
-        return self._stored(hardware, key) or self._missed(hardware)
+        return self._stored(hardware) or self._missed(hardware)
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
         from scheduler.legal import illegal
@@ -241,12 +240,13 @@ class _Deciding:
         why = "; ".join(f"{kernel.backend}: {reason}" for kernel, reason in reasons.items())
         raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
 
-    def _stored(self, hardware: Hardware, key: Key) -> Decision | None:
+    def _stored(self, hardware: Hardware) -> Decision | None:
         from scheduler import answer  # the model behind it loads only where a new call needs it
 
         several = jax.process_count() > 1
         if several:
             _require_one_code()
+        key = answer.key_of(self.operation, self.problem, hardware)
         for place, record in self.cache.find(key, shared_only=several):
             found = answer.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
             if not isinstance(found, str):

@@ -9,13 +9,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from scheduler.answer import predict, recheck
+from scheduler.answer import key_of, predict, recheck
 from scheduler.decide import allowed
 from scheduler.errors import MalformedRecord, NoCandidate, SchedulerError, StoreError
 from scheduler.hardware import Hardware
 from scheduler.record import L2, Entry, Measurement, Record, Schedule, Trial
 from scheduler.store import Store, shipped
-from scheduler.tuner import Progress, key_of, start_runner, tune
+from scheduler.tuner import Progress, start_runner, tune
 from scheduler.workers import Runner
 from search_spaces import load
 from search_spaces.kernel import Operation, Problem

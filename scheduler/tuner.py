@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from scheduler.answer import allowed_backends, counted, recheck
+from scheduler.answer import allowed_backends, counted, key_of, recheck
 from scheduler.bench import condition
 from scheduler.errors import NoCandidate, StoreError
 from scheduler.fitted import model_of
@@ -90,10 +90,6 @@ class Keeper(Leases, Protocol):
     def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None: ...
     def replace_trial(self, key: Key, trial: Trial) -> None: ...
     def finish(self, key: Key) -> None: ...
-
-
-def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
-    return Key(operation.name, hardware.id, problem.canonical())
 
 
 def start_runner(

@@ -26,7 +26,7 @@ import pytest
 from hypothesis import strategies as st
 
 import scheduler
-from scheduler import decide, hardware, tuned, tuned_matmul, tuner
+from scheduler import answer, decide, hardware, tuned, tuned_matmul, tuner
 from scheduler.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, Problem, load
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -958,7 +958,7 @@ def test_a_script_without_a_guard_is_loaded_for_its_operation_without_searching_
     )
     operation = load(f"{script}:OWN")
     assert operation.name == "own"
-    assert Store(default_url()).get(tuner.key_of(operation, operation.problem(8), hardware.CPU)) is None
+    assert Store(default_url()).get(answer.key_of(operation, operation.problem(8), hardware.CPU)) is None
     with pytest.raises(SystemExit, match="went on"):
         runpy.run_path(str(script), run_name="__main__")
-    assert Store(default_url()).get(tuner.key_of(operation, operation.problem(8), hardware.CPU)) is not None
+    assert Store(default_url()).get(answer.key_of(operation, operation.problem(8), hardware.CPU)) is not None

@@ -7,12 +7,12 @@ import pytest
 
 import scheduler
 from scheduler import decide
-from scheduler.answer import predict
+from scheduler.answer import key_of, predict
 from scheduler.hardware import find
 from scheduler.neighbours import distance, nearest
 from scheduler.record import Entry, Environment, Key, Measurement, Record
 from scheduler.store import Store, shipped
-from scheduler.tuner import key_of, tune
+from scheduler.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 H200 = find("NVIDIA H200")

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import scheduler
 from scheduler import text
+from scheduler.answer import key_of
 from scheduler.cli import app
 from scheduler.errors import NotRecorded, RecordingError
 from scheduler.hardware import CPU, find
@@ -27,7 +28,7 @@ from scheduler.replay import Recorder, Replay, read, read_again
 from scheduler.store import Store
 from scheduler.sweep import file_name, sweep
 from scheduler.text import schedule_to_text
-from scheduler.tuner import key_of, tune
+from scheduler.tuner import tune
 from scheduler.workers import InProcess, Task
 from search_spaces import Operation, load
 from search_spaces.matmul import MATMUL, MatmulProblem

@@ -16,12 +16,13 @@ from paced import PACED, Paced
 from typer.testing import CliRunner
 
 from scheduler import bench
+from scheduler.answer import key_of
 from scheduler.cli import app
 from scheduler.errors import NoCandidate
 from scheduler.hardware import CPU, find
 from scheduler.record import Failure, Measurement
 from scheduler.store import Store
-from scheduler.tuner import key_of, tune
+from scheduler.tuner import tune
 from scheduler.workers import InProcess
 from search_spaces import Operation
 from search_spaces.matmul import MatmulProblem

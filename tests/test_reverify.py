@@ -12,13 +12,12 @@ from paced import PACED
 from typer.testing import CliRunner
 
 from scheduler import report
-from scheduler.answer import predict, recheck
+from scheduler.answer import key_of, predict, recheck
 from scheduler.cli import app
 from scheduler.hardware import CPU
 from scheduler.record import Entry, Environment, Failure, Measurement, Record
 from scheduler.reverify import reverify
 from scheduler.store import Store
-from scheduler.tuner import key_of
 from scheduler.workers import InProcess
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem

@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 from operations import Double, DoubleLibrary, DoubleProblem
 
-from scheduler.answer import explain, predict, recheck
+from scheduler.answer import explain, key_of, predict, recheck
 from scheduler.errors import NoCandidate, StoreError
 from scheduler.hardware import CPU, find
 from scheduler.legal import illegal
 from scheduler.race import FEWEST_ROUNDS
 from scheduler.record import Entry, Failure, Measurement
 from scheduler.store import Store
-from scheduler.tuner import key_of, tune
+from scheduler.tuner import tune
 from scheduler.workers import InProcess
 from search_spaces import Operation, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
