@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 
 from scheduler import hardware
@@ -37,6 +38,17 @@ def onchip_bytes_asked(lower: Callable[[], Any]) -> int:
             return int(found[1])
         raise
     return 0
+
+
+def check_onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, schedule: Any, predicted: int) -> None:
+    """Fails unless lowering asks for `predicted` bytes, and succeeds just where an H200 has so many."""
+    asked = onchip_bytes_asked(lambda: lower(kernel, problem, schedule))
+    assert asked == predicted, f"{schedule}: {asked} bytes asked for, {predicted} predicted"
+    if predicted <= H200.onchip_bytes:
+        lower(kernel, problem, schedule)
+    else:
+        with pytest.raises(ValueError, match="exceeds available shared memory"):
+            lower(kernel, problem, schedule)
 
 
 def interpret(

@@ -94,12 +94,7 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
     schedules = sample(problem, 5, seed=str(problem))
     predictions = footprint(problem, Columns.of(schedules)).onchip_bytes
     for one, predicted in zip(schedules, predictions, strict=True):
-        assert hopper.onchip_bytes_asked(lambda one=one: hopper.lower(KERNEL, problem, one)) == predicted, one
-        if predicted <= hopper.H200.onchip_bytes:
-            hopper.lower(KERNEL, problem, one)
-        else:
-            with pytest.raises(ValueError, match="exceeds available shared memory"):
-                hopper.lower(KERNEL, problem, one)
+        hopper.check_onchip_bytes(KERNEL, problem, one, predicted)
 
 
 def test_the_sample_holds_schedules_of_both_sides_of_the_limit():

@@ -81,12 +81,7 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
     kernel = kernel_of(problem)
     for one in sample(problem, 1):
         predicted = footprint(problem, Columns.of([one])).onchip_bytes[0]
-        assert hopper.onchip_bytes_asked(lambda one=one: hopper.lower(kernel, problem, one)) == predicted, one
-        if predicted <= hopper.H200.onchip_bytes:
-            hopper.lower(kernel, problem, one)
-        else:
-            with pytest.raises(ValueError, match="exceeds available shared memory"):
-                hopper.lower(kernel, problem, one)
+        hopper.check_onchip_bytes(kernel, problem, one, predicted)
 
 
 def test_the_sample_holds_both_places_where_a_row_waits_and_both_sides_of_the_limit():

@@ -6,39 +6,17 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from operations import DoubleLibrary, DoubleProblem
 
-from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space, Target
+from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space, Target
 from search_spaces.jax_compat import plgpu
 
 TILE = 256
 # Elements past the end where nothing is mapped: 4 GiB.
 FAR = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class DoubleProblem(Problem):
-    n: int
-
-    @classmethod
-    def of(cls, *args: Any, **params: Any) -> DoubleProblem:
-        return cls(n=args[0].shape[0])
-
-    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((self.n,), jnp.dtype(jnp.float32)),)
-
-    def result(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.n,), jnp.dtype(jnp.float32))
-
-    def reference(self, *args: jax.Array) -> jax.Array:
-        return args[0] * 2
-
-    @property
-    def flops(self) -> float:
-        return float(self.n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +58,6 @@ class Double(Kernel[DoubleProblem, DoubleSchedule]):
         kernel = plgpu.kernel(body, out_type=problem.result(), grid=(problem.n // TILE,), grid_names=("tile",))
         doubled: jax.Array = kernel(*args)
         return doubled
-
-
-class DoubleLibrary(LibraryKernel[DoubleProblem]):
-    def run(self, problem: DoubleProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:
-        return args[0] + args[0]
 
 
 DOUBLE = Operation("faulty_double", DoubleProblem, (Double(), DoubleLibrary()))

@@ -7,13 +7,11 @@ import os
 import random
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from scheduler.cost import CostModel
 from scheduler.prune import prune
-from scheduler.record import Measurement
 from scheduler.tuner import tune
 from scheduler.workers import Task
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -67,7 +65,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_sampled_schedules_agree_with_the_reference(pool, problem):
+def test_sampled_schedules_agree_with_the_reference(pool, all_right, problem):
     kernel = MATMUL.kernel("mosaic_gpu")
     if reason := kernel.supports(problem, pool.hardware.target):
         pytest.skip(reason)
@@ -77,16 +75,7 @@ def test_sampled_schedules_agree_with_the_reference(pool, problem):
         part = [candidate for candidate in candidates if belongs(candidate.schedule)]
         sample += part[:4] + random.Random(0).sample(part, min(12, len(part)))
     chosen = {str(candidate.schedule): candidate for candidate in sample}.values()
-    tasks = [Task(MATMUL, problem, c.backend, c.schedule, 3) for c in chosen]
-    with ThreadPoolExecutor(pool.slots) as threads:
-        outcomes = list(threads.map(pool.measure, tasks))
-    failed = [
-        (task.schedule, outcome)
-        for task, outcome in zip(tasks, outcomes, strict=True)
-        if not isinstance(outcome, Measurement)
-    ]
-    assert not failed
-    assert all(outcome.clock == "cupti" for outcome in outcomes)
+    all_right([Task(MATMUL, problem, c.backend, c.schedule, 3) for c in chosen])
 
 
 def test_every_part_of_the_space_has_schedules_among_the_problems(pool):

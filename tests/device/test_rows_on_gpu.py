@@ -1,13 +1,11 @@
 """The GPU kernels of the row-wise operations, compiled and run: every sampled legal schedule is right."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from scheduler.cost import CostModel
 from scheduler.prune import prune
-from scheduler.record import Measurement
 from scheduler.workers import Task
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
@@ -34,20 +32,11 @@ EXTENTS = [
     [problem(*extents) for problem in OPERATIONS for extents in EXTENTS],
     ids=lambda p: f"{type(p).__name__}({p})",
 )
-def test_sampled_schedules_agree_with_the_reference(pool, problem):
+def test_sampled_schedules_agree_with_the_reference(pool, all_right, problem):
     operation = OPERATIONS[type(problem)]
     kernel = operation.kernel("mosaic_gpu")
     if reason := kernel.supports(problem, pool.hardware.target):
         pytest.skip(reason)
     candidates = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
     sample = candidates[:4] + random.Random(0).sample(candidates, min(16, len(candidates)))
-    tasks = [Task(operation, problem, c.backend, c.schedule, 3) for c in sample]
-    with ThreadPoolExecutor(pool.slots) as threads:
-        outcomes = list(threads.map(pool.measure, tasks))
-    failed = [
-        (task.schedule, outcome)
-        for task, outcome in zip(tasks, outcomes, strict=True)
-        if not isinstance(outcome, Measurement)
-    ]
-    assert not failed
-    assert all(outcome.clock == "cupti" for outcome in outcomes)
+    all_right([Task(operation, problem, c.backend, c.schedule, 3) for c in sample])
