@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_hopper import JAX_HOPPER
-from judge import REPETITIONS, Judgement
+from judge import Judgement, conditions
 from problems import Product
 from rich.table import Table
 
@@ -76,18 +76,7 @@ class Case:
 
     def conditions(self, judges: Runner, rounds: int) -> dict[str, Any]:
         """All that a row depends on: an earlier one stands for today's where these are the same."""
-        return {
-            "device": judges.hardware.id,
-            "jax": judges.environment.jax,
-            "jaxlib": judges.environment.jaxlib,
-            "driver": judges.environment.driver,
-            "rounds": rounds,
-            "repetitions": REPETITIONS,
-            "candidates": {
-                name: {"backend": one.backend, "version": one.version, "schedule": dict(one.schedule)}
-                for name, one in self.candidates.items()
-            },
-        }
+        return conditions(MATMUL, self.product.problem, self.candidates, judges, rounds)
 
 
 def row(case: Case, judged: Judgement, hardware: Hardware) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -58,6 +59,36 @@ def paced(of: Sequence[T], step: str, deadline: float, clock: Callable[[], float
         longest_s = max(longest_s, ended - started)
         left_s = (ended - began) / (done + 1) * (len(of) - done - 1)
         print(f"{step}: {done + 1} of {len(of)} in {ended - began:.0f} s, about {left_s:.0f} s left", flush=True)
+
+
+class Kept:
+    """Rows of a file, one to a line, each there as soon as it is measured and found again by all that it depends on.
+
+    Several processes may add to a file.
+
+    Args:
+      path: of the file; it need not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[str, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):  # empty, or as far as a command came that was killed
+                one = json.loads(line)
+                self._rows[json.dumps(one["conditions"], sort_keys=True)] = one
+
+    def get(self, conditions: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The latest row that was measured under these conditions, the problem among them."""
+        return self._rows.get(json.dumps(conditions, sort_keys=True))
+
+    def add(self, row: Mapping[str, Any], conditions: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps the row, with the conditions and the commit; returns it with those."""
+        kept = dict(row) | {"conditions": dict(conditions)} | commit()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", buffering=2**20) as file:  # one write, which others' writes do not divide
+            file.write("\n" + json.dumps(kept))  # on a line of its own, even after one that was cut off
+        return kept
 
 
 def write_result(

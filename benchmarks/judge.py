@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping
+from typing import Any
 
 from scheduler import timer
-from scheduler.record import Failure, Measurement, Outcome
+from scheduler.record import Entry, Failure, Measurement, Outcome, Trial
 from scheduler.threads import Threads
 from scheduler.workers import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
+from search_spaces import Operation, Problem
 
 # Of each candidate in each round.
 REPETITIONS = 10
@@ -40,6 +42,26 @@ def start_judge() -> Runner:
     """
     gpu = Gpu.wanted()
     return InProcess() if gpu is None else Pool(gpu, slots=LIBRARY_COMPILATIONS)
+
+
+def conditions(
+    operation: Operation[Any], problem: Problem, candidates: Mapping[str, Entry | Trial], judges: Runner, rounds: int
+) -> dict[str, Any]:
+    """All that a judgement depends on."""
+    return {
+        "operation": operation.name,
+        "problem": str(problem),
+        "device": judges.hardware.id,
+        "jax": judges.environment.jax,
+        "jaxlib": judges.environment.jaxlib,
+        "driver": judges.environment.driver,
+        "rounds": rounds,
+        "repetitions": REPETITIONS,
+        "candidates": {
+            name: {"backend": one.backend, "version": one.version, "schedule": dict(one.schedule)}
+            for name, one in candidates.items()
+        },
+    }
 
 
 def judge(runner: Runner, tasks: Mapping[str, Task], rounds: int) -> Judgement:

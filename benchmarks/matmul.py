@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from comparison import Case, Draw, Row, row, summarize, table
-from harness import RESULTS, ROOT, commit, environment, paced, write_result
+from harness import RESULTS, ROOT, Kept, environment, paced, write_result
 from jax_hopper import JAX_HOPPER, RIVALS
 from judge import REPETITIONS, judge, start_judge
 from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
 
-from scheduler import replay
+from scheduler import jobs, replay
 from scheduler.answer import key_of, recheck
 from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     store = Store(options.cache or default_url())
     if steps != ["judge"]:
         with contextlib.closing(start_runner(RIVALS)) as runner:
-            products = chosen(runner.hardware, options.problems)
+            products = jobs.part(chosen(runner.hardware, options.problems), options.part)
             if "tune" in steps:
                 tune_all(products, runner, store, options.budget, deadline)
             if "rival" in steps:
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "judge" not in steps:
         return
     with contextlib.closing(start_judge()) as judges:
-        products = chosen(judges.hardware, options.problems)
+        products = jobs.part(chosen(judges.hardware, options.problems), options.part)
         rows = judge_all(products, judges, store, options.work, options.rounds, deadline)
     if rows:
         Console(width=180).print(table(rows, judges.hardware))
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{len(missing)} of {len(products)} problems are not judged, because they are not tuned or time was up; "
             "the same command goes on from here:\n  " + "\n  ".join(missing)
         )
-    if options.problems:
+    if options.problems or options.part != "1/1":
         print(f"no result is written of a part of the suite; the rows are in {options.work}")
     else:
         told = environment(judges.environment, RIVALS)
@@ -80,6 +79,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for step in STEPS:
         parser.add_argument(f"--{step}", action="store_true", help="only this step, or those that are named")
     parser.add_argument("--problems", nargs="+", metavar="TEXT", help="only those whose line contains one of these")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
     )
@@ -149,8 +149,7 @@ def judge_all(
 
     Each is in ``judged.jsonl`` of `work` as soon as it is measured.
     """
-    kept = work / "judged.jsonl"
-    earlier = _judged(kept)
+    kept = Kept(work / "judged.jsonl")
     rows: dict[str, Row] = {}
     left: list[Case] = []
     for product in products:
@@ -158,8 +157,8 @@ def judge_all(
         if record is None:
             continue
         case = Case(product, record, _draw(product.problem, work))
-        known = earlier.get(str(product.problem), {})
-        if known.get("conditions") == case.conditions(judges, rounds):
+        known = kept.get(case.conditions(judges, rounds))
+        if known is not None:
             rows[known["problem"]] = known
         else:
             left.append(case)
@@ -169,22 +168,9 @@ def judge_all(
             for name, one in case.candidates.items()
         }
         judged = judge(judges, tasks, rounds)
-        new = row(case, judged, judges.hardware) | {"conditions": case.conditions(judges, rounds)} | commit()
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with kept.open("a") as file:
-            file.write("\n" + json.dumps(new))  # on a line of its own, even after one that was cut off
+        new = kept.add(row(case, judged, judges.hardware), case.conditions(judges, rounds))
         rows[new["problem"]] = new
     return [rows[str(product.problem)] for product in products if str(product.problem) in rows]
-
-
-def _judged(kept: Path) -> dict[str, Row]:
-    """The latest row of each problem."""
-    rows: dict[str, Row] = {}
-    for line in kept.read_text().splitlines() if kept.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # empty, or as far as a command came that was killed
-            one = json.loads(line)
-            rows[one["problem"]] = one
-    return rows
 
 
 def _record(problem: MatmulProblem, hardware: Hardware, store: Store) -> Record | None:

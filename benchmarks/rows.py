@@ -1,7 +1,7 @@
 """Softmax, RMS norm and SiLU-and-mul against XLA: best Pallas schedule and final answer, interleaved, beside a copy.
 
     python benchmarks/rows.py --search --seconds 540     # as often as it says that problems are left
-    python benchmarks/rows.py                            # searches what is left, then judges
+    python benchmarks/rows.py                            # searches what is left, then judges what is left
 
 Each problem of a job is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the
 best Pallas schedule, the final answer and XLA's program and time them in turns, and XLA's copy of as many bytes. Rates
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from harness import environment, paced, write_result
-from judge import REPETITIONS, judge, start_judge
+from harness import ROOT, Kept, environment, paced, write_result
+from judge import REPETITIONS, conditions, judge, start_judge
 from rich.console import Console
 from rich.table import Table
 
@@ -76,28 +76,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
     )
     parser.add_argument("--only", default="", help="only problems whose text holds this, such as 'softmax'")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
     parser.add_argument("--budget", type=int, default=None, help="trials of each search, in place of the job's")
     parser.add_argument("--rounds", type=int, default=5, help=f"turns of {REPETITIONS} repetitions in the comparison")
     parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "rows", help="where judged problems are kept")
     options = parser.parse_args(arguments)
     deadline = started + options.seconds
 
     store = Store(options.cache or default_url())
     with contextlib.closing(start_runner(SOFTMAX)) as runner:
         suite = [task for task in tasks(runner.hardware, options.budget) if options.only in str(task)]
+        suite = jobs.part(suite, options.part)
         search(suite, runner, store, deadline)
     if options.search:
         return
-    rows = []
     with contextlib.closing(start_judge()) as judges:
-        for task in paced(suite, "judge", deadline):
-            if (record := _record(task, judges.hardware, store)) is not None:
-                rows.append(row(task, record, judges, options.rounds))
+        rows = judge_all(suite, judges, store, options.work, options.rounds, deadline)
     figures = summary(rows)
     _print(rows, judges.hardware)
     Console().print(figures)
     if len(rows) < len(suite):
         raise SystemExit(f"{len(suite) - len(rows)} of {len(suite)} problems are not judged: no result is written")
+    if options.only or options.part != "1/1":
+        print(f"no result is written of a part of the suite; the rows are in {options.work}")
+        return
     measured = environment(judges.environment, SOFTMAX, RMS_NORM, SILU_AND_MUL)
     write_result("rows", judges.hardware, summary=figures, rows=rows, environment=measured)
 
@@ -136,6 +139,45 @@ def _record(task: jobs.Task, hardware: Hardware, store: Store) -> Record | None:
     return record if held else None
 
 
+def judge_all(
+    suite: Sequence[jobs.Task], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+) -> list[dict[str, Any]]:
+    """A row for each problem that has an answer; those of an earlier command stand where nothing has changed.
+
+    Raises:
+      SystemExit: a schedule that a record names does not run, or is wrong.
+    """
+    kept = Kept(work / "judged.jsonl")
+    rows: dict[str, dict[str, Any]] = {}
+    left = []
+    for task in suite:
+        record = _record(task, judges.hardware, store)
+        if record is None:
+            continue
+        known = kept.get(conditions(task.operation, task.problem, _entries(task, record), judges, rounds))
+        if known is not None:
+            rows[str(task)] = known
+        else:
+            left.append((task, record))
+    for task, record in paced(left, "judge", deadline):
+        rows[str(task)] = kept.add(
+            row(task, record, judges, rounds),
+            conditions(task.operation, task.problem, _entries(task, record), judges, rounds),
+        )
+    return [rows[str(task)] for task in suite if str(task) in rows]
+
+
+def _entries(task: jobs.Task, record: Record) -> dict[str, Entry]:
+    """XLA's program, the best Pallas schedule and the final answer, of those that there are."""
+    library = task.operation.library.backend
+    entries = {
+        "xla": record.best(frozenset({library})),
+        "pallas": record.best(frozenset(task.operation.backends) - {library}),
+        "final": record.winner,
+    }
+    return {name: entry for name, entry in entries.items() if entry is not None}
+
+
 def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
     """One line of the result.
 
@@ -144,15 +186,9 @@ def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[st
     """
     operation, problem = task.operation, task.problem
     assert isinstance(problem, RowProblem)
-    entries = {
-        "xla": record.best(frozenset({operation.library.backend})),
-        "pallas": record.best(frozenset(operation.backends) - {operation.library.backend}),
-        "final": record.winner,
-    }
+    entries = _entries(task, record)
     candidates = {
-        name: Task(operation, problem, entry.backend, entry.schedule, REPETITIONS)
-        for name, entry in entries.items()
-        if entry is not None
+        name: Task(operation, problem, entry.backend, entry.schedule, REPETITIONS) for name, entry in entries.items()
     }
     judged = judge(judges, candidates, rounds)
     # As many elements read and written as the operation moves. Alone: other operands make a process give up these.
@@ -161,7 +197,7 @@ def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[st
     copy = judge(judges, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
     if failures := {**judged.failures, **copy.failures}:
         raise SystemExit(f"{task}: {failures}")
-    times = {name: judged.times(name) for name in entries} | {"copy": copy.times("copy")}
+    times = {name: judged.times(name) for name in ("xla", "pallas", "final")} | {"copy": copy.times("copy")}
     xla = times["xla"]
     assert xla is not None, "a record has the library's time"
     line: dict[str, Any] = {

@@ -69,6 +69,10 @@ Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 HardwareName = Annotated[str | None, typer.Option("--hardware", help='A chip by its driver\'s name: "NVIDIA H200".')]
 Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
+Part = Annotated[
+    str | None,
+    typer.Option(help="i/n: every n-th problem of the job from the i-th, for GPUs or hosts that share it."),
+]
 CompileTimeout = Annotated[
     float | None, typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]")
 ]
@@ -117,6 +121,7 @@ def tune(
         str, typer.Option(help="Where candidates find operands: cold (in memory) or warm (in the cache).")
     ] = "cold",
     force: Annotated[bool, typer.Option("--force", help="Also what is tuned already.")] = False,
+    part: Part = None,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
@@ -135,12 +140,14 @@ def tune(
     from scheduler import jobs
     from scheduler.replay import Replay
 
+    if part is not None and job is None:
+        raise typer.BadParameter("--part is of a job")
     if l2 not in ("cold", "warm"):
         raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
     recording = None if replay is None else Replay(replay)
     with _usage_errors():
         if job is not None:
-            tasks = jobs.parse(_read(job))
+            tasks = jobs.part(jobs.parse(_read(job)), part or "1/1")
         else:
             if recording is not None:
                 operation = operation or recording.sweep.operation
@@ -198,6 +205,7 @@ def sweep(
         str | None, typer.Option(help="Kernels to sweep beside XLA: names with commas, or pallas.")
     ] = None,
     device: Device = 0,
+    part: Part = None,
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,
 ) -> None:
@@ -207,6 +215,8 @@ def sweep(
     """
     if (operation is None) == (job is None):
         raise typer.BadParameter("name either an operation with its fields, or a job: --job job.toml")
+    if part is not None and job is None:
+        raise typer.BadParameter("--part is of a job")
     if job is not None and backends is not None:
         raise typer.BadParameter("backends of a job are written in its file")
     from scheduler import jobs, report
@@ -215,7 +225,7 @@ def sweep(
 
     with _usage_errors():
         if job is not None:
-            tasks = jobs.parse(_read(job))
+            tasks = jobs.part(jobs.parse(_read(job)), part or "1/1")
         else:
             op, problem = _problem(str(operation), fields or [])
             tasks = [jobs.Task(op, problem, backends=jobs.parse_backends(op, backends))]

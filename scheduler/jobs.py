@@ -7,7 +7,7 @@ import dataclasses
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from scheduler.answer import key_of, predict, recheck
 from scheduler.decide import allowed
@@ -22,6 +22,7 @@ from search_spaces.kernel import Operation, Problem
 from search_spaces.space import unknown
 
 BUDGET = 64
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,21 @@ def parse(text: str) -> list[Task | Malformed]:
     if isinstance(shared := job.get("operation"), str):
         load(shared)  # misspelt here, it is wrong for every problem
     return [_task(job, fields, table) for table in problems]
+
+
+def part(of: Sequence[T], text: str) -> list[T]:
+    """Every n-th from the i-th, for the text ``i/n``: what one of n GPUs or hosts takes of what they share.
+
+    Raises:
+      ValueError: the text is not of that form, or i is not among 1 to n.
+    """
+    words = text.split("/")
+    if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"a part is written i/n, as in 1/4, not {text!r}")
+    number, count = (int(word) for word in words)
+    if not 1 <= number <= count:
+        raise ValueError(f"of {count} parts there is none of number {number}")
+    return list(of[number - 1 :: count])
 
 
 def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str] | None:

@@ -134,7 +134,8 @@ class Pool:
 
     Args:
       gpu: whose turn-taking, memory and visibility the processes share.
-      slots: how many processes; by default one less than the CPU's cores, fewer where the GPU's free memory is short.
+      slots: how many processes; by default one less than the CPU cores that this one may use (its affinity: `taskset`,
+        a container's or a batch system's share), fewer where the GPU's free memory is short.
       compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
       run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate.
 
@@ -157,7 +158,7 @@ class Pool:
                 "set XLA_PYTHON_CLIENT_PREALLOCATE=false in the process that holds it, or tune before it starts"
             )
         self._gpu = gpu
-        self.slots = int(min(slots or max(1, (os.cpu_count() or 2) - 1), affordable))
+        self.slots = int(min(slots or max(1, _cores() - 1), affordable))
         self._limits = _Limits(compile_timeout_s, run_timeout_s)
         self._children = Children()
         self._workers = [_Worker(gpu, self._children, self._limits) for _ in range(self.slots)]
@@ -316,6 +317,13 @@ class Gpu:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def environment(driver: str) -> Environment:

@@ -224,6 +224,18 @@ def test_a_job_tells_before_and_after_and_fails_where_one_problem_did(tmp_path):
     assert [result["state"] for result in results] == ["known"]
 
 
+def test_hosts_that_share_a_job_each_take_their_part(tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text('operation="matmul"\nbudget=2\n[[problem]]\nm=8\nn=8\nk=8\n[[problem]]\nm=8\nn=8\nk=16\n')
+    told = [json.loads(run("tune", "--job", job, "--part", part, "--json")[0])["results"] for part in ("1/2", "2/2")]
+    assert [[result["task"] for result in results] for results in told] == [
+        ["matmul m=8 n=8 k=8"],
+        ["matmul m=8 n=8 k=16"],
+    ]
+    assert "there is none of number 3" in run("tune", "--job", job, "--part", "3/2", status=2)[1]
+    assert "--part is of a job" in run("tune", "matmul", "m=8", "n=8", "k=8", "--part", "1/2", status=2)[1]
+
+
 def test_the_version_is_the_one_that_is_installed():
     assert run("--version")[0].strip() == importlib.metadata.version("tile-scheduler")
 

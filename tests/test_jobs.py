@@ -93,6 +93,20 @@ def test_backends_are_all_or_pallas_or_named():
     assert parse_backends(DOUBLE, "pallas") == {"scripted"}
 
 
+def test_the_parts_of_a_job_are_the_job():
+    tasks = list(range(10))
+    parts = [jobs.part(tasks, f"{i}/4") for i in (1, 2, 3, 4)]
+    assert sorted(task for part in parts for task in part) == tasks
+    assert parts[1] == [1, 5, 9]
+    assert jobs.part(tasks, "1/1") == tasks
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/4", "5/4", "1/0", "a/4", "1/4/2", "-1/4"])
+def test_a_part_that_is_none_is_an_error(text):
+    with pytest.raises(ValueError, match="part"):
+        jobs.part([1, 2], text)
+
+
 def test_one_bad_problem_does_not_stop_the_rest(runner):
     tasks = [Malformed("matmul m=x", "m='x' is no int"), Task(MATMUL, MatmulProblem(8, 8, 8, "float32"), budget=2)]
     results = list(jobs.run(tasks, store=Store(":memory:"), runner=runner))

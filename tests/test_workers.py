@@ -188,6 +188,14 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
     assert len(warned) == 1
 
 
+def test_there_are_as_many_workers_as_cores_that_the_process_may_use_but_one():
+    count = "from scheduler.workers import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool.slots)"
+    command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c", count]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert ran.stdout.strip() == "1"
+
+
 def test_no_gpu_is_seen_where_none_is_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Gpu.query() is None

@@ -1,5 +1,7 @@
 """Tests that need a GPU; elsewhere they are skipped, and pytest's summary says so."""
 
+import itertools
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,6 +9,20 @@ import pytest
 from scheduler.record import Measurement
 from scheduler.workers import Gpu, Pool
 from search_spaces import jax_compat
+
+
+def _take_a_share() -> None:
+    """Of several processes of pytest-xdist, each takes a GPU and its part of the cores."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    gpus = sum(1 for _ in itertools.takewhile(lambda n: Gpu.query(n) is not None, itertools.count()))
+    if processes > 1 and gpus > 0:
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number % gpus]
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[number::processes])
+
+
+_take_a_share()
 
 
 @pytest.fixture(scope="session")
