@@ -11,6 +11,7 @@ from jax_hopper import JAX_HOPPER
 from judge import Judgement, conditions
 from problems import Product
 from rich.table import Table
+from suite import answers
 
 from scheduler.cost import CostModel
 from scheduler.hardware import Hardware
@@ -20,8 +21,6 @@ from search_spaces.matmul import MATMUL
 
 # Who is compared, in the order of the table.
 NAMES = ("xla", "jax_hopper", "pallas", "final")
-PALLAS = frozenset(MATMUL.backends) - {MATMUL.library.backend}
-LIBRARY = frozenset({MATMUL.library.backend})
 # Of the rival's draw: which of these is the fastest, the judge finds out.
 RIVAL_FINALISTS = 3
 # Below it launches and tails decide, above it arithmetic does.
@@ -68,11 +67,8 @@ class Case:
     @property
     def candidates(self) -> dict[str, Entry | Trial]:
         """Who is to be judged, by name: the answers of the record, and the first few of the draw, numbered."""
-        answers = {"xla": self.record.best(LIBRARY), "pallas": self.record.best(PALLAS), "final": self.record.winner}
         rivals = self.draw.fastest[:RIVAL_FINALISTS] if self.draw else []
-        return {name: entry for name, entry in answers.items() if entry is not None} | {
-            f"jax_hopper {n}": trial for n, trial in enumerate(rivals, start=1)
-        }
+        return answers(MATMUL, self.record) | {f"jax_hopper {n}": trial for n, trial in enumerate(rivals, start=1)}
 
     def conditions(self, judges: Runner, rounds: int) -> dict[str, Any]:
         """All that a row depends on: an earlier one stands for today's where these are the same."""

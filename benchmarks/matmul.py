@@ -18,21 +18,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import suite
 from comparison import Case, Draw, Row, row, summarize, table
-from harness import RESULTS, ROOT, Kept, environment, paced, write_result
+from harness import RESULTS, ROOT, environment, paced, write_result
 from jax_hopper import JAX_HOPPER, RIVALS
 from judge import REPETITIONS, judge, start_judge
 from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
+from suite import found, search
 
 from scheduler import jobs, replay
-from scheduler.answer import key_of, recheck
-from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
-from scheduler.record import Entry, Record
 from scheduler.store import Store, default_url
 from scheduler.sweep import file_name, sweep
-from scheduler.tuner import start_runner, tune
+from scheduler.tuner import start_runner
 from scheduler.workers import Runner, Task
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -98,24 +97,16 @@ def chosen(hardware: Hardware, texts: Sequence[str] | None) -> list[Product]:
     Raises:
       SystemExit: there is none.
     """
-    suite = REHEARSED if hardware.platform == "cpu" else MATMULS
-    found = [product for product in suite if texts is None or any(text in str(product) for text in texts)]
-    if not found:
-        raise SystemExit("no problem contains that; there are:\n  " + "\n  ".join(map(str, suite)))
-    return found
+    all_of_them = REHEARSED if hardware.platform == "cpu" else MATMULS
+    products = [product for product in all_of_them if texts is None or any(text in str(product) for text in texts)]
+    if not products:
+        raise SystemExit("no problem contains that; there are:\n  " + "\n  ".join(map(str, all_of_them)))
+    return products
 
 
 def tune_all(products: Sequence[Product], runner: Runner, store: Store, budget: int, deadline: float) -> None:
-    """Searches those whose answer `store` does not have; it keeps each trial as it ends. One that fails is told."""
-    left = [product for product in products if _record(product.problem, runner.hardware, store) is None]
-    for product in paced(left, "tune", deadline):
-        try:
-            record = tune(MATMUL, product.problem, budget=budget, runner=runner, store=store)
-        except NoCandidate as error:  # the other problems are worth their time
-            print(f"{product}: {error}", flush=True)
-            continue
-        best = record.winner
-        print(f"{product}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
+    """Searches those whose answer `store` does not have."""
+    search([jobs.Task(MATMUL, product.problem, budget) for product in products], runner, store, deadline)
 
 
 def rival_all(products: Sequence[Product], runner: Runner, work: Path, schedules: int, deadline: float) -> None:
@@ -145,38 +136,21 @@ def rival_all(products: Sequence[Product], runner: Runner, work: Path, schedules
 def judge_all(
     products: Sequence[Product], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
 ) -> list[Row]:
-    """A row for each problem that has an answer; those of an earlier command stand where nothing has changed.
+    """A row for each problem that has an answer; those of an earlier command stand where nothing has changed."""
+    cases = [
+        Case(product, record, _draw(product.problem, work))
+        for product in products
+        if (record := found(MATMUL, product.problem, judges.hardware, store)) is not None
+    ]
 
-    Each is in ``judged.jsonl`` of `work` as soon as it is measured.
-    """
-    kept = Kept(work / "judged.jsonl")
-    rows: dict[str, Row] = {}
-    left: list[Case] = []
-    for product in products:
-        record = _record(product.problem, judges.hardware, store)
-        if record is None:
-            continue
-        case = Case(product, record, _draw(product.problem, work))
-        known = kept.get(case.conditions(judges, rounds))
-        if known is not None:
-            rows[known["problem"]] = known
-        else:
-            left.append(case)
-    for case in paced(left, "judge", deadline):
+    def judged(case: Case) -> Row:
         tasks = {
             name: Task(RIVALS, case.product.problem, one.backend, one.schedule, REPETITIONS)
             for name, one in case.candidates.items()
         }
-        judged = judge(judges, tasks, rounds)
-        new = kept.add(row(case, judged, judges.hardware), case.conditions(judges, rounds))
-        rows[new["problem"]] = new
-    return [rows[str(product.problem)] for product in products if str(product.problem) in rows]
+        return row(case, judge(judges, tasks, rounds), judges.hardware)
 
-
-def _record(problem: MatmulProblem, hardware: Hardware, store: Store) -> Record | None:
-    """What was found for it, if that still holds."""
-    record = store.get(key_of(MATMUL, problem, hardware))
-    return record if record is not None and isinstance(recheck(MATMUL, problem, hardware, record), Entry) else None
+    return suite.judge_all(cases, lambda case: case.conditions(judges, rounds), judged, work / "judged.jsonl", deadline)
 
 
 def _recording(work: Path, problem: MatmulProblem) -> Path:

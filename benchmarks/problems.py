@@ -1,4 +1,4 @@
-"""The products that benchmarks measure: of public language models, squares, ragged, batched, and in other layouts."""
+"""The products that benchmarks measure: of public language models, squares, ragged, batched, other layouts, fused."""
 
 from __future__ import annotations
 
@@ -157,4 +157,31 @@ REPEATED = (
 REHEARSED = tuple(
     Product(MatmulProblem(m, n, k, dtype="float32"), "rehearsal")
     for m, n, k in ((128, 128, 128), (256, 128, 64), (100, 70, 90), (1, 256, 256))
+)
+
+
+def _fused(product: Product, what: str, **follows: str) -> Product:
+    return Product(dataclasses.replace(product.problem, **follows), f"{product.origin}, {what}")
+
+
+_RESIDUAL = {"residual": "bfloat16"}
+# With what their models add to them, or apply.
+FUSED = (
+    _fused(_mlp_in(GPT_2, 1024), "its bias and gelu", bias="bfloat16", activation="gelu"),
+    _fused(_mlp_in(GPT_2, 8192), "its bias and gelu", bias="bfloat16", activation="gelu"),
+    _fused(_qkv(QWEN_2_5_7B, 64), "its bias", bias="bfloat16"),
+    _fused(_qkv(QWEN_2_5_7B, 4096), "its bias", bias="bfloat16"),
+    _fused(_mlp_in(LLAMA_3_8B, 4096), "the gate's silu", activation="silu"),
+    _fused(_mlp_out(LLAMA_3_8B, 16), "the residual stream", **_RESIDUAL),
+    _fused(_mlp_out(LLAMA_3_8B, 4096), "the residual stream", **_RESIDUAL),
+    _fused(_attention_out(LLAMA_3_8B, 1024), "the residual stream", **_RESIDUAL),
+    _fused(_attention_out(LLAMA_3_8B, 8192), "the residual stream", **_RESIDUAL),
+    Product(
+        MatmulProblem(4096, 4096, 4096, bias="bfloat16", activation="gelu", residual="bfloat16"),
+        "square, with all that may follow",
+    ),
+)
+FUSED_REHEARSED = (
+    Product(MatmulProblem(128, 64, 96, dtype="float32", bias="float32", activation="gelu"), "rehearsal"),
+    Product(MatmulProblem(32, 128, 64, dtype="float32", residual="float32"), "rehearsal"),
 )

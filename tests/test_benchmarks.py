@@ -25,12 +25,13 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import comparison
+import fused
 import matmul
 import performance
 from harness import paced
 from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
 from judge import judge
-from problems import MATMULS, REPEATED
+from problems import FUSED, MATMULS, REPEATED
 
 ROOT = Path(__file__).parents[1]
 H200, MODEL = hopper.H200, CostModel(hopper.H200)
@@ -253,6 +254,35 @@ def test_a_problem_that_nothing_can_do_leaves_the_others_theirs(steps, capsys):
     said = capsys.readouterr().out
     assert said.count("none of") == 2
     assert "6 schedules of JAX's own kernel, none ran" in said
+
+
+def test_every_fused_product_is_one_and_our_kernel_takes_it():
+    problems = [product.problem for product in FUSED]
+    assert len(set(problems)) == len(problems) >= 8
+    for problem in problems:
+        assert problem.fused
+        assert MATMUL.kernel("mosaic_gpu").supports(problem, H200.target) is None
+    assert {problem.activation for problem in problems} >= {"gelu", "silu"}
+
+
+def test_fused_products_are_rehearsed_by_the_command_and_told_beside_what_is_written(tmp_path):
+    options = ["--budget", "2", "--rounds", "2", "--cache", str(tmp_path / "c.db"), "--work", str(tmp_path / "work")]
+    fused.main([*options, "--results", str(tmp_path)])
+    (file,) = tmp_path.glob("fused-cpu*.json")
+    result = json.loads(file.read_text())
+    assert result["summary"]["problems"] == len(result["rows"]) == 2
+    assert result["summary"]["candidates_that_failed"] == 0
+    for row in result["rows"]:
+        assert row["final_vs_written"] == pytest.approx(row["as_written_us"] / row["final_us"])
+
+
+def test_what_is_written_is_the_same_formula_rounded_more_often():
+    problem = fused.WrittenProblem(16, 24, 32, bias="bfloat16", activation="gelu", residual="float32")
+    args = problem.inputs(seed=0)
+    written, reference = fused.AsWritten().run(problem, None, None, *args), problem.reference(*args)
+    tolerance = problem.tolerance()
+    np.testing.assert_allclose(written.astype("float32"), reference, rtol=tolerance.relative, atol=tolerance.absolute)
+    assert not np.array_equal(written, reference.astype(written.dtype))
 
 
 def test_names_of_one_task_share_its_times():

@@ -69,6 +69,8 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
         raise TypeError(
             f"activation={activation!r} wants a floating result, not {out.dtype}: set preferred_element_type"
         )
+    if jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize == 1:  # JAX promotes it to nothing by itself
+        raise TypeError(f"a result of {out.dtype} is too narrow for what follows: set preferred_element_type")
     for name, (x, shape) in added.items():
         if not isinstance(x, jax.Array):
             raise TypeError(f"{name} must be an array, not {type(x).__name__}")

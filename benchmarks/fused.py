@@ -1,0 +1,207 @@
+"""A product and what follows it in one call, against XLA's program for the same thing as people write it.
+
+    python benchmarks/fused.py --search --seconds 540     # as often as it says that problems are left
+    python benchmarks/fused.py                            # searches and judges what is left, and writes the result
+
+People write ``jax.nn.gelu(a @ b + bias) + residual`` in the operands' dtype, which rounds after each operation;
+`tuned_matmul(a, b, bias=, activation=, residual=)` rounds once. Fresh processes, which chose nothing, time the best
+Pallas schedule, the final answer and XLA's program for what is written, in turns and on the same operands. Ratios are
+the written program's time over ours: above one, ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from harness import RESULTS, ROOT, environment, write_result
+from jax import lax
+from judge import REPETITIONS, conditions, judge, start_judge
+from problems import FUSED, FUSED_REHEARSED, Product
+from rich.console import Console
+from rich.table import Table
+from suite import answers, found, judge_all, search
+
+from scheduler import jobs
+from scheduler.cost import CostModel
+from scheduler.record import Record
+from scheduler.store import Store, default_url
+from scheduler.tuner import start_runner
+from scheduler.workers import Runner, Task
+from search_spaces import Library, LibraryKernel, Operation, Target
+from search_spaces.kernel import Tolerance
+from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.matmul.xla import XlaMatmul
+
+ACTIVATIONS = {"": lambda x: x, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
+AS_WRITTEN = "as_written"
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenProblem(MatmulProblem):
+    """The same problem, of which an answer may round after the product, the bias, the activation and the residual."""
+
+    def tolerance(self) -> Tolerance:
+        # Values are standard normal, so within 6; a rounding is off by half of eps of them.
+        exact = super().tolerance()
+        return Tolerance(absolute=exact.absolute + 4 * 6 * exact.relative / 2, relative=exact.relative)
+
+
+class AsWritten(LibraryKernel[MatmulProblem]):
+    """The expression in the result's dtype."""
+
+    backend = AS_WRITTEN
+
+    def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        a, b, bias, residual = problem.named(args)
+        out = problem.result().dtype
+        product = lax.dot_general(a, b, problem.dimension_numbers, preferred_element_type=out)
+        sums = product if bias is None else product + bias[..., None, :]
+        activated: jax.Array = ACTIVATIONS[problem.activation](sums)
+        return (activated if residual is None else activated + residual).astype(out)
+
+
+class OwnXla(XlaMatmul):
+    """XLA's program for a fused problem, beside the one for what is written."""
+
+    library = False
+
+
+# One bench times all of them on the same operands.
+WRITTEN = Operation(
+    "matmul_as_written",
+    WrittenProblem,
+    (AsWritten(), OwnXla(), *(kernel for kernel in MATMUL.kernels if not kernel.library)),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    started = time.perf_counter()
+    options = _options(arguments)
+    deadline = started + options.seconds
+    store = Store(options.cache or default_url())
+    with contextlib.closing(start_runner(WRITTEN)) as runner:
+        products = jobs.part(FUSED_REHEARSED if runner.hardware.platform == "cpu" else FUSED, options.part)
+        search([jobs.Task(MATMUL, p.problem, options.budget) for p in products], runner, store, deadline)
+    if options.search:
+        return
+    with contextlib.closing(start_judge()) as judges:
+        rows = judged(products, judges, store, options.work, options.rounds, deadline)
+    Console(width=180).print(table(rows))
+    Console().print(figures := summary(rows))
+    if len(rows) < len(products):
+        raise SystemExit(
+            f"{len(products) - len(rows)} of {len(products)} problems are not judged: no result is written"
+        )
+    if options.part != "1/1":
+        print(f"no result is written of a part of the suite; the rows are in {options.work}")
+        return
+    told = environment(judges.environment, WRITTEN)
+    write_result("fused", judges.hardware, summary=figures, rows=rows, environment=told, directory=options.results)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--search", action="store_true", help="only fill the cache")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
+    )
+    parser.add_argument("--budget", type=int, default=64, help="trials of each search")
+    parser.add_argument("--rounds", type=int, default=10, help=f"turns of {REPETITIONS} repetitions in the comparison")
+    parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "fused", help="where judged problems are kept")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
+    return parser.parse_args(arguments)
+
+
+def judged(
+    products: Sequence[Product], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+) -> list[dict[str, Any]]:
+    """A row for each problem that has an answer; those of an earlier command stand where nothing has changed."""
+    cases = [
+        (product, record)
+        for product in products
+        if (record := found(MATMUL, product.problem, judges.hardware, store)) is not None
+    ]
+    return judge_all(
+        cases,
+        lambda case: conditions(WRITTEN, case[0].problem, answers(MATMUL, case[1]), judges, rounds),
+        lambda case: row(*case, judges, rounds),
+        work / "judged.jsonl",
+        deadline,
+    )
+
+
+def row(product: Product, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
+    """One line of the result; what failed has no time, and says why."""
+    problem = WrittenProblem(**vars(product.problem))
+    entries = answers(MATMUL, record)
+    ours = {name: (entry.backend, entry.schedule) for name, entry in entries.items()}
+    outcome = judge(
+        judges,
+        {
+            name: Task(WRITTEN, problem, backend, schedule, REPETITIONS)
+            for name, (backend, schedule) in {AS_WRITTEN: (AS_WRITTEN, {}), **ours}.items()
+        },
+        rounds,
+    )
+    bound_s = CostModel(judges.hardware).lower_bound(product.problem)
+    times = {name: outcome.times(name) for name in (AS_WRITTEN, "xla", "pallas", "final")}
+    written = times[AS_WRITTEN]
+    line: dict[str, Any] = {
+        "problem": str(product.problem),
+        "origin": product.origin,
+        "bound_us": bound_s * 1e6,
+        "final_backend": record.winner.backend,
+        "trials": record.tried,
+        "failures": {name: str(failure) for name, failure in outcome.failures.items()},
+    }
+    for name, measured in times.items():
+        line[f"{name}_us"] = measured and measured.median_s * 1e6
+        line[f"{name}_vs_written"] = written.median_s / measured.median_s if written and measured else None
+        line[f"{name}_schedule"] = dict(entries[name].schedule) if name in entries else None
+        line[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
+        line[f"{name}_l2"] = measured and measured.l2
+    return line
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures to speak of; None where no problem has one."""
+
+    def of(name: str) -> list[float]:
+        return [row[name] for row in rows if row[name] is not None]
+
+    return {"problems": len(rows), "candidates_that_failed": sum(len(row["failures"]) for row in rows)} | {
+        f"{name}_vs_written_{said}": reduce(ratios) if (ratios := of(f"{name}_vs_written")) else None
+        for name in ("pallas", "final")
+        for said, reduce in (("geomean", statistics.geometric_mean), ("worst", min))
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    told = Table(title="kernel time in us; ratios above one: the second is faster")
+    told.add_column("problem")
+    for column in ("bound", "as written", "XLA", "Pallas", "final", "written/Pallas", "written/final", "by"):
+        told.add_column(column, justify="right")
+    for one in rows:
+        figures = [one["bound_us"], *(one[f"{name}_us"] for name in (AS_WRITTEN, "xla", "pallas", "final"))]
+        ratios = [one["pallas_vs_written"], one["final_vs_written"]]
+        told.add_row(
+            one["problem"],
+            *("-" if figure is None else f"{figure:.1f}" for figure in figures),
+            *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+            one["final_backend"],
+        )
+    return told
+
+
+if __name__ == "__main__":
+    main()
