@@ -215,6 +215,17 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"tile_m": 64, "tile_n": 64, "split": "none", "split_k": 2},
         4,
     ),
+    "swapped, many rows": (
+        MatmulProblem(200, 384, 192, out_dtype="float32"),
+        {"swap": True, "tile_m": 112, "tile_n": 192, "stages": 2},
+        4,
+    ),
+    "steps in flight, fewer steps than stages": (MatmulProblem(128, 192, 96), {"in_flight": 1}, 2),
+    "tiles in turns, an odd number of them": (
+        MatmulProblem(136, 320, 192),
+        {"split": "tiles", "tile_m": 64, "tile_n": 128, "stages": 2, "in_flight": 1},
+        1,
+    ),
     "activation, residual in columns of 16 bytes": (
         MatmulProblem(64, 104, 64, activation="silu", residual="bfloat16"),
         {"tile_m": 64, "split": "none", "unswizzled": True},
@@ -242,6 +253,23 @@ RACES = {
         MatmulProblem(16, 256, 512),
         {"swap": True, "tile_m": 16, "split": "n", "split_k": 2, "stages": 2},
         3,
+    ),
+    "steps in flight, as many slots as keep them": (MatmulProblem(256, 256, 320), {"stages": 2, "in_flight": 1}, 2),
+    "steps in flight, cluster": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 3, "in_flight": 1}, 2),
+    "tiles in turns, more steps than stages, a block with one": (
+        MatmulProblem(192, 192, 320),
+        {"split": "tiles", "tile_m": 64, "tile_n": 64, "stages": 3, "in_flight": 1},
+        4,
+    ),
+    "tiles in turns, fewer steps than stages, cluster": (
+        MatmulProblem(256, 384, 128),
+        {"split": "tiles", "tile_m": 64, "stages": 5, "in_flight": 1, "cluster": "n"},
+        2,
+    ),
+    "tiles in turns, bias and residual": (
+        MatmulProblem(128, 128, 128, bias="bfloat16", activation="relu", residual="bfloat16"),
+        {"split": "tiles", "tile_m": 64, "tile_n": 64, "epilogue_n": 32, "in_flight": 1},
+        1,
     ),
     "slots of bias and residual used again within a tile and by the next, cluster": (
         MatmulProblem(128, 128, 64, bias="bfloat16", residual="bfloat16"),
@@ -290,7 +318,7 @@ def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem
     assert np.all(rows % 64 == 0)
     assert np.all((columns % 8 == 0) & (columns <= 256))
     assert np.all(along_n % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
-    assert np.all(~points.swap | (points.tile_m >= problem.m))
+    assert np.all(~points.swap | (points.tile_m >= problem.m) | (problem.m > 64))
 
 
 def test_a_space_and_its_footprint_take_milliseconds():
@@ -435,11 +463,50 @@ def test_few_rows_are_swapped_and_only_where_it_pays_is_k_split():
         points, _ = KERNEL.space(problem, TARGET).legal()
         return set(points.swap.tolist()), max(points.split_k), set(points.split.tolist())
 
-    assert fields(MatmulProblem(65, 8192, 8192))[0] == {False}
+    assert fields(MatmulProblem(65, 8192, 8192, transpose_a=True))[0] == {False}
     assert fields(MatmulProblem(64, 8192, 8192)) == ({False, True}, 4, {"n", "none"})
-    assert fields(MatmulProblem(4096, 4096, 4096)) == ({False}, 1, {"m", "n"})
+    assert fields(MatmulProblem(4096, 4096, 4096, transpose_b=True)) == ({False}, 1, {"m", "n", "tiles"})
     assert fields(MatmulProblem(64, 64, 65536))[1] == 64
     assert fields(MatmulProblem(64, 64, 128))[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "wanted"),
+    [
+        (MatmulProblem(256, 10240, 8192), {(128, 192, 1, False), (256, 160, 2, False)}),
+        (MatmulProblem(2048, 576, 7168), {(96, 192, 2, True), (80, 128, 1, True)}),
+        (MatmulProblem(2048, 5120, 5120), {(256, 160, 1, False), (160, 256, 1, True)}),
+        (MatmulProblem(2048, 5120, 5120, transpose_b=True), {(256, 160, 1, False)}),
+    ],
+    ids=str,
+)
+def test_tiles_of_no_power_of_two_keep_more_cores_busy_than_larger_ones_of_powers_of_two(problem, wanted):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    points = points.take(fits(footprint(problem, points)))
+    area = points.tile_m * points.tile_n
+    shares = -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n) * points.split_k
+    work = -(-shares // TARGET.cores) * area / points.split_k
+    square = area & (area - 1) == 0
+    tiles = zip(
+        points.tile_m.tolist(), points.tile_n.tolist(), points.split_k.tolist(), points.swap.tolist(), strict=True
+    )
+    assert wanted <= set(tiles)
+    for one in np.flatnonzero(~square):
+        rivals = square & (points.split_k == points.split_k[one])
+        rivals &= 1 / points.tile_m + 1 / points.tile_n <= 1 / points.tile_m[one] + 1 / points.tile_n[one]
+        assert np.all(work[one] < work[rivals]), points.row(one)
+    assert not problem.transpose_b or not np.any(points.swap), "columns of b are as fine as rows of a"
+
+
+def test_tiles_are_taken_in_turns_where_a_block_has_several_and_never_wait_for_each_step():
+    for problem in LARGE + SMALL + FUSED:
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        found = footprint(problem, points)
+        blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
+        in_turns = points.split == "tiles"
+        assert np.all(~in_turns | (blocks > TARGET.cores) & (points.in_flight == 1))
+        assert np.all((points.in_flight == 0) | in_turns | (points.split == "none"))
+        assert np.all((points.in_flight == 0) | (points.stages > 2))
 
 
 def test_the_model_alone_takes_only_what_a_device_has_checked():
@@ -448,8 +515,8 @@ def test_the_model_alone_takes_only_what_a_device_has_checked():
         points, _ = space.legal()
         assert np.any(KERNEL.verified(problem, points, TARGET))
         chosen = predict(MATMUL, problem, hopper.H200, backends=frozenset({"mosaic_gpu"})).schedule
-        assert not set(chosen) & {"swap", "split_k", "unswizzled"}
-        assert chosen["split"] != "none"
+        assert not set(chosen) & {"swap", "split_k", "unswizzled", "in_flight"}
+        assert chosen["split"] in ("m", "n")
     for problem in FUSED:
         assert not np.any(KERNEL.verified(problem, KERNEL.space(problem, TARGET).legal()[0], TARGET))
     elsewhere = dataclasses.replace(TARGET, architecture="sm_100")
@@ -476,6 +543,8 @@ def test_every_rule_drops_what_no_other_rule_drops():
     needed = set()
     for problem in LARGE + SMALL:
         space = KERNEL.space(problem, TARGET)
+        if space.size > 500_000:  # takes seconds, and shows nothing that the others do not
+            continue
         points = space.points()
         holds = {reason: np.asarray(rule(points)) for reason, rule in space.rules.items()}
         for reason, column in holds.items():

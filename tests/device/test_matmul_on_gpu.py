@@ -52,15 +52,23 @@ PROBLEMS = [
     MatmulProblem(64, 64, 65536, bias="float32", activation="gelu", residual="bfloat16"),
     MatmulProblem(512, 640, 384, dtype="float32", transpose_b=True, bias="float32", activation="silu"),
     MatmulProblem(1, 4096, 2048, residual="float32"),
+    MatmulProblem(2048, 576, 2048),
+    MatmulProblem(1000, 3000, 128, batch=4),
+    MatmulProblem(2048, 5120, 512, transpose_b=True, bias="bfloat16", activation="gelu", residual="bfloat16"),
 ]
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {
-    "plain": lambda s: not ({"swap", "split_k", "unswizzled"} & set(s)) and s["split"] != "none",
+    "plain": lambda s: (
+        not ({"swap", "split_k", "unswizzled", "in_flight"} & set(s)) and s["split"] not in ("none", "tiles")
+    ),
     "swapped": lambda s: "swap" in s,
     "parts of k": lambda s: "split_k" in s,
     "swapped, parts of k": lambda s: {"swap", "split_k"} <= set(s),
     "one computing warpgroup": lambda s: s["split"] == "none",
     "result in columns of 16 bytes": lambda s: "unswizzled" in s,
+    "tiles in turns": lambda s: s["split"] == "tiles",
+    "steps in flight": lambda s: "in_flight" in s and s["split"] != "tiles",
+    "swapped, tiles that fill the cores": lambda s: "swap" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
 }
 
 

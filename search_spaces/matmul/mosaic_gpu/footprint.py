@@ -73,7 +73,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         onchip_bytes=round_up(s.stages * s.tile_m * s.tile_k * itemsize, ALIGNMENT)
         + round_up(s.stages * s.tile_k * s.tile_n * itemsize, ALIGNMENT)
         + round_up(g.warpgroups * g.slots * g.piece_m * g.piece_n * g.piece_itemsize, ALIGNMENT)
-        + 2 * s.stages * BARRIER_BYTES
+        + (1 + g.warpgroups // g.readers) * s.stages * BARRIER_BYTES
         + following_onchip_bytes,
         steps=g.steps,
         minor=np.where(s.raster == "m", 1, 2),
@@ -85,7 +85,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         registers_per_block=THREADS
         * (g.warpgroups * allocated + np.where(g.warpgroups == 1, allocated, COPY_REGISTERS)),
         # Each multiplication of 64 rows reads these, and its columns once more.
-        onchip_bytes_read=g.warpgroups * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
+        onchip_bytes_read=g.readers * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
         special_ops=whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / g.steps,
         cluster=g.pair_m * g.pair_n,
         persistent=True,

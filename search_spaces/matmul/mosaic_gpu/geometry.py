@@ -21,6 +21,7 @@ class Geometry:
 
     Attributes:
       warpgroups: those that compute.
+      readers: those of them that compute the same tile.
       wg_m, wg_n: what one of them computes of a tile.
       wg_rows, wg_columns: the same as wgmma sees it: rows in atoms of 64, and columns.
       pair_m, pair_n: tiles of a cluster along each axis.
@@ -41,6 +42,7 @@ class Geometry:
     def __init__(self, p: MatmulProblem, s: Any) -> None:
         itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
         self.warpgroups = 2 - (s.split == "none")
+        self.readers = 1 + (s.split == "m") + (s.split == "n")
         self.wg_m, self.wg_n = s.tile_m // (1 + (s.split == "m")), s.tile_n // (1 + (s.split == "n"))
         self.wg_rows, self.wg_columns = np.where(s.swap, self.wg_n, self.wg_m), np.where(s.swap, self.wg_m, self.wg_n)
         self.pair_m, self.pair_n = 1 + (s.cluster == "m"), 1 + (s.cluster == "n")

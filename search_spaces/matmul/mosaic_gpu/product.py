@@ -27,7 +27,8 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
 
     One warpgroup copies operands into a ring of `stages` slots, one or two warpgroups multiply them. Both sides count
     the steps of all tiles of their block, so that the ring stays full from one tile to the next. The copier waits for
-    "released" of a slot that it has filled before, a multiplier for "loaded".
+    "released" of a slot that it has filled before, a multiplier for "loaded". Where multipliers take whole tiles in
+    turns, each has "loaded" barriers of its own: a barrier tells only who waits for every load that it announces.
 
     Below, `a` fills the rows of wgmma and `b` its columns. Where operands are swapped, that is the mirrored product,
     and only what leaves the kernel is turned back. Multipliers fetch a bias and a residual themselves.
@@ -43,12 +44,13 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     dtype = jnp.dtype(p.dtype)
     out_dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
     swizzled, out_swizzled = transforms(int(g.swizzle), dtype), transforms(int(out.out_swizzle), out_dtype)
-    both = {"num_arrivals": multipliers, "num_barriers": s.stages}
+    takers = multipliers // g.readers  # of whole tiles, in turns
+    both = {"num_arrivals": g.readers, "num_barriers": s.stages}
     on_chip = {
         "a_ring": plgpu.SMEM((s.stages, *a_block), dtype, transforms=swizzled),
         "b_ring": plgpu.SMEM((s.stages, *b_block), dtype, transforms=swizzled),
         "pieces": plgpu.SMEM((multipliers, slots, *piece_block), out_dtype, transforms=out_swizzled),
-        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
+        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=takers * s.stages),
         # A slot that two blocks fill is free when both have read theirs.
         "released": plgpu.Barrier(**both)
         if s.cluster == "none"
@@ -70,6 +72,10 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         warpgroup = lax.axis_index("warpgroup")
         tiles = lax.div(parts * g.rows * g.columns - 1 - worker + workers, workers)
 
+        def barrier_of(tile: Any, slot: Any) -> Any:
+            """Which of "loaded" the multipliers of this `tile` wait for."""
+            return lax.rem(tile, takers) * s.stages + slot if takers > 1 else slot
+
         def origin(tile: Any) -> tuple[Any, Any, Any]:
             """Part, first row and first column of the `tile`-th tile of this block."""
             part, row, column = walk(worker + tile * workers, g.rows, g.columns, s.raster, s.raster_width)
@@ -88,6 +94,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 def load_step(k_step: Any, _: None) -> None:
                     step = tile * g.steps + k_step
                     slot = lax.rem(step, s.stages)
+                    arrival = loaded.at[barrier_of(tile, slot)]
                     ks = pl.ds((first_step + k_step) * s.tile_k, s.tile_k)
 
                     @pl.when(step >= s.stages)
@@ -97,13 +104,13 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     plgpu.copy_gmem_to_smem(
                         window(a, batch, *((ks, rows) if p.transpose_a else (rows, ks))),
                         a_ring.at[slot],
-                        loaded.at[slot],
+                        arrival,
                         collective_axes="pair" if s.cluster == "n" else None,
                     )
                     plgpu.copy_gmem_to_smem(
                         window(b, batch, *((columns, ks) if p.transpose_b else (ks, columns))),
                         b_ring.at[slot],
-                        loaded.at[slot],
+                        arrival,
                         collective_axes="pair" if s.cluster == "m" else None,
                     )
 
@@ -140,17 +147,31 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     for count in range(slots):
                         fetch_residual(count, part, row, column)
 
-                def multiply_step(k_step: Any, sums: Any) -> None:
-                    slot = lax.rem(tile * g.steps + k_step, s.stages)
+                def slot_of(k_step: Any) -> Any:
+                    return lax.rem(tile * g.steps + k_step, s.stages)
+
+                def start(slot: Any, sums: Any) -> None:
                     a_half = a_ring.at[slot, :, rows].T if p.transpose_a else a_ring.at[slot, rows, :]
                     b_half = b_ring.at[slot, columns, :].T if p.transpose_b else b_ring.at[slot, :, columns]
-                    plgpu.barrier_wait(loaded.at[slot])
+                    plgpu.barrier_wait(loaded.at[barrier_of(tile, slot)])
                     plgpu.wgmma(sums, a_half, b_half)
-                    plgpu.wgmma_wait(0)
+
+                def release(slot: Any, running: int) -> None:
+                    """Gives a slot back when no more than so many steps, all later ones, are still `running`."""
+                    plgpu.wgmma_wait(running)
                     plgpu.barrier_arrive(released.at[slot])
 
+                def multiply_step(k_step: Any, sums: Any) -> None:
+                    slot = slot_of(k_step)
+                    start(slot, sums)
+                    release(slot_of(k_step - s.in_flight) if s.in_flight else slot, s.in_flight)
+
                 def multiply_steps(sums: Any) -> jax.Array:
-                    lax.fori_loop(0, g.steps, lambda k_step, _: multiply_step(k_step, sums), None)
+                    for k_step in range(s.in_flight):
+                        start(slot_of(k_step), sums)
+                    lax.fori_loop(s.in_flight, g.steps, lambda k_step, _: multiply_step(k_step, sums), None)
+                    for k_step in range(g.steps - s.in_flight, g.steps):
+                        release(slot_of(k_step), 0)
                     return sums[...]
 
                 half = pl.run_scoped(multiply_steps, plgpu.ACC((g.wg_m, g.wg_n), p.sums_dtype))
@@ -177,7 +198,11 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     if problem.fused and count + slots < len(corners):
                         fetch_residual(count + slots, part, row, column)
 
-            lax.fori_loop(0, tiles, multiply_tile, None)
+            if takers > 1:
+                turns = lax.div(tiles - 1 - warpgroup + takers, takers)
+                lax.fori_loop(0, turns, lambda turn, _: multiply_tile(turn * takers + warpgroup, None), None)
+            else:
+                lax.fori_loop(0, tiles, multiply_tile, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:

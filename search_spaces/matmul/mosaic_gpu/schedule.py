@@ -15,7 +15,8 @@ class HopperSchedule:
       tile_m, tile_n: extents of the output tile that one block computes at a time.
       tile_k: extent of k that one step loads and multiplies.
       stages: steps whose operands have room on chip; loads run so far ahead, into the next tile where this one ends.
-      split: the axis along which two computing warpgroups halve the tile, "m" or "n", or "none": one computes it.
+      split: the axis along which two computing warpgroups halve the tile, "m" or "n"; "none": one computes it; "tiles":
+        two take whole tiles in turns, so that one writes its results while the other multiplies.
       cluster: the axis along which two blocks pair up, each loading half of the operand that both need, or "none".
       raster: the axis along which tiles that follow each other are neighbours, "m" or "n": bands of...
       raster_width: ...so many tiles (pairs of tiles along the axis of a cluster), walked to and fro.
@@ -26,6 +27,8 @@ class HopperSchedule:
       split_k: parts of k that different blocks sum; a second launch adds the parts up, always in the same order.
       unswizzled: pieces of the epilogue lie in columns of 16 bytes, as results are reached whose rows are a multiple of
         16 bytes and not of 32.
+      in_flight: steps whose products still run while those of the next one start: 0 or 1. Their slots are filled again
+        one step later.
     """
 
     tile_m: int
@@ -40,19 +43,20 @@ class HopperSchedule:
     swap: bool = False
     split_k: int = 1
     unswizzled: bool = False
+    in_flight: int = 0
 
 
 def mirrored(p: MatmulProblem, s: HopperSchedule) -> tuple[MatmulProblem, HopperSchedule]:
     """The same product as ``c^T = b^T a^T``, and the same schedule for it: m and n, `a` and `b` change places."""
-    other = {"m": "n", "n": "m", "none": "none"}
+    other = {"m": "n", "n": "m"}
     return (
         dataclasses.replace(p, m=p.n, n=p.m, transpose_a=not p.transpose_b, transpose_b=not p.transpose_a),
         dataclasses.replace(
             s,
             tile_m=s.tile_n,
             tile_n=s.tile_m,
-            split=other[s.split],
-            cluster=other[s.cluster],
+            split=other.get(s.split, s.split),
+            cluster=other.get(s.cluster, s.cluster),
             raster=other[s.raster],
         ),
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.matmul.mosaic_gpu.filling import MOST_RESULTS, filling
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, cdiv, round_up
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
@@ -14,6 +17,7 @@ from search_spaces.space import Space
 
 # A part of k that is shorter is over before its ring is full.
 FEWEST_STEPS = 4
+PARTS_OF_K = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
@@ -31,11 +35,12 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
         """Shares of the busiest block."""
         return cdiv(shares(s), cores)
 
-    def area_of_turns(tile_m: Any, tile_n: Any) -> Any:
-        return cdiv(tiles(tile_m, tile_n), cores) * tile_m * tile_n
+    def area_of_turns(tile_m: Any, tile_n: Any, split_k: Any = 1) -> Any:
+        """What the busiest block multiplies, as results of the whole k."""
+        return cdiv(tiles(tile_m, tile_n) * split_k, cores) * tile_m * tile_n / split_k
 
-    def bytes_in_flight(s: Any) -> Any:
-        return s.stages * (s.tile_m + s.tile_n) * s.tile_k * itemsize
+    def bytes_of_ring(s: Any, slots: Any) -> Any:
+        return slots * (s.tile_m + s.tile_n) * s.tile_k * itemsize
 
     def steps_of_share(s: Any) -> Any:
         return cdiv(cdiv(p.k, s.tile_k), s.split_k)
@@ -59,14 +64,16 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
         )
 
     tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
-    least_area = min(area_of_turns(m, n) for m in tile_m for n in tile_n)
-    filling = [
-        (m, n)
-        for m in (*tile_m, 192)
-        for n in (*tile_n, 96, 160, 192, 224)
-        if m < 2 * p.m and n < 2 * p.n and not _is_power_of_two(m * n) and area_of_turns(m, n) <= least_area
-    ]
+    most_parts = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
+    parts_of_k = (1, *(parts for parts in PARTS_OF_K if parts <= most_parts))
+    squares = list(itertools.product(tile_m, tile_n))
     idle_cores, few_rows = tiles(64, 64) < cores, p.m <= ATOM_M
+    filled = [
+        (m, n, parts, swap)
+        for parts in parts_of_k
+        for m, n, swap in filling(p, squares, functools.partial(area_of_turns, split_k=parts))
+        if (parts == 1 or tiles(m, n) * parts <= cores) and not (swap and few_rows)
+    ]
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = ATOM_M if p.transpose_a else round_up(p.m, _columns_step(p))
     # Rows of the result that only pieces without a swizzle reach as they are. Mosaic GPU lays out 16-bit ones so.
@@ -74,33 +81,41 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     narrow = out_itemsize == 2 and row_bytes > 128 and row_bytes % 32 == 16 and (p.m <= 8 or p.m % 8 == 0)
     # A residual's pieces take as much room again as the result's: narrow ones leave it to one more stage.
     least_piece_bytes, piece_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
-    most_parts = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
 
     return Space(
         HopperSchedule,
         choices={
             "epilogue_n": (64, 128, 32, 16) if idle_cores else (64, 128, 32),
-            "split": ("m", "n", "none") if idle_cores or few_rows else ("m", "n"),
-            "swap": (False, True) if few_rows else (False,),
-            "tile_m": _distinct(*tile_m, *(m for m, _ in filling), *((whole_m,) if few_rows else ())),
-            "tile_n": _distinct(*tile_n, *(n for _, n in filling), *((32,) if idle_cores else ())),
-            # One or two swizzled rows of 128 bytes; four where there is hardly anything to multiply them by.
+            "split": ("m", "n", "tiles", "none") if idle_cores or few_rows else ("m", "n", "tiles"),
+            "swap": (False, True) if few_rows or any(swap for *_, swap in filled) else (False,),
+            "tile_m": _distinct(*tile_m, *(m for m, *_ in filled), *((whole_m,) if few_rows else ())),
+            "tile_n": _distinct(*tile_n, *(n for _, n, *_ in filled), *((32,) if idle_cores else ())),
             "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
-            "split_k": (1, *(parts for parts in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if parts <= most_parts)),
+            "split_k": parts_of_k,
             "stages": (4, 3, 5, 6, 2, 8, 12),
             "cluster": ("none", "m", "n") if cores > 1 else ("none",),
             "raster": ("n",) if idle_cores else ("n", "m"),
             "raster_width": (1,) if idle_cores else (8, 4, 16, 1),
             "unswizzled": (False, True) if narrow else (False,),
+            "in_flight": (0, 1),
         },
         rules={
             "each warpgroup multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % ATOM_M == 0),
-            "operands are swapped for all of m at once, and two warpgroups share the rows of n": lambda s: np.where(
-                s.swap, (s.tile_m == whole_m) & (s.split != "m"), s.tile_m % ATOM_M == 0
+            "operands are swapped for all of m at once, or for tiles that fill the cores": lambda s: np.where(
+                s.swap, few_rows <= (s.tile_m == whole_m), s.tile_m % ATOM_M == 0
+            ),
+            "of swapped operands two warpgroups share the rows of n, or the columns of many rows of m": lambda s: (
+                np.logical_not(s.swap) | (s.split == "n") | (s.split == ("none" if few_rows else "m"))
             ),
             "steps of four swizzled rows serve swapped operands": lambda s: s.swap | (s.tile_k * itemsize <= 256),
             "one warpgroup computes 64 rows, two compute more": lambda s: (
                 (s.split != "none") | (np.where(s.swap, s.tile_n, s.tile_m) == ATOM_M)
+            ),
+            "tiles taken in turns are the largest of one warpgroup, or half as large": lambda s: (
+                (s.split != "tiles")
+                | np.logical_not(s.swap)
+                & (2 * s.tile_m * s.tile_n >= MOST_RESULTS // 2)
+                & (2 * s.tile_m * s.tile_n <= MOST_RESULTS)
             ),
             "pieces of the epilogue divide a warpgroup's columns": lambda s: (
                 (_columns(s) % s.epilogue_n == 0) & (np.logical_not(s.swap) | (s.epilogue_n == ATOM_M))
@@ -110,8 +125,9 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
                 | (s.epilogue_n * out_itemsize <= 256)
                 & ((s.epilogue_n * out_itemsize >= least_piece_bytes) | (_columns(s) % (2 * s.epilogue_n) != 0))
             ),
-            "tiles of no power of two serve to fill the last wave": lambda s: (
-                s.swap | _is_power_of_two(s.tile_m * s.tile_n) | (area_of_turns(s.tile_m, s.tile_n) <= least_area)
+            "tiles of no power of two fill the cores better than all that load no more": lambda s: (
+                np.where(s.swap, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
+                | _among(filled, s.tile_m, s.tile_n, s.split_k, s.swap)
             ),
             "a split of k gives work to idle cores, in parts of 4 steps or more": lambda s: (
                 (s.split_k == 1) | (shares(s) <= cores) & (steps_of_share(s) >= FEWEST_STEPS)
@@ -120,11 +136,20 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "more parts of k would leave fewer cores idle": lambda s: (
                 (s.split_k == 1) | (2 * shares(s) > cores) | (steps_of_share(s) < 2 * FEWEST_STEPS)
             ),
+            "two warpgroups take tiles in turns where there are some for both": lambda s: (
+                (s.split != "tiles") | (turns(s) > 1)
+            ),
+            "a step still runs beside the next where no other warpgroup multiplies meanwhile": lambda s: np.where(
+                s.in_flight == 1, (s.split == "none") | (s.split == "tiles"), s.split != "tiles"
+            ),
+            "a step that still runs is followed by one, and keeps a slot of three or more": lambda s: (
+                (s.in_flight == 0) | (steps_of_share(s) > 1) & (s.stages > 2)
+            ),
             "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
             "with under 80 KiB in flight, and more to come, the tensor cores wait for memory": lambda s: (
-                (bytes_in_flight(s) >= 80 * 1024) | (s.stages + 1 >= steps(s))
+                (bytes_of_ring(s, s.stages - s.in_flight) >= 80 * 1024) | (s.stages + 1 >= steps(s))
             ),
-            "more than 256 KiB in flight hide no more latency": lambda s: bytes_in_flight(s) <= 256 * 1024,
+            "more than 256 KiB in flight hide no more latency": lambda s: bytes_of_ring(s, s.stages) <= 256 * 1024,
             "a cluster has a pair of tiles, and halves the loads of the larger operand": lambda s: (
                 (s.cluster == "none")
                 | ((s.cluster == "m") & (p.m > s.tile_m) & (s.tile_n >= s.tile_m))
@@ -145,6 +170,13 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             ),
         },
     )
+
+
+def _among(tiles: list[tuple[int, int, int, bool]], tile_m: Any, tile_n: Any, split_k: Any, swap: Any) -> Any:
+    def code(m: Any, n: Any, parts: Any, swap: Any) -> Any:
+        return ((parts * 2 + swap) * 512 + m) * 512 + n
+
+    return np.isin(code(tile_m, tile_n, split_k, swap), [code(*each) for each in tiles])
 
 
 def _columns_step(p: MatmulProblem) -> int:
