@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M
 from search_spaces.matmul.problem import MatmulProblem
 
-# (tile_m, tile_n, swap)
-Tile = tuple[int, int, bool]
-# Results of a tile: more are more sums than the registers of two warpgroups hold. Tests say so of 192 for a thread.
+# Results of a tile: two warpgroups' registers hold the sums of no more (192 for each thread; ptxas).
 MOST_RESULTS = 256 * 192
-# By which a tile of no power of two must beat those of powers of two, which copies, swizzles and pieces suit best.
+# By which a tile of no power of two must beat those of powers of two, which swizzles and pieces of results suit best.
 GAIN = 1.03
 
 
-def filling(p: MatmulProblem, squares: Iterable[tuple[int, int]], busiest: Callable[[Any, Any], Any]) -> list[Tile]:
-    """Those tiles for which no other loads as little for each result while its busiest block multiplies less.
+def filling(
+    p: MatmulProblem,
+    squares: Sequence[tuple[int, int]],
+    parts_of_k: Sequence[int],
+    busiest: Callable[[Any, Any, int], Any],
+) -> list[tuple[int, int, int, bool]]:
+    """tile_m, tile_n, split_k and swap of the tiles that fill the cores best.
 
-    The columns of wgmma come in eights, its rows in 64s. So columns are what can fill; but where they are an operand's
+    Those are the ones for which no other, with as many parts of k, leaves less to multiply and no more to load to the
+    busiest block.
+
+    The columns of wgmma come in eights, its rows in 64s: columns are what can fill. But where these are an operand's
     rows in memory, only whole rows of 128 bytes are copied at full speed, those of 64 bytes at half of it (measured on
-    an H200). There the other operand gives the columns, swapped, if its k lies along its rows.
+    an H200). There the other operand can give the columns, swapped, if its k lies along its rows.
 
     Args:
       p: the problem.
       squares: tile_m and tile_n of the tiles of powers of two.
-      busiest: of arrays of tile_m and tile_n: what the busiest block multiplies, in units of its own.
+      parts_of_k: values of split_k.
+      busiest: of arrays of tile_m and tile_n, and split_k: what the busiest block multiplies, in any unit; infinite
+        where k is not to be split so.
     """
-    plain = [(m, n, False) for m, n in squares if m * n <= MOST_RESULTS]
     tile_m, tile_n = {m for m, _ in squares}, {n for _, n in squares}
     fine = range(80, 256, 16)
+    plain = [(m, n, False) for m, n in squares if m * n <= MOST_RESULTS]
     others = [(m, n, False) for n in (fine if p.transpose_b else (96, 160, 192, 224)) for m in (*tile_m, 192)]
     others += [(192, n, False) for n in tile_n]
     if not p.transpose_a and not p.transpose_b:
         others += [(m, n, True) for m in fine if m % ATOM_M for n in (*tile_n, 192)]
-    pairs = plain + [(m, n, swap) for m, n, swap in others if m * n <= MOST_RESULTS and m < 2 * p.m and n < 2 * p.n]
-    m, n, swap = np.array(pairs).T
-    number = np.arange(len(pairs))
-    loads, work = 1 / m + 1 / n, busiest(m, n) / np.where(number < len(plain), GAIN, 1)
-    alike = (loads == loads[:, None]) & (work == work[:, None]) & (number < number[:, None])
-    better = (loads <= loads[:, None]) & (work < work[:, None])
-    comparable = (swap == swap[:, None]) | (number < len(plain))
-    best = np.flatnonzero(~(comparable & (alike | better)).any(axis=1) & (number >= len(plain)))
-    return [pairs[index] for index in best]
+    others = [(m, n, swap) for m, n, swap in others if m * n <= MOST_RESULTS and m < 2 * p.m and n < 2 * p.n]
+
+    m, n, swap = np.array(plain + others).T
+    number = np.arange(len(m))
+    square = number < len(plain)
+    handicap = np.where(square, GAIN, 1)
+    comparable = (swap == swap[:, None]) | square
+    # At half the speed; which a cluster may make good, so that it counts in favour of others' loads alone.
+    narrow = np.logical_not(swap | p.transpose_b) & (n * jnp.dtype(p.dtype).itemsize % 128 != 0)
+    best: list[tuple[int, int, int, bool]] = []
+    for parts in parts_of_k:
+        work = busiest(m, n, parts)
+        loads = work * (1 / m + 1 / n)
+        better = (work / handicap < work[:, None]) & (loads * (1 + narrow) / handicap <= loads[:, None])
+        alike = (work == work[:, None]) & (loads == loads[:, None]) & (number < number[:, None])
+        kept = ~square & np.isfinite(work) & ~(comparable & (better | alike)).any(axis=1)
+        best += [(int(m[i]), int(n[i]), parts, bool(swap[i])) for i in np.flatnonzero(kept)]
+    return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -21,7 +20,7 @@ PARTS_OF_K = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
-    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 2,000 for large ones."""
+    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 3,000 for large ones."""
     itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
 
     def tiles(tile_m: Any, tile_n: Any) -> Any:
@@ -34,10 +33,6 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     def turns(s: Any) -> Any:
         """Shares of the busiest block."""
         return cdiv(shares(s), cores)
-
-    def area_of_turns(tile_m: Any, tile_n: Any, split_k: Any = 1) -> Any:
-        """What the busiest block multiplies, as results of the whole k."""
-        return cdiv(tiles(tile_m, tile_n) * split_k, cores) * tile_m * tile_n / split_k
 
     def bytes_of_ring(s: Any, slots: Any) -> Any:
         return slots * (s.tile_m + s.tile_n) * s.tile_k * itemsize
@@ -66,13 +61,18 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
     most_parts = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
     parts_of_k = (1, *(parts for parts in PARTS_OF_K if parts <= most_parts))
-    squares = list(itertools.product(tile_m, tile_n))
     idle_cores, few_rows = tiles(64, 64) < cores, p.m <= ATOM_M
+
+    def busiest(tile_m: Any, tile_n: Any, parts: int) -> Any:
+        """Results of the whole k that the busiest block multiplies."""
+        whole = tiles(tile_m, tile_n)
+        area = cdiv(whole * parts, cores) * tile_m * tile_n / parts
+        return area if parts == 1 else np.where(whole * parts <= cores, area, np.inf)
+
     filled = [
         (m, n, parts, swap)
-        for parts in parts_of_k
-        for m, n, swap in filling(p, squares, functools.partial(area_of_turns, split_k=parts))
-        if (parts == 1 or tiles(m, n) * parts <= cores) and not (swap and few_rows)
+        for m, n, parts, swap in filling(p, list(itertools.product(tile_m, tile_n)), parts_of_k, busiest)
+        if not (swap and few_rows)
     ]
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = ATOM_M if p.transpose_a else round_up(p.m, _columns_step(p))
@@ -102,7 +102,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
         rules={
             "each warpgroup multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % ATOM_M == 0),
             "operands are swapped for all of m at once, or for tiles that fill the cores": lambda s: np.where(
-                s.swap, few_rows <= (s.tile_m == whole_m), s.tile_m % ATOM_M == 0
+                s.swap, (s.tile_m == whole_m) | (not few_rows), s.tile_m % ATOM_M == 0
             ),
             "of swapped operands two warpgroups share the rows of n, or the columns of many rows of m": lambda s: (
                 np.logical_not(s.swap) | (s.split == "n") | (s.split == ("none" if few_rows else "m"))
