@@ -21,9 +21,10 @@ class HopperSchedule:
       raster: the axis along which tiles that follow each other are neighbours, "m" or "n": bands of...
       raster_width: ...so many tiles (pairs of tiles along the axis of a cluster), walked to and fro.
       epilogue_n: columns of the pieces in which a warpgroup hands over its result; they have 64 rows, or, where
-        operands are swapped, tile_m.
+        operands are swapped, all of the warpgroup's.
       swap: the tile is computed as ``c^T = b^T a^T``: n takes the 64 rows that wgmma multiplies at a time, m its
-        columns, which come in eights. Few rows of `a` then take no room for 64, and most of the ring holds `b`.
+        columns, which come in eights. Few rows of `a` then take no room for 64, and most of the ring holds `b`; many
+        fall into tiles that fill the cores.
       split_k: parts of k that different blocks sum; a second launch adds the parts up, always in the same order.
       unswizzled: pieces of the epilogue lie in columns of 16 bytes, as results are reached whose rows are a multiple of
         16 bytes and not of 32.
