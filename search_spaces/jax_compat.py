@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +36,35 @@ def gpu_interpreter(*, detect_races: bool = False) -> AbstractContextManager[Non
     """
     if not HAS_GPU_INTERPRETER:
         raise NotImplementedError(f"interpreting GPU kernels needs jax 0.11 or newer, this is {jax.__version__}")
-    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races))
+    return _interpreting(plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)))
+
+
+_interprets: contextvars.ContextVar[bool] = contextvars.ContextVar("interprets", default=False)
+
+
+@contextlib.contextmanager
+def _interpreting(interpreter: AbstractContextManager[None]) -> Iterator[None]:
+    before = _interprets.set(True)
+    try:
+        with interpreter:
+            yield
+    finally:
+        _interprets.reset(before)
+
+
+# From here on an array on chip may be swizzled without being laid out in tiles.
+HAS_UNTILED_SWIZZLE = JAX_VERSION >= (0, 11)
+
+
+def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates code for Mosaic GPU's own functions (see `plgpu.inline_mgpu` for the `types`).
+
+    `meaning` is the same in Pallas' operations, for the interpreter, which knows no other.
+    """
+    if _interprets.get():
+        return lambda code: meaning
+    decorated: Callable[[Callable[..., Any]], Callable[..., Any]] = plgpu.inline_mgpu(**types)
+    return decorated
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

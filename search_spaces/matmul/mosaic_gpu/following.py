@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.mosaic_gpu.geometry import Geometry
+from search_spaces.matmul.mosaic_gpu.parts import Grouped, Part, Tiled
 from search_spaces.matmul.problem import MatmulProblem
 
 
@@ -34,14 +35,17 @@ def following_on_chip(p: MatmulProblem, g: Geometry) -> dict[str, Any]:
         slots["bias_slots"] = plgpu.SMEM((g.warpgroups, g.bias_width), jnp.dtype(p.bias))
         slots["bias_loaded"] = plgpu.Barrier(num_barriers=g.warpgroups)
     if p.residual:
-        dtype, pieces = jnp.dtype(p.residual), int(g.slots)
+        pieces, piece = int(g.slots), residual_piece(p, g)
         slots["residual_slots"] = plgpu.SMEM(
-            (g.warpgroups, pieces, int(g.piece_m), int(g.piece_n)),
-            dtype,
-            transforms=transforms(int(g.residual_swizzle), dtype),
+            (g.warpgroups, pieces, *piece.shape), piece.dtype, transforms=piece.transforms
         )
-        slots["residual_loaded"] = plgpu.Barrier(num_barriers=g.warpgroups * pieces)
+        slots["residual_loaded"] = plgpu.Barrier(num_arrivals=piece.copies, num_barriers=g.warpgroups * pieces)
     return slots
+
+
+def residual_piece(p: MatmulProblem, g: Geometry) -> Part:
+    on_chip = Grouped if g.exact else Tiled
+    return on_chip(int(g.piece_m), int(g.piece_n), jnp.dtype(p.residual), int(g.residual_swizzle))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Following:
     """What follows the sums of one warpgroup.
 
     Attributes:
+      geometry: of the launch.
       problem: whose `bias`, `activation` and `residual` say what follows.
       swap: sums are those of the transposed result.
       warpgroup: its number among those that compute.
@@ -56,6 +61,7 @@ class Following:
       bias_slots, bias_loaded, residual_slots, residual_loaded: see `following_on_chip`.
     """
 
+    geometry: Geometry
     problem: MatmulProblem
     swap: bool
     warpgroup: Any
@@ -76,14 +82,15 @@ class Following:
                 self.bias_loaded.at[self.warpgroup],
             )
 
-    def fetch_residual(self, slot: int, batch: Any, rows: Any, columns: Any) -> None:
-        """Asks for a piece, by its rows and columns of the result, whose slot nobody reads any more."""
+    def fetch_residual(self, slot: int, batch: Any, row: Any, column: Any) -> None:
+        """Asks for a piece, by its first row and column of the result, whose slot nobody reads any more."""
         if self.residual is not None:
-            plgpu.copy_gmem_to_smem(
-                self._of_batch(self.residual, batch, rows, columns),
-                self.residual_slots.at[self.warpgroup, slot],
-                self.residual_loaded.at[self._barrier(slot)],
-            )
+            for group, box in residual_piece(self.problem, self.geometry).boxes(row, column):
+                plgpu.copy_gmem_to_smem(
+                    self._of_batch(self.residual, batch, *box),
+                    self.residual_slots.at[self.warpgroup, slot, *group],
+                    self.residual_loaded.at[self._barrier(slot)],
+                )
 
     def wait_for_bias(self) -> None:
         if self.bias is not None:
@@ -106,7 +113,7 @@ class Following:
         if self.residual is not None:
             plgpu.barrier_wait(self.residual_loaded.at[self._barrier(slot)])
             piece = self.residual_slots.at[self.warpgroup, slot]
-            residual = plgpu.layout_cast((piece.T if self.swap else piece)[...], layout)
+            residual = residual_piece(self.problem, self.geometry).load(piece, transposed=self.swap)
         return epilogue.finish(sums, bias=bias, activation=self.problem.activation, residual=residual)
 
     def _of_batch(self, array: Any, batch: Any, *slices: Any) -> Any:
@@ -114,9 +121,3 @@ class Following:
 
     def _barrier(self, slot: int) -> Any:
         return self.warpgroup * self.residual_slots.shape[1] + slot
-
-
-def transforms(swizzle: int, dtype: Any) -> tuple[Any, ...]:
-    """Of an array on chip: tiles of 8 rows as wide as a swizzled one, which 16 bytes are not."""
-    tiles = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-    return (tiles,) if swizzle == 16 else (tiles, plgpu.SwizzleTransform(swizzle))

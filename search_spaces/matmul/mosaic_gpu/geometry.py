@@ -8,12 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE
 from search_spaces.matmul.problem import MatmulProblem
 
 THREADS = 128  # of a warpgroup
 # wgmma multiplies 64 rows at a time (PTX ISA, wgmma.mma_async).
 ATOM_M = 64
 SUM_BYTES = 4  # of a float32, an int32
+# Rows start at multiples of so many bytes, or no copy reaches them (CUDA driver API, cuTensorMapEncodeTiled).
+COPY_BYTES = 16
 
 
 class Geometry:
@@ -32,9 +35,11 @@ class Geometry:
       pieces: into which a warpgroup's result falls.
       slots: pieces that a warpgroup has room for.
       piece_itemsize: bytes of an element of a piece: of the result, or of a sum where parts are still to be added.
+      exact: parts of arrays lie on chip in groups, for which copies reach any extents; otherwise in tiles (parts.py).
       swizzle, out_swizzle: bytes of a swizzled row of the operands, and of the pieces: 16 is no swizzle.
       extents, c_extents: of the last axes of each operand in device memory, in their order, and of those of the
         result, padded as far as copies demand it.
+      written: threads write the result to device memory, as no copy reaches its rows.
       bias_width: where there is a bias, the columns of it that a warpgroup copies: its own, up to whole 128 bytes.
       residual_swizzle: where there is a residual, bytes of a swizzled row of its pieces.
     """
@@ -55,18 +60,23 @@ class Geometry:
         self.slots = np.minimum(2, self.pieces)
         self.piece_itemsize = np.where(s.split_k > 1, SUM_BYTES, out_itemsize)
 
+        self.exact = in_groups(p)
         a, b = ((p.k, p.m) if p.transpose_a else (p.m, p.k)), ((p.n, p.k) if p.transpose_b else (p.k, p.n))
         # A wgmma wants both operands swizzled alike, and a warpgroup's half must end where a swizzled row ends.
         a_row, b_row = (self.wg_m if p.transpose_a else s.tile_k), (s.tile_k if p.transpose_b else self.wg_n)
-        self.swizzle = _swizzle(np.gcd(a_row, b_row), (a[1], b[1]), itemsize)
-        self.extents: list[tuple[Any, ...]] = [_legal_extents(array, self.swizzle, itemsize) for array in (a, b)]
-        least = np.where(s.swap | s.unswizzled, 16, 32)
+        limits, c_limits = ((), ()) if self.exact else ((a[1], b[1]), (p.n,))
+        self.swizzle = _swizzle(np.gcd(a_row, b_row), limits, itemsize)
+        self.extents: list[tuple[Any, ...]] = [self._extents(array, self.swizzle, itemsize) for array in (a, b)]
+        least = np.where(s.swap, 16, 32)
         self.out_swizzle = np.where(
             s.split_k > 1,
             _swizzle(self.piece_n, (), SUM_BYTES),  # an array of our own, as wide as it takes
-            _swizzle(self.piece_n, (p.n,), out_itemsize, least=least),
+            _swizzle(self.piece_n, c_limits, out_itemsize, least=least),
         )
-        self.c_extents = _legal_extents((p.m, p.n), self.out_swizzle, self.piece_itemsize)
+        # Sums of parts lie in an array of our own, whose rows copies reach.
+        self.written = self.exact and p.n * out_itemsize % COPY_BYTES > 0 and np.equal(s.split_k, 1)
+        c_rows, c_columns = self._extents((p.m, p.n), self.out_swizzle, self.piece_itemsize)
+        self.c_extents: tuple[Any, Any] = c_rows, np.where(self.written, p.n, c_columns)
 
         if p.bias:
             bias_itemsize = jnp.dtype(p.bias).itemsize
@@ -76,8 +86,13 @@ class Geometry:
             self.extents.append((p.n if p.batch == 1 else round_up(p.n, 16 // bias_itemsize),))
         if p.residual:
             residual_itemsize = jnp.dtype(p.residual).itemsize
-            self.residual_swizzle = _swizzle(self.piece_n, (p.n,), residual_itemsize, least=least)
-            self.extents.append(_legal_extents((p.m, p.n), self.residual_swizzle, residual_itemsize))
+            self.residual_swizzle = _swizzle(self.piece_n, c_limits, residual_itemsize, least=least)
+            self.extents.append(self._extents((p.m, p.n), self.residual_swizzle, residual_itemsize))
+
+    def _extents(self, array: tuple[int, int], swizzle: Any, itemsize: Any) -> tuple[Any, Any]:
+        if self.exact:
+            return array[0], round_up(array[1], COPY_BYTES // itemsize)
+        return _legal_extents(array, swizzle, itemsize)
 
 
 def padded_bytes(shape: tuple[int, ...], extents: tuple[Any, ...], itemsize: int) -> Any:
@@ -108,6 +123,20 @@ def _swizzle(row: Any, extents: tuple[int, ...], itemsize: int, least: Any = 32)
         dividing = math.gcd(extent * itemsize, 128)
         widest = np.where((extent * itemsize > 128) & (dividing >= least), np.minimum(widest, dividing), widest)
     return widest
+
+
+def in_groups(p: MatmulProblem) -> bool:
+    """Whether tiles of 8 rows, of 32 bytes at least, do not divide the operands or the result: groups do (parts.py)."""
+    if not HAS_UNTILED_SWIZZLE:
+        return False
+    itemsize = jnp.dtype(p.dtype).itemsize
+    a, b = ((p.k, p.m) if p.transpose_a else (p.m, p.k)), ((p.n, p.k) if p.transpose_b else (p.k, p.n))
+    c_sizes = [jnp.dtype(dtype).itemsize for dtype in (p.result().dtype, p.residual) if dtype]
+    sizes = ((a, itemsize), (b, itemsize), *(((p.m, p.n), size) for size in c_sizes))
+    return any(
+        (rows > 8 and rows % 8 > 0) or (columns * size > 128 and columns * size % 32 > 0)
+        for (rows, columns), size in sizes
+    )
 
 
 def _legal_extents(extents: tuple[int, int], swizzle: Any, itemsize: Any) -> tuple[Any, Any]:

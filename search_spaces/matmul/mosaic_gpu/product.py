@@ -10,8 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
-from search_spaces.matmul.mosaic_gpu.following import Following, following_on_chip, transforms
+from search_spaces.matmul.mosaic_gpu import groups
+from search_spaces.matmul.mosaic_gpu.following import Following, following_on_chip
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, Geometry
+from search_spaces.matmul.mosaic_gpu.parts import Grouped, Tiled
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.problem import MatmulProblem
 
@@ -38,19 +40,21 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     p, s = mirrored(problem, schedule) if swap else (problem, schedule)
     g = Geometry(p, s)
     multipliers, slots, parts = g.warpgroups, int(out.slots), g.parts
-    a_block = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
-    b_block = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
-    piece_block = (int(out.piece_m), int(out.piece_n))
     dtype = jnp.dtype(p.dtype)
     out_dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
-    swizzled, out_swizzled = transforms(int(g.swizzle), dtype), transforms(int(out.out_swizzle), out_dtype)
+    part_on_chip = Grouped if out.exact else Tiled
+    a_extents = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
+    b_extents = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
+    a_part, b_part = (part_on_chip(*extents, dtype, int(out.swizzle)) for extents in (a_extents, b_extents))
+    piece_part = part_on_chip(int(out.piece_m), int(out.piece_n), out_dtype, int(out.out_swizzle))
+    as_stored = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
     takers = multipliers // g.readers  # of whole tiles, in turns
     both = {"num_arrivals": g.readers, "num_barriers": s.stages}
     on_chip = {
-        "a_ring": plgpu.SMEM((s.stages, *a_block), dtype, transforms=swizzled),
-        "b_ring": plgpu.SMEM((s.stages, *b_block), dtype, transforms=swizzled),
-        "pieces": plgpu.SMEM((multipliers, slots, *piece_block), out_dtype, transforms=out_swizzled),
-        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=takers * s.stages),
+        "a_ring": plgpu.SMEM((s.stages, *a_part.shape), dtype, transforms=a_part.transforms),
+        "b_ring": plgpu.SMEM((s.stages, *b_part.shape), dtype, transforms=b_part.transforms),
+        "pieces": plgpu.SMEM((multipliers, slots, *piece_part.shape), out_dtype, transforms=piece_part.transforms),
+        "loaded": plgpu.Barrier(num_arrivals=a_part.copies + b_part.copies, num_barriers=takers * s.stages),
         # A slot that two blocks fill is free when both have read theirs.
         "released": plgpu.Barrier(**both)
         if s.cluster == "none"
@@ -86,7 +90,6 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         def load(a_ring: Any, b_ring: Any, loaded: Any, released: Any) -> None:
             def load_tile(tile: Any, _: None) -> None:
                 part, row, column = origin(tile)
-                rows, columns = pl.ds(row, s.tile_m), pl.ds(column, s.tile_n)
                 batch, first_step = part, 0
                 if s.split_k > 1:
                     batch, first_step = lax.rem(part, p.batch), lax.div(part, p.batch) * g.steps
@@ -95,24 +98,26 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     step = tile * g.steps + k_step
                     slot = lax.rem(step, s.stages)
                     arrival = loaded.at[barrier_of(tile, slot)]
-                    ks = pl.ds((first_step + k_step) * s.tile_k, s.tile_k)
+                    k = (first_step + k_step) * s.tile_k
 
                     @pl.when(step >= s.stages)
                     def wait_for_room() -> None:
                         plgpu.barrier_wait(released.at[slot])
 
-                    plgpu.copy_gmem_to_smem(
-                        window(a, batch, *((ks, rows) if p.transpose_a else (rows, ks))),
-                        a_ring.at[slot],
-                        arrival,
-                        collective_axes="pair" if s.cluster == "n" else None,
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        window(b, batch, *((columns, ks) if p.transpose_b else (ks, columns))),
-                        b_ring.at[slot],
-                        arrival,
-                        collective_axes="pair" if s.cluster == "m" else None,
-                    )
+                    for group, box in a_part.boxes(*((k, row) if p.transpose_a else (row, k))):
+                        plgpu.copy_gmem_to_smem(
+                            window(a, batch, *box),
+                            a_ring.at[slot, *group],
+                            arrival,
+                            collective_axes="pair" if s.cluster == "n" else None,
+                        )
+                    for group, box in b_part.boxes(*((column, k) if p.transpose_b else (k, column))):
+                        plgpu.copy_gmem_to_smem(
+                            window(b, batch, *box),
+                            b_ring.at[slot, *group],
+                            arrival,
+                            collective_axes="pair" if s.cluster == "m" else None,
+                        )
 
                 lax.fori_loop(0, g.steps, load_step, None)
 
@@ -125,20 +130,20 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
             lax.fori_loop(lax.max(tiles * g.steps - s.stages, 0), tiles * g.steps, drain, None)
 
         def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
-            following = Following(problem, swap, warpgroup, bias, residual, **following_refs)
+            following = Following(out, problem, swap, warpgroup, bias, residual, **following_refs)
             first_row = warpgroup * g.wg_m if s.split == "m" else 0
             first_column = warpgroup * g.wg_n if s.split == "n" else 0
-            rows, columns = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n)
+            rows, columns, ks = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n), slice(None)
             width = g.wg_n if swap else s.epilogue_n
             corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, g.wg_n, width)]
 
-            def slices_of_result(row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
-                """Rows and columns of a piece of the tile at `row` and `column`."""
-                corner = pl.ds(row + first_row + m, ATOM_M), pl.ds(column + first_column + n, width)
+            def corner_of_result(row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
+                """First row and column of a piece of the tile at `row` and `column`."""
+                corner = row + first_row + m, column + first_column + n
                 return corner[::-1] if swap else corner
 
             def fetch_residual(count: int, part: Any, row: Any, column: Any) -> None:
-                following.fetch_residual(count % slots, part, *slices_of_result(row, column, *corners[count]))
+                following.fetch_residual(count % slots, part, *corner_of_result(row, column, *corners[count]))
 
             def multiply_tile(tile: Any, _: None) -> None:
                 if problem.fused:
@@ -150,31 +155,44 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 def slot_of(k_step: Any) -> Any:
                     return lax.rem(tile * g.steps + k_step, s.stages)
 
-                def start(slot: Any, sums: Any) -> None:
-                    a_half = a_ring.at[slot, :, rows].T if p.transpose_a else a_ring.at[slot, rows, :]
-                    b_half = b_ring.at[slot, columns, :].T if p.transpose_b else b_ring.at[slot, :, columns]
+                def start(slot: Any, sums: Any) -> Any:
+                    """The sums to go on with: new ones, or `sums` themselves, an accumulator in place."""
+                    a_half = a_part.share(a_ring, slot, *((ks, rows) if p.transpose_a else (rows, ks)))
+                    b_half = b_part.share(b_ring, slot, *((columns, ks) if p.transpose_b else (ks, columns)))
                     plgpu.barrier_wait(loaded.at[barrier_of(tile, slot)])
+                    if out.exact:
+                        return groups.multiply(sums, a_half, b_half, a_part.swizzle, **as_stored)
+                    a_half, b_half = a_half.T if p.transpose_a else a_half, b_half.T if p.transpose_b else b_half
                     plgpu.wgmma(sums, a_half, b_half)
+                    return sums
 
                 def release(slot: Any, running: int) -> None:
                     """Gives a slot back when no more than so many steps, all later ones, are still `running`."""
                     plgpu.wgmma_wait(running)
                     plgpu.barrier_arrive(released.at[slot])
 
-                def multiply_step(k_step: Any, sums: Any) -> None:
+                def multiply_step(k_step: Any, sums: Any) -> Any:
                     slot = slot_of(k_step)
-                    start(slot, sums)
+                    sums = start(slot, sums)
                     release(slot_of(k_step - s.in_flight) if s.in_flight else slot, s.in_flight)
+                    return sums
 
-                def multiply_steps(sums: Any) -> jax.Array:
+                def multiply_in_place(sums: Any) -> jax.Array:
+                    def step_in_place(k_step: Any, _: None) -> None:
+                        multiply_step(k_step, sums)
+
                     for k_step in range(s.in_flight):
                         start(slot_of(k_step), sums)
-                    lax.fori_loop(s.in_flight, g.steps, lambda k_step, _: multiply_step(k_step, sums), None)
+                    lax.fori_loop(s.in_flight, g.steps, step_in_place, None)
                     for k_step in range(g.steps - s.in_flight, g.steps):
                         release(slot_of(k_step), 0)
                     return sums[...]
 
-                half = pl.run_scoped(multiply_steps, plgpu.ACC((g.wg_m, g.wg_n), p.sums_dtype))
+                half_shape = (g.wg_m, g.wg_n)
+                if out.exact:  # Each step is waited for: what follows could not see that sums are still to come.
+                    half = lax.fori_loop(0, g.steps, multiply_step, groups.zeros(half_shape, p.sums_dtype))
+                else:
+                    half = pl.run_scoped(multiply_in_place, plgpu.ACC(half_shape, p.sums_dtype))
                 # A plain product is rounded whole, another one piece by piece.
                 half = half if problem.fused else half.astype(out_dtype)
                 part, row, column = origin(tile)
@@ -189,12 +207,21 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     if problem.fused:
                         columns_of_half = pl.ds(m, ATOM_M) if swap else pl.ds(n, width)
                         sums = following.finish(sums, count % slots, columns_of_half).astype(out_dtype)
-                    if swap:
-                        piece.T[...] = sums
+                    if out.written:
+                        first_of_piece = corner_of_result(row, column, m, n)
+                        whole = c.at[part] if parts > 1 else c
+                        groups.write(whole, *first_of_piece, piece, sums, piece_part.swizzle, transposed=swap)
+                        plgpu.commit_smem()
                     else:
-                        piece[...] = sums
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(piece, place(c, part, *slices_of_result(row, column, m, n)))
+                        piece_part.store(piece, sums, transposed=swap)
+                        plgpu.commit_smem()
+                        boxes = piece_part.boxes(*corner_of_result(row, column, m, n))
+                        for number, (group, box) in enumerate(boxes, 1):
+                            plgpu.copy_smem_to_gmem(
+                                piece.at[group] if group else piece,
+                                place(c, part, *box),
+                                commit_group=number == len(boxes),
+                            )
                     if problem.fused and count + slots < len(corners):
                         fetch_residual(count + slots, part, row, column)
 

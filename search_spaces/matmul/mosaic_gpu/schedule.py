@@ -26,8 +26,6 @@ class HopperSchedule:
         columns, which come in eights. Few rows of `a` then take no room for 64, and most of the ring holds `b`; many
         fall into tiles that fill the cores.
       split_k: parts of k that different blocks sum; a second launch adds the parts up, always in the same order.
-      unswizzled: pieces of the epilogue lie in columns of 16 bytes, as results are reached whose rows are a multiple of
-        16 bytes and not of 32.
       in_flight: steps whose products still run while those of the next one start: 0 or 1. Their slots are filled again
         one step later.
     """
@@ -43,7 +41,6 @@ class HopperSchedule:
     epilogue_n: int
     swap: bool = False
     split_k: int = 1
-    unswizzled: bool = False
     in_flight: int = 0
 
 

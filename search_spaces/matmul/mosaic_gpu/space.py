@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.matmul.mosaic_gpu.filling import MOST_RESULTS, filling
-from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, cdiv, round_up
+from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, cdiv, in_groups, round_up
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space
@@ -76,9 +76,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     ]
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = ATOM_M if p.transpose_a else round_up(p.m, _columns_step(p))
-    # Rows of the result that only pieces without a swizzle reach as they are. Mosaic GPU lays out 16-bit ones so.
-    row_bytes = p.n * out_itemsize
-    narrow = out_itemsize == 2 and row_bytes > 128 and row_bytes % 32 == 16 and (p.m <= 8 or p.m % 8 == 0)
+    grouped = in_groups(p)
     # A residual's pieces take as much room again as the result's: narrow ones leave it to one more stage.
     least_piece_bytes, piece_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
 
@@ -96,8 +94,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "cluster": ("none", "m", "n") if cores > 1 else ("none",),
             "raster": ("n",) if idle_cores else ("n", "m"),
             "raster_width": (1,) if idle_cores else (8, 4, 16, 1),
-            "unswizzled": (False, True) if narrow else (False,),
-            "in_flight": (0, 1),
+            "in_flight": (0,) if grouped else (0, 1),
         },
         rules={
             "each warpgroup multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % ATOM_M == 0),
@@ -140,7 +137,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
                 (s.split != "tiles") | (turns(s) > 1)
             ),
             "a step still runs beside the next where no other warpgroup multiplies meanwhile": lambda s: np.where(
-                s.in_flight == 1, (s.split == "none") | (s.split == "tiles"), s.split != "tiles"
+                s.in_flight == 1, (s.split == "none") | (s.split == "tiles"), (s.split != "tiles") | grouped
             ),
             "a step that still runs is followed by one, and keeps a slot of three or more": lambda s: (
                 (s.in_flight == 0) | (steps_of_share(s) > 1) & (s.stages > 2)
@@ -164,9 +161,6 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "bands wider than the grid are as wide as the grid": lambda s: (
                 (s.raster_width <= 4)
                 | (s.raster_width < 2 * np.where(s.raster == "m", clusters(s, "m"), clusters(s, "n")))
-            ),
-            "what is summed in parts, or swapped, leaves in a way of its own": lambda s: (
-                np.logical_not(s.unswizzled) | np.logical_not(s.swap) & (s.split_k == 1)
             ),
         },
     )
