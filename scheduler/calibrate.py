@@ -20,11 +20,11 @@ from search_spaces.space import Columns
 Array = npt.NDArray[np.float64]
 
 # How far a constant may drift from where it starts: standard deviations of its logarithm. What one kernel's trials
-# cannot tell from something else stays near its prior: e_hbm near what row-wise kernels reached.
+# cannot tell from something else stays near its prior: e_hbm near what products of few rows reached.
 _KERNEL = {
-    **dict.fromkeys(("e_mma", "e_power", "e_sram", "e_l2", "row_s", "gap_bytes", "loaded", "launched"), 0.1),
-    **dict.fromkeys(("cluster_s", "alpha", "exposed", "p", "step_s", "tile_s"), 0.1),
-    "e_hbm": 0.01,
+    **dict.fromkeys(("e_mma", "e_power", "e_sram", "e_l2", "row_s", "quiet", "outside_s", "gap_bytes"), 0.1),
+    **dict.fromkeys(("loaded", "launched", "cluster_s", "alpha", "exposed", "p", "step_s", "tile_s"), 0.1),
+    "e_hbm": 0.03,
 }
 _LIBRARY = dict.fromkeys(("library_e_mma", "library_e_hbm", "library_p", "library_grain", "library_s"), 0.3)
 # The error of a prediction below which least squares counts it in full, and above which it counts ever less.

@@ -1,9 +1,9 @@
 """Predict how long a launch takes, from what it demands (`Footprint`) and what a chip supplies (`Hardware`).
 
-The model is analytic: the blocks of a launch run in waves over the cores; in each step of a wave the arithmetic units,
-the copies into the cores and the device memory work at once, and the slowest of them sets the pace (a p-norm lets the
-others show). It need not be exact: it ranks schedules, and measuring chooses among the best ranked. Its few constants
-are fitted to recorded trials (`calibrate.py`).
+The model is analytic: the blocks of a launch run in waves over the cores; in each step of a wave the arithmetic units
+and the copies into the cores work at once, and the slowest of them sets the pace (a p-norm lets the others show), or
+device memory does where it is slower still. It need not be exact: it ranks schedules, and measuring chooses among the
+best ranked. Its few constants are fitted to recorded trials (`calibrate.py`).
 
 Sources: roofline (Williams, Waterman, Patterson, CACM 2009); waves and windows of concurrent blocks as in
 nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226); bytes in flight by Little's law. Terms that no paper gave were
@@ -31,7 +31,7 @@ class Constants:
     """What no data sheet tells: the shares of the peaks that kernels reach, and overheads.
 
     The defaults are round numbers from which `calibrate.py` starts; they rank, but their times are rough. Those of the
-    library were fitted to XLA's times of 21 matmuls on one H200, e_hbm to row-wise kernels there.
+    library were fitted to XLA's times of 21 matmuls on one H200; e_hbm is what matmuls of few rows reach there.
 
     Attributes:
       e_mma: reachable share of the peak rate of arithmetic, of one core at the highest clock.
@@ -39,11 +39,13 @@ class Constants:
       e_sram, e_l2, e_hbm: the same for on-chip memory, for what the last-level cache delivers to a core, and for device
         memory.
       row_s: seconds in which a core's copy unit delivers one row, however narrow.
+      quiet: time that a core's loads take where no other core loads, over that where all cores do.
+      outside_s: seconds for which a core gets nothing else while one row beyond an array's edge is filled in.
       gap_bytes: bytes that device memory could deliver in the time lost between two rows, and between two copies.
       loaded, launched: latency of a load among many, and an empty launch, over those in `Hardware`.
       cluster_s: seconds by which a slot is free later where blocks of a cluster wait for each other.
       alpha: share of the last-level cache that holds operands until they are used again.
-      exposed: share of a prologue or epilogue that shows although other blocks' work surrounds it.
+      exposed: share of a block's set-up and end that its core's units wait for although other blocks surround it.
       p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
       step_s: one step's barriers and loop, in seconds.
       tile_s: one output block's set-up and drain, in seconds.
@@ -56,9 +58,11 @@ class Constants:
     e_power: float = 0.9
     e_sram: float = 0.95
     e_l2: float = 0.95
-    e_hbm: float = 0.92
+    e_hbm: float = 0.94
     row_s: float = 1e-9
-    gap_bytes: float = 16.0
+    quiet: float = 0.5
+    outside_s: float = 9e-10
+    gap_bytes: float = 2.0
     loaded: float = 1.5
     launched: float = 0.75
     cluster_s: float = 2e-7
@@ -85,10 +89,8 @@ class Constants:
                 raise ValueError(f"{field.name}={getattr(self, field.name)} is no time or size: finite, and at least 0")
 
 
-SHARES = ("e_mma", "e_power", "e_sram", "e_l2", "e_hbm", "alpha", "exposed", "library_e_mma", "library_e_hbm")
+SHARES = ("e_mma", "e_power", "e_sram", "e_l2", "e_hbm", "quiet", "alpha", "exposed", "library_e_mma", "library_e_hbm")
 ORDERS = ("p", "library_p")
-# Parts of a step that are one machine: only the slowest of them counts, and the machines overlap.
-_MACHINES = (("mma", "power", "sram"), ("special",), ("vector",), ("l2", "rows"), ("hbm",), ("latency",))
 
 # By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
 # millisecond whatever it computes.
@@ -117,23 +119,27 @@ class CostModel:
     def seconds(self, footprint: Footprint) -> Array:
         """Predicted time of the whole launch, copies included, in seconds: one entry per schedule."""
         overlapped, serial, steps = self._analyse(footprint)
-        machines = [np.stack([overlapped[name] for name in names]).max(axis=0) for names in _MACHINES]
-        return (steps * _norm(np.stack(machines), self.fitted.p)).sum(axis=0) + sum(serial.values())
+        return (steps * _pace(overlapped, self.fitted.p)).sum(axis=0) + sum(serial.values())
 
     def terms(self, footprint: Footprint) -> dict[str, Array]:
         """Seconds of the whole launch by cause, one entry per schedule.
 
-        Those of the first group overlap within a step: of mma, power and sram, and of l2 and rows, only the largest
-        counts, and then only the norm of all. Those of the second add up.
+        Those of the first group overlap within a step, as `_pace` says. Those of the second add up.
 
         mma: arithmetic of the busiest core, padding and a last wave included, at e_mma of a core's peak rate.
+        turns: what the same units wait for between two blocks, set-up, drain and storing, where loads go on meanwhile:
+          blocks are persistent or share a core.
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
           multiplied at 1.78 GHz, with a quarter of them at its highest clock.
         sram: what the arithmetic units read from on-chip memory, at e_sram of its bandwidth.
         l2: what loads fill in a core, edges included, at e_l2 of what the last-level cache delivers to it. A load that
           a multicast shares still fills each core that it serves.
         rows: what the core's copy unit issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
-          in 1.9 clocks). A shared load is issued in parts.
+          in 1.9 clocks where all cores load, in 1.6 where 96 of 132 do, and so for l2: `quiet`). A shared load is
+          issued in parts.
+        outside: rows beyond an array's edge, which are filled with zeros and stop all other loads of the core
+          meanwhile (H200: tiles of 64 rows over an array of one take 1.4 times as long as tiles of 8). One that is
+          shared stops every core that it serves.
         hbm: loads that miss that cache, and results, at e_hbm of the device memory's bandwidth, and gap_bytes for each
           row and each copy.
         special, vector: exponentials and plain lane operations, at the rates of their units.
@@ -142,10 +148,10 @@ class CostModel:
           longer where blocks share loads.
 
         step: barriers and the loop of each step.
-        prologue: latency until a block's first operands are there; hidden in part where blocks are persistent or
-          share a core.
-        epilogue: storing a block's result through the last-level cache; hidden likewise.
-        tile: set-up and drain of each wave.
+        prologue: latency until a block's first operands are there; of the first block alone where `turns` says how
+          the others follow each other.
+        epilogue: storing a block's result through the last-level cache; of the last block alone likewise.
+        tile: set-up and drain of a block; likewise.
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
         launch: empty launches.
         """
@@ -155,15 +161,14 @@ class CostModel:
     def floor(self, footprint: Footprint) -> Array:
         """Seconds below which these schedules cannot come, whatever the constants; 0 where figures are borrowed.
 
-        The largest of three: the padded arithmetic of the busiest core at the highest clock; what it loads, at the
-        bandwidth of the last-level cache; every byte moved once (bytes that fit into that cache may be there already,
-        and count at its bandwidth).
+        The largest of three: the padded arithmetic of the busiest core at the highest clock; what all cores load, at
+        the bandwidth of the last-level cache (one that loads beside few others gets more than its share of that);
+        every byte moved once (bytes that fit into that cache may be there already, and count at its bandwidth).
         """
         f, h = footprint, self.hardware
-        steps_of_core = np.ceil(_blocks(f) / h.cores) * f.steps
-        arithmetic = steps_of_core * f.flops * h.cores / (h.boost * h.peak(f.arithmetic))
-        loads = steps_of_core * sum(_array(o.bytes) / o.multicast for o in f.operands) * h.cores / h.l2_bytes_per_s
-        moved = traffic(f, h, alpha=1.0).compulsory_bytes
+        arithmetic = np.ceil(_blocks(f) / h.cores) * f.steps * f.flops * h.cores / (h.boost * h.peak(f.arithmetic))
+        moves = traffic(f, h, alpha=1.0)
+        loads, moved = moves.cache_bytes / h.l2_bytes_per_s, moves.compulsory_bytes
         memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
         return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.borrowed)
 
@@ -202,31 +207,34 @@ class CostModel:
         waiting = c.loaded * (moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s)
         waiting = waiting + c.cluster_s * (_array(f.cluster) > 1)
         peak, core_rate = h.peak(f.arithmetic), c.e_l2 * h.l2_bytes_per_s / h.cores
+        crowd = c.quiet + (1 - c.quiet) * np.minimum(running / h.cores, 1)
         overlapped = {
             "mma": per_core * f.flops * h.cores / (c.e_mma * h.boost * peak),
             "power": running * f.flops / (c.e_power * peak),
             "sram": per_core * _array(f.onchip_bytes_read) / (c.e_sram * h.onchip_bytes_per_clock * h.clock_hz),
-            "l2": per_core * sum(_filled(o) for o in f.operands) / core_rate,
-            "rows": per_core * sum(_rows(_filled(o), o.copy_bytes) / o.multicast for o in f.operands) * c.row_s,
+            "l2": crowd * per_core * sum(_filled(o) for o in f.operands) / core_rate,
+            "rows": crowd * per_core * sum(_rows(_filled(o), o.copy_bytes) / o.multicast for o in f.operands) * c.row_s,
+            "outside": per_core * sum(_outside(o) * o.multicast for o in f.operands) * c.outside_s,
             "hbm": running * slowed_bytes / (blocks * steps) / (c.e_hbm * h.hbm_bytes_per_s),
             "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
-        load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0)
+        load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0) + overlapped["outside"]
         compute = np.maximum(overlapped["mma"], overlapped["sram"]) + overlapped["special"] + overlapped["vector"]
         overlapped["latency"] = (waiting + (load + compute) / np.maximum(per_core, 1)) / f.stages
-        # Where one block's end meets the next one's start, only the first prologue and the last epilogue show whole.
-        count = waves.sum(axis=0)
+        count, busiest = waves.sum(axis=0), per_core.max(axis=0)
         surrounded = _array(f.persistent).astype(bool) | (resident(f, h) > 1)
-        shown = np.where(surrounded, 1 + c.exposed * (count - 1), count)
-        ones = np.ones_like(count)
+        epilogue = busiest * f.bytes_written / core_rate
+        turns = np.where(surrounded, c.exposed * (count - 1) * (c.tile_s + epilogue), 0.0)
+        overlapped["turns"] = turns / (count * steps) * np.ones_like(running)
+        alone = np.where(surrounded, 1.0, count)
         serial = {
             "step": c.step_s * steps * count,
-            "prologue": h.memory_latency_s * shown,
-            "epilogue": per_core.max(axis=0) * f.bytes_written / core_rate * shown,
-            "tile": c.tile_s * count,
-            "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * ones,
-            "launch": c.launched * h.launch_s * _array(f.launches) * ones,
+            "prologue": h.memory_latency_s * alone,
+            "epilogue": epilogue * alone,
+            "tile": c.tile_s * alone,
+            "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * np.ones_like(count),
+            "launch": c.launched * h.launch_s * _array(f.launches) * np.ones_like(count),
         }
         return overlapped, serial, waves * steps
 
@@ -384,6 +392,11 @@ def _filled(operand: Operand) -> Array:
     return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
 
 
+def _outside(operand: Operand) -> Array:
+    """Rows beyond an array's edge that a copy unit fills for a block in one step."""
+    return _rows(_filled(operand) - operand.bytes, operand.copy_bytes)
+
+
 def _rows(size_bytes: npt.ArrayLike, width_bytes: npt.ArrayLike) -> Array:
     """How many rows of this width so many bytes are; none where they are no rows (0)."""
     width = _array(width_bytes)
@@ -396,6 +409,19 @@ def _blocks(footprint: Footprint) -> Array:
 
 def _array(value: npt.ArrayLike) -> Array:
     return np.asarray(value, dtype=np.float64)
+
+
+def _pace(parts: Mapping[str, Array], p: float) -> Array:
+    """Seconds of a step whose parts overlap.
+
+    A core's units, its loads and its latencies show beside each other: the norm of order `p`. Device memory hides
+    behind them or sets the pace, and nothing else shows then: products of few rows come to 95 % of an H200's bandwidth,
+    whatever their tiles.
+    """
+    units = np.maximum(np.maximum(parts["mma"] + parts["turns"], parts["power"]), parts["sram"])
+    loads = np.maximum(parts["l2"], parts["rows"]) + parts["outside"]
+    core = _norm(np.stack([units, parts["special"], parts["vector"], loads, parts["latency"]]), p)
+    return np.maximum(core, parts["hbm"] + parts["outside"])
 
 
 def _norm(parts: Array, p: float) -> Array:

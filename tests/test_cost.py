@@ -14,12 +14,14 @@ from scheduler import cost
 from scheduler.cost import Constants, CostModel
 from scheduler.hardware import CPU, find
 from search_spaces import Columns, Footprint, Operand
+from search_spaces.matmul import MATMUL
+from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.portable import PortableMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
 KIB = 1024
-OVERLAPPED = ("mma", "power", "sram", "l2", "rows", "hbm", "special", "vector", "latency")
+OVERLAPPED = ("mma", "turns", "power", "sram", "l2", "rows", "outside", "hbm", "special", "vector", "latency")
 
 
 def tiled(problem, tile_m, tile_n, tile_k, minor="n"):
@@ -177,7 +179,7 @@ def test_a_chip_that_supplies_more_is_never_slower(problem, supply, factor):
 @pytest.mark.parametrize("persistent", [True, False])
 def test_one_block_more_than_cores_costs_a_second_wave(persistent):
     model = CostModel(H200)
-    same = (Operand(bytes=np.array([32 * KIB]), axes=()),)  # all load the same, so that arithmetic is the bound
+    same = (Operand(bytes=np.array([8 * KIB]), axes=()),)  # all load the same, so that arithmetic is the bound
     fits, spills = (
         model.seconds(blocks(n, persistent=persistent, operands=same))[0] - H200.launch_s for n in (132, 133)
     )
@@ -235,7 +237,7 @@ def test_narrow_copies_take_twice_as_long_and_lose_bandwidth_between_rows():
         for width in (128, 64)
     )
     assert narrow["rows"] == pytest.approx(2 * wide["rows"])
-    assert narrow["hbm"] > 1.05 * wide["hbm"]
+    assert narrow["hbm"] > wide["hbm"]
     assert narrow["l2"] == wide["l2"]
 
 
@@ -247,6 +249,44 @@ def test_what_lies_beyond_an_edge_is_filled_and_never_leaves_memory():
     one, two = CostModel(H200).terms(inside), CostModel(H200).terms(padded)
     assert two["l2"] == pytest.approx(2 * one["l2"])
     assert two["hbm"] == one["hbm"]
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower", "measured"),
+    [
+        # Of 1 x 128256 x 4096 on one H200, microseconds: 233 with 8 rows a tile, 327 with 64.
+        ({"tile_m": 8, "swap": True}, {"tile_m": 64}, 327 / 233),
+        # A shared copy stops both blocks that it serves: 398.
+        ({"tile_m": 64}, {"tile_m": 64, "cluster": "n", "tile_k": 64, "stages": 12}, 398 / 327),
+    ],
+)
+def test_rows_beyond_an_edge_stop_the_loads_of_every_core_that_they_are_filled_in(faster, slower, measured):
+    kernel, problem = MATMUL.kernel("mosaic_gpu"), MatmulProblem(m=1, n=128256, k=4096)
+    common = {"tile_n": 64, "tile_k": 128, "stages": 6, "split": "none", "cluster": "none", "raster": "n"}
+    common |= {"raster_width": 1, "epilogue_n": 64}
+    points = Columns.of([HopperSchedule(**common | fields) for fields in (faster, slower)])
+    one, two = CostModel(H200).seconds(kernel.footprint(problem, points, H200.target))
+    assert two / one == pytest.approx(measured, rel=0.15)
+
+
+def test_a_core_that_loads_beside_few_others_loads_faster_and_none_of_its_schedules_is_excluded():
+    """128 x 64 took 41.5 us of 2048 x 576 x 7168: its busiest core got 4 % more than its share of the bandwidth."""
+    few, all_of_them = (CostModel(H200).terms(blocks(count)) for count in (33, 132))
+    assert few["l2"] < 0.75 * all_of_them["l2"]
+    kernel, problem = MATMUL.kernel("mosaic_gpu"), MatmulProblem(m=2048, n=576, k=7168)
+    points = Columns.of([HopperSchedule(128, 64, 128, 4, "m", "none", "n", 16, 64)])
+    assert CostModel(H200).floor(kernel.footprint(problem, points, H200.target)) < 41.5e-6
+
+
+def test_what_a_core_does_between_two_blocks_hides_behind_loads_and_not_behind_arithmetic():
+    loading, computing = {"flops": np.ones(1)}, {"operands": (Operand(bytes=np.ones(1), axes=()),)}
+    for demand, least, most in ((loading, 0.0, 0.1), (computing, 0.6, 1.0)):
+        without, seconds = (
+            CostModel(H200, Constants(tile_s=tile_s)).seconds(blocks(1320, persistent=True, steps=8, **demand))[0]
+            for tile_s in (0.0, 1e-6)
+        )
+        # That of the first block shows whole, and of the nine that follow it at most the exposed half.
+        assert least <= (seconds - without - 1e-6) / (9 * 0.5e-6) <= most
 
 
 def test_few_busy_cores_compute_at_the_highest_clock_and_all_of_them_at_what_power_allows():
