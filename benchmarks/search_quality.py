@@ -57,6 +57,9 @@ ABLATIONS: Mapping[str, Callable[[Constants], Constants]] = {
     "not fitted": lambda _: Constants(),
     "rows are as fast as their bytes": lambda c: dataclasses.replace(c, row_s=0.0),
     "no gaps between rows in memory": lambda c: dataclasses.replace(c, gap_bytes=0.0),
+    "rows beyond an edge stop nothing": lambda c: dataclasses.replace(c, outside_s=0.0),
+    "few cores load no faster than all": lambda c: dataclasses.replace(c, quiet=1.0),
+    "blocks follow each other at once": lambda c: dataclasses.replace(c, exposed=1e-9),
     "clusters wait for nobody": lambda c: dataclasses.replace(c, cluster_s=0.0),
     "power is no limit": lambda c: dataclasses.replace(c, e_power=1.0),
     "no latency under load": lambda c: dataclasses.replace(c, loaded=0.0),
@@ -117,6 +120,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     paths = options.sweeps or sorted((ROOT / "sweeps" / "nvidia-h200").glob("matmul-*.jsonl.gz"))
     shapes = [shape for path in paths for shape in read(path)]
+    if not shapes:
+        raise SystemExit(
+            "no recording of today's kernels to judge by: on the chip, "
+            "tile-scheduler sweep --job sweeps/matmul.toml --out sweeps/nvidia-h200"
+        )
     operation = load(shapes[0].sweep.operation)
 
     rows, curves = [], {}
@@ -151,11 +159,18 @@ def read(path: Path) -> Iterator[Shape]:
     chip = chips.describe(sweep.platform, sweep.kind, sweep.architecture, sweep.cores)
     for kernel in operation.kernels:
         ran = [t for t in trials if t.backend == kernel.backend and isinstance(t.outcome, Measurement)]
-        seen = None if kernel.library else observed(kernel, problem, chip, ran)
-        if seen is None:
+        if kernel.library or not ran:
             continue
-        if len(seen.seconds) < len(ran):
-            print(f"{path.name}: left out, {len(ran) - len(seen.seconds)} of its schedules are of another kernel")
+        if old := {t.version for t in ran} - {kernel.version}:
+            words = ", ".join(map(str, sorted(old)))
+            print(
+                f"{path.name}: left out, recorded with version {words} of {kernel.backend}, today's is {kernel.version}"
+            )
+            continue
+        seen = observed(kernel, problem, chip, ran)
+        if seen is None or len(seen.seconds) < len(ran):
+            lost = len(ran) - (0 if seen is None else len(seen.seconds))
+            print(f"{path.name}: left out, {lost} of its schedules are no points of today's space, or of another clock")
             continue
         judged = seen.seconds.copy()
         timed = 0

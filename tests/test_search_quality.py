@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import invented
 import numpy as np
 import pytest
 
@@ -15,14 +16,18 @@ from search_spaces.matmul import MATMUL
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import search_quality
 
-SWEEPS = Path(__file__).parents[1] / "sweeps" / "nvidia-h200"
-FEW_ROWS, SMALL = SWEEPS / "matmul-m16-n8192-k8192.jsonl.gz", SWEEPS / "matmul-m1024-n1024-k2048.jsonl.gz"
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small") / "small.jsonl.gz"
+    (found,) = search_quality.read(invented.recording(path, (1024, 1024, 2048), sample=150))
+    return found
 
 
 @pytest.fixture(scope="module")
-def shape():
-    (found,) = search_quality.read(SMALL)
-    return found
+def few_rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("few") / "few.jsonl.gz"
+    return invented.recording(path, (16, 8192, 8192), sample=60)
 
 
 def test_without_a_second_pass_the_only_one_judges_and_the_row_says_so(shape):
@@ -31,8 +36,8 @@ def test_without_a_second_pass_the_only_one_judges_and_the_row_says_so(shape):
     assert search_quality.split_ceiling(shape) <= 1
 
 
-def test_a_second_pass_judges_and_whoever_was_lucky_in_the_first_loses_by_it(tmp_path):
-    head, trials = replay.read(FEW_ROWS)
+def test_a_second_pass_judges_and_whoever_was_lucky_in_the_first_loses_by_it(few_rows, tmp_path):
+    head, trials = replay.read(few_rows)
     path = tmp_path / "twice.jsonl.gz"
     with replay.Recorder(path, dataclasses.replace(head, again=5, rounds=2)) as recorder:
         for trial in trials:
@@ -61,8 +66,8 @@ def test_after_so_many_trials_the_race_of_the_four_fastest_decides(shape):
     assert search_quality.chosen_after(shape, [slow, fast, slow], seed=0) == [slow, fast, fast]
 
 
-def test_a_shape_is_judged_by_every_strategy_and_summed_up(shape):
-    (other,) = search_quality.read(FEW_ROWS)
+def test_a_shape_is_judged_by_every_strategy_and_summed_up(shape, few_rows):
+    (other,) = search_quality.read(few_rows)
     constants = fit(shape.kernel, shape.hardware, [other.seen])
     row, curves = search_quality.judge(MATMUL, shape, constants, seeds=1)
     assert set(curves) == set(row["search"])
@@ -88,3 +93,17 @@ def test_drawn_and_searched_schedules_are_never_repeated(shape):
     ]
     asked = search_quality.searched(candidates, shape, 3)
     assert len(asked) == len(set(asked)) == search_quality.TRIALS
+
+
+def test_a_recording_of_another_version_of_the_kernel_is_left_out_by_name(few_rows, tmp_path, capsys):
+    head, trials = replay.read(few_rows)
+    path = tmp_path / "old.jsonl.gz"
+    versions = {backend: version - (backend == "mosaic_gpu") for backend, version in head.versions.items()}
+    with replay.Recorder(path, dataclasses.replace(head, versions=versions)) as recorder:
+        for trial in trials:
+            recorder.add(dataclasses.replace(trial, version=versions[trial.backend]))
+    assert list(search_quality.read(path)) == []
+    version, said = head.versions["mosaic_gpu"], capsys.readouterr().out
+    assert f"left out, recorded with version {version - 1} of mosaic_gpu, today's is {version}" in said
+    with pytest.raises(SystemExit, match="tile-scheduler sweep --job"):
+        search_quality.main([str(path)])
