@@ -414,14 +414,14 @@ def _array(value: npt.ArrayLike) -> Array:
 def _pace(parts: Mapping[str, Array], p: float) -> Array:
     """Seconds of a step whose parts overlap.
 
-    A core's units, its loads and its latencies show beside each other: the norm of order `p`. Device memory hides
-    behind them or sets the pace, and nothing else shows then: products of few rows come to 95 % of an H200's bandwidth,
-    whatever their tiles.
+    A core's units, its loads and its latencies show beside each other: the norm of order `p`. Where device memory sets
+    the pace they hardly show, as the norm of twice that order has it: products of few rows come to 95 % of an H200's
+    bandwidth with most tiles.
     """
     units = np.maximum(np.maximum(parts["mma"] + parts["turns"], parts["power"]), parts["sram"])
     loads = np.maximum(parts["l2"], parts["rows"]) + parts["outside"]
     core = _norm(np.stack([units, parts["special"], parts["vector"], loads, parts["latency"]]), p)
-    return np.maximum(core, parts["hbm"] + parts["outside"])
+    return _norm(np.stack([core, parts["hbm"] + parts["outside"]]), 2 * p)
 
 
 def _norm(parts: Array, p: float) -> Array:

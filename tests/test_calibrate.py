@@ -128,7 +128,7 @@ def test_constants_of_one_kernel_rank_the_schedules_of_another():
         taus.append(kendalltau(predicted, measured_s).statistic)
         first.append(measured_s.min() / measured_s[np.argmin(predicted)])
     assert min(taus) > 0.75
-    assert np.median(first) > 0.96
+    assert np.median(first) > 0.94
     assert min(first) > 0.9
 
 
