@@ -27,8 +27,8 @@ from search_spaces.space import Choice
 
 Array = npt.NDArray[np.float64]
 
-_DESIGN = 12  # trials before the Gaussian process takes over, at a budget of 24 or more
-_FAVOURITES = 4  # of these, the model's first
+_DESIGN = 14  # trials before the Gaussian process takes over, at a budget of 28 or more
+_FAVOURITES = 8  # of these, the model's first
 _DIFFERENT = 4  # and its first that differ from them and from each other
 _FEWEST = 3  # times that the process needs to say anything
 _REFIT = 6  # trials between two fits of the process's lengths
