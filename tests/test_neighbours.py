@@ -52,8 +52,8 @@ def test_the_nearest_come_first_and_a_problem_is_not_its_own_neighbour():
     assert found[1].weight == 1 / 8
 
 
-def test_a_changed_batch_size_is_answered_with_the_schedule_that_won_next_to_it():
-    problem = MatmulProblem(112, 8192, 8192)
+def test_a_changed_size_is_answered_with_the_schedule_that_won_next_to_it():
+    problem = MatmulProblem(128, 8192, 7168)
     alone = predict(MATMUL, problem, H200, backends=PALLAS)
     assert dict(alone.schedule) != WON
     assert alone.neighbour == ""
