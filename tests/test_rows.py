@@ -58,6 +58,10 @@ def ring(warps, vector, pieces, slots, ahead=1, held=0):
     return RowSchedule("ring", warps, vector, 1, pieces, slots, ahead, held)
 
 
+def onchip(warps, vector, pieces, held=0):
+    return RowSchedule("onchip", warps, vector, 1, pieces, slots=0, ahead=0, held=held)
+
+
 def fits(found):
     h200 = hopper.H200
     return (
@@ -84,9 +88,9 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
         hopper.check_onchip_bytes(kernel, problem, one, predicted)
 
 
-def test_the_sample_holds_both_places_where_a_row_waits_and_both_sides_of_the_limit():
+def test_the_sample_holds_each_place_where_a_row_waits_and_both_sides_of_the_limit():
     rows = [(p, one) for p in PROBLEMS for one in sample(p, 1) if isinstance(one, RowSchedule)]
-    assert {one.hold for _, one in rows} == {"registers", "ring"}
+    assert {one.hold for _, one in rows} == {"registers", "onchip", "ring"}
     onchip = [footprint(p, Columns.of([one])).onchip_bytes[0] for p, one in rows]
     assert min(onchip) <= hopper.H200.onchip_bytes < max(onchip)
 
@@ -110,6 +114,12 @@ ROWS = {  # name: problem, schedule
     "chunks come again, two slots ahead, two warpgroups": (RmsNormProblem(3, 6144), ring(8, 8, 1, 3, ahead=2)),
     "registers hold two chunks, three come again": (SoftmaxProblem(3, 4096), ring(4, 4, 1, 4, held=2)),
     "the last chunk overlaps, four warpgroups": (SoftmaxProblem(2, 128 * 37), ring(16, 4, 1, 2)),
+    "a row on chip, and the last chunk overlaps": (RmsNormProblem(3, 128 * 37), onchip(8, 4, 2)),
+    "a row on chip, two chunks of it in registers": (SoftmaxProblem(3, 4096), onchip(4, 4, 2, held=2)),
+    "all of a row in registers, two warpgroups, the last chunk overlaps": (
+        SoftmaxProblem(2, 256 * 19, "float32"),
+        onchip(8, 4, 1, held=5),
+    ),
 }
 
 
@@ -142,6 +152,7 @@ def test_halves_are_right_to_the_last_ragged_edge(name):
 RACES = {
     "rows ahead": (4, 2048, ring(8, 4, 1, 5)),
     "chunks in registers, and others again": (3, 3072, ring(4, 4, 1, 4, held=2)),
+    "a row on chip": (2, 3072, onchip(8, 4, 1, held=1)),
 }
 
 
@@ -294,8 +305,9 @@ def test_what_they_cannot_do_they_refuse_in_words():
 
 
 def test_a_neighbour_keeps_what_a_schedule_needs_and_drops_what_divides():
-    near = SoftmaxProblem(4096, 8192).neighbour()
-    assert (near.rows % 2, near.columns) == (1, 7936)
+    near = SoftmaxProblem(4096, 16384).neighbour()
+    assert (near.rows % 2, near.columns) == (1, 16128)
     assert space(near).broken(ring(8, 8, 2, 8)) is None
+    assert space(near).broken(onchip(8, 8, 2)) is None
     assert SoftmaxProblem(3, 20).neighbour() is None
     assert isinstance(RmsNormProblem(9, 64).neighbour(), RmsNormProblem)

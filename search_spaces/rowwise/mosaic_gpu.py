@@ -1,4 +1,4 @@
-"""Row-wise reductions on Hopper: schedules that hold a row in registers or in a ring on chip, and what they demand.
+"""Row-wise reductions on Hopper: schedules that hold a row in registers, on chip or in a ring, and what they demand.
 
 What to expect of them on a device is in docs/rows.md.
 """
@@ -13,10 +13,12 @@ import jax
 import numpy as np
 
 from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.rowwise.chunks import REDUCTION_BYTES, round_up
+from search_spaces.rowwise.onchip import Whole, onchip
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.rowwise.registers import registers
-from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS, REDUCTION_BYTES, Ring, ring
+from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS, Ring, ring
 from search_spaces.rowwise.team import LANES, WARPS, Team
 from search_spaces.space import Columns, Space
 
@@ -26,6 +28,7 @@ THREADS = LANES * WARPS
 WIDEST_BYTES = 16  # of one access of a thread
 SECTOR_BYTES = 32  # the unit in which device memory and its caches move data (CUDA C++ Best Practices Guide, 13.2)
 MOST_ELEMENTS = 2**31 - 1  # that 32-bit indices reach
+MOST_BARRIERS = 32  # of one group, in Mosaic GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +36,15 @@ class RowSchedule:
     """How rows are laid over blocks and threads, and where a row waits until all of it has been seen.
 
     Attributes:
-      hold: where it waits: "registers", or a "ring" in on-chip memory.
-      warps: that share a row: in registers one or a warpgroup's four, on a ring all that compute.
+      hold: where it waits: "registers", "onchip" (in on-chip memory and registers, a block each), or in a "ring" in
+        on-chip memory.
+      warps: that share a row: in registers one or a warpgroup's four, else all that compute.
       vector: elements of one access of one thread.
-      rows: in registers, rows that a team loads before it computes; 1 on a ring.
-      pieces: on a ring, accesses of a thread to one chunk; 0 in registers.
-      slots: chunks that the ring has room for; 0 in registers.
-      ahead: of a row longer than the ring, slots left free to load ahead; 0 in registers.
-      held: of a row longer than the ring, chunks that threads hold in registers besides.
+      rows: in registers, rows that a team loads before it computes; else 1.
+      pieces: accesses of a thread to one chunk; 0 in registers, where there are no chunks.
+      slots: on a ring, chunks that it has room for; else 0.
+      ahead: of a row longer than the ring, slots left free to load ahead; without one 0.
+      held: chunks of a row that threads hold in registers, on chip or on a ring that is shorter than the row; else 0.
     """
 
     hold: str
@@ -57,7 +61,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
     """One reduction a row, on Hopper.
 
     Attributes:
-      special_ops: exponentials and the like of one element, its row held in registers and in a ring.
+      special_ops: exponentials and the like of one element, its row held in registers and in chunks.
       vector_ops: other instructions of one element, likewise, accesses not counted.
     """
 
@@ -80,8 +84,8 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         def in_registers(s: Any) -> Any:
             return s.hold == "registers"
 
-        def in_ring(s: Any) -> Any:
-            return s.hold == "ring"
+        def off_ring(s: Any) -> Any:
+            return s.hold != "ring"
 
         def of(s: Any) -> Ring:
             return _ring(p, s)
@@ -93,71 +97,84 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         return Space(
             RowSchedule,
             choices={
-                "hold": ("registers", "ring"),
+                "hold": ("registers", "onchip", "ring"),
                 "warps": (16, 8, 4, 1),
                 "vector": vectors(p),
                 "rows": (1, 2, 4),
                 "pieces": (0, 2, 4, 1, 8),
                 "slots": (0, 8, 13, 6, 4, 3, 16, 20, 27, 32),
                 "ahead": (0, 1, 2, 4),
-                "held": (0, 2, 4, 6) if p.columns * p.itemsize >= 128 * 1024 else (0,),
+                "held": (0, 1, 2, 3, 4, 6, 8),
             },
             rules={
-                "registers hold rows of a warp or a warpgroup, without a ring": lambda s: (
-                    in_ring(s) | ((s.warps <= WARPS) & (s.pieces + s.slots + s.ahead + s.held == 0))
+                "registers hold rows of a warp or a warpgroup, without chunks": lambda s: (
+                    ~in_registers(s) | ((s.warps <= WARPS) & (s.pieces + s.held == 0))
                 ),
-                "a ring is filled for whole warpgroups, a row at a time": lambda s: (
-                    in_registers(s)
-                    | ((s.warps >= WARPS) & (s.pieces > 0) & (s.slots > s.ahead) & (s.ahead > 0) & (s.rows == 1))
+                "chunks are for whole warpgroups, a row at a time": lambda s: (
+                    in_registers(s) | ((s.warps >= WARPS) & (s.pieces > 0) & (s.rows == 1))
+                ),
+                "only a ring has slots, and some are free to load ahead": lambda s: np.where(
+                    off_ring(s), s.slots + s.ahead == 0, (s.slots > s.ahead) & (s.ahead > 0)
                 ),
                 "a row is one piece at least, and a problem one block": lambda s: (
-                    in_ring(s) | ((LANES * s.warps * s.vector <= p.columns) & (_rows_of_block(s) <= p.rows))
+                    ~in_registers(s) | ((LANES * s.warps * s.vector <= p.columns) & (_rows_of_block(s) <= p.rows))
                 ),
                 "more rows a block leave cores idle": lambda s: (s.rows == 1) | (p.rows >= _rows_of_block(s) * cores),
                 "a thread holds a few hundred elements at most": lambda s: (
-                    in_ring(s) | (s.rows * _pieces_of_row(p, s) * s.vector <= 256)
+                    ~in_registers(s) | (s.rows * _pieces_of_row(p, s) * s.vector <= 256)
                 ),
-                "a row on a ring is whole lines of a warp": lambda s: (
+                "a row in chunks is whole lines of a warp": lambda s: (
                     in_registers(s) | (p.columns % (LANES * s.vector) == 0)
                 ),
                 "a chunk is no longer than a row": lambda s: in_registers(s) | (of(s).chunk <= of(s).lines),
-                "a row of under 32 elements for each of 128 threads needs no ring": lambda s: (
+                "a row of under 32 elements for each of 128 threads needs no chunks": lambda s: (
                     in_registers(s) | (p.columns >= 32 * THREADS)
                 ),
-                "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
-                    in_registers(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
+                "a row on chip is 32 chunks at most, none of them held twice": lambda s: (
+                    (s.hold != "onchip") | ((of(s).chunks - s.held <= MOST_BARRIERS) & (s.held <= of(s).chunks))
                 ),
+                "a thread holds 128 elements of chunks at most": lambda s: s.held * s.pieces * s.vector <= 128,
+                "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
+                    off_ring(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
+                ),
+                # Neighbours of problems with 32 KiB are a little shorter.
+                "a row of under 24 KiB needs no ring": lambda s: off_ring(s) | (p.columns * p.itemsize >= 24 * 1024),
                 "what is left free matters only to rows longer than the ring": lambda s: (
                     (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
                 ),
-                "registers hold no more than the ring lacks room for": lambda s: (
-                    (s.held == 0) | (of(s).chunks >= s.slots - s.ahead + s.held)
+                "beside a ring registers hold an even number of chunks, and no more than it lacks room for": lambda s: (
+                    off_ring(s)
+                    | (s.held == 0)
+                    | ((s.held % 2 == 0) & (s.held <= 6) & (of(s).chunks >= s.slots - s.ahead + s.held))
                 ),
             },
         )
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         p, s = problem, schedules
-        r, statistics = _ring(p, s), len(self.reduction(p).start)
-        on_ring = s.hold == "ring"
-        rows = np.where(on_ring, 1, np.minimum(_rows_of_block(s), p.rows))
+        r, w, statistics = _ring(p, s), _whole(p, s), len(self.reduction(p).start)
+        on_ring, on_chip = s.hold == "ring", s.hold == "onchip"
+        in_chunks = on_ring | on_chip
+        rows = np.where(in_chunks, 1, np.minimum(_rows_of_block(s), p.rows))
         blocks = -(-p.rows // rows)
         steps = np.where(on_ring, r.loads, 1)
         row_bytes = p.columns * p.itemsize
         shared_bytes = _shared_bytes(p)
         # On a ring all chunks count as often as they are loaded: whether the cache has them again is not known.
         again = np.where(on_ring, r.loads / r.chunks, 1.0)
-        special = np.where(on_ring, self.special_ops[1], self.special_ops[0])
-        accesses = _accesses(p, s, r, on_ring, shared=bool(shared_bytes))
-        vector_ops = np.where(on_ring, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns + LANES * accesses
+        special = np.where(in_chunks, self.special_ops[1], self.special_ops[0])
+        accesses = _accesses(p, s, r, w, shared=bool(shared_bytes))
+        vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns + LANES * accesses
         # What all rows share is held as it comes, in its own dtype, until it is used.
         shared_words = p.itemsize / 4 if shared_bytes else 0.0
         registers_held = np.where(
-            on_ring,
-            _RING_REGISTERS + (statistics + s.pieces * (1 + shared_words + s.held * p.itemsize / 4)) * s.vector,
+            in_chunks,
+            _CHUNK_REGISTERS + (statistics + s.pieces * (1 + shared_words + s.held * p.itemsize / 4)) * s.vector,
             _OTHER_REGISTERS + (s.rows + shared_words) * _pieces_of_row(p, s) * s.vector,
         ).astype(np.int64)
-        threads = np.where(on_ring, s.warps * LANES, THREADS)
+        threads = np.where(in_chunks, s.warps * LANES, THREADS)
+        onchip_bytes = [r.onchip_bytes(p.itemsize, statistics), w.onchip_bytes(p.itemsize, statistics)]
+        bytes_read = [2 * row_bytes / steps, 2 * row_bytes * w.slots / w.chunks]
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(blocks,),
@@ -167,15 +184,15 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             ),
             flops=p.flops / p.rows * rows / steps,
             bytes_written=p.rows / blocks * row_bytes,
-            onchip_bytes=np.where(on_ring, r.onchip_bytes(p.itemsize, statistics), REDUCTION_BYTES),
+            onchip_bytes=np.select([on_ring, on_chip], onchip_bytes, REDUCTION_BYTES),
             steps=steps,
             stages=np.where(on_ring, s.slots, 1),
             threads=threads,
             registers=registers_held,
             registers_per_block=np.where(
-                on_ring, _registers_of_ring(threads, registers_held), THREADS * _round_up(registers_held, 8)
+                on_ring, _registers_of_ring(threads, registers_held), threads * round_up(registers_held, 8)
             ),
-            onchip_bytes_read=np.where(on_ring, 2 * row_bytes / steps, 0),
+            onchip_bytes_read=np.select([on_ring, on_chip], bytes_read, 0),
             special_ops=special * rows * p.columns / steps,
             vector_ops=vector_ops / steps,
             persistent=on_ring,
@@ -191,12 +208,14 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         with jax.enable_x64(False):
             if s.hold == "registers":
                 return registers(reduction, Team(s.warps, s.vector), s.rows, p.result(), *args)
+            if s.hold == "onchip":
+                return onchip(reduction, _whole(p, s), p.result(), *args)
             return ring(reduction, _ring(p, s), target.cores, p.result(), *args)
 
 
 # What a thread holds besides its elements (ptxas; see docs/rows.md).
 _OTHER_REGISTERS = 24
-_RING_REGISTERS = 32
+_CHUNK_REGISTERS = 32
 
 
 def refusal(p: RowProblem, target: Target) -> str | None:
@@ -247,6 +266,12 @@ def _ring(p: RowProblem, s: Any) -> Ring:
     )
 
 
+def _whole(p: RowProblem, s: Any) -> Whole:
+    """The chunks of a row that waits on chip; of other schedules something that divides, and means nothing."""
+    r = _ring(p, s)
+    return Whole(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, held=s.held)
+
+
 def _shared_bytes(p: RowProblem) -> int:
     """Of the operands that all rows share."""
     return sum(int(np.prod(x.shape)) for x in p.operands()[1:]) * p.itemsize
@@ -258,13 +283,9 @@ def _registers_of_ring(threads: Any, each: Any) -> Any:
     Where no registers are handed over, all have the same.
     """
     all_threads = threads + THREADS
-    handed_over = _round_up(-(-(threads * _round_up(each, 8) + THREADS * COPY_REGISTERS) // all_threads), 8)
-    start = np.where(np.isin(threads // THREADS, list(COMPUTE_REGISTERS)), handed_over, _round_up(each, 8))
+    handed_over = round_up(-(-(threads * round_up(each, 8) + THREADS * COPY_REGISTERS) // all_threads), 8)
+    start = np.where(np.isin(threads // THREADS, list(COMPUTE_REGISTERS)), handed_over, round_up(each, 8))
     return all_threads * start
-
-
-def _round_up(a: Any, b: int) -> Any:
-    return -(-a // b) * b
 
 
 def _rows_of_block(s: Any) -> Any:
@@ -275,8 +296,10 @@ def _pieces_of_row(p: RowProblem, s: Any) -> Any:
     return -(-p.columns // (LANES * s.warps * s.vector))
 
 
-def _accesses(p: RowProblem, s: Any, r: Ring, on_ring: Any, *, shared: bool) -> Any:
+def _accesses(p: RowProblem, s: Any, r: Ring, w: Whole, *, shared: bool) -> Any:
     """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included."""
     of_row = _pieces_of_row(p, s) * s.warps
     in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
-    return np.where(on_ring, r.loads + r.chunks * r.chunk * (1 + shared), in_registers)
+    of_chunks = r.chunks * r.chunk * (1 + shared)
+    on_chip = w.slots + w.held * r.chunk + of_chunks
+    return np.select([s.hold == "ring", s.hold == "onchip"], [r.loads + of_chunks, on_chip], in_registers)

@@ -11,15 +11,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.jax_compat import plgpu, store
+from search_spaces.jax_compat import plgpu
+from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, board_bytes, round_up
 from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.rowwise.registers import COMPILER
-from search_spaces.rowwise.team import WARPS, Everyone, Team
+from search_spaces.rowwise.team import WARPS
 
-# Mosaic GPU gives each on-chip array whole kibibytes, a kernel that reduces two more, and each barrier 8 bytes.
-ALIGNMENT = 1024
-REDUCTION_BYTES = 2048
-BARRIER_BYTES = 8
 # Registers per thread, in multiples of 8. All of a block start with 65,536 / threads, rounded down to a multiple of 8;
 # what the copying threads give back, those share who compute: by their warpgroups. One alone needs nothing, for two
 # warpgroups start with more than a thread can have.
@@ -28,50 +25,22 @@ COMPUTE_REGISTERS = {2: 232, 4: 104}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(Chunks):
     """How rows pass through on-chip memory; fields may be `Columns` of schedules.
 
-    A line is what one warp gets by one access of its threads, and a row is whole lines. Chunks are loaded in order. Of
-    a row longer than the ring the first chunks may be held in registers and the last ones stay in the ring; those in
-    between are loaded again after them. So chunks leave the ring in the order in which they came.
+    Chunks are loaded in order, by one more warpgroup than compute. Of a row longer than the ring the first chunks may
+    be held in registers and the last ones stay in the ring; those in between are loaded again after them. So chunks
+    leave the ring in the order in which they came.
 
     Attributes:
-      columns: of a row.
-      vector: elements of one access of one thread.
-      warpgroups: that compute; one more only copies.
-      pieces: lines of each warp in a chunk.
       slots: chunks that the ring has room for.
       ahead: slots that stay free of a row that is longer than the ring, for what is loaded next.
       held: chunks of a row that threads hold in registers.
     """
 
-    columns: int
-    vector: Any
-    warpgroups: Any
-    pieces: Any
     slots: Any
     ahead: Any
     held: Any
-
-    @property
-    def line(self) -> Any:
-        """Elements of a line."""
-        return 32 * self.vector
-
-    @property
-    def lines(self) -> Any:
-        """Of a row."""
-        return self.columns // self.line
-
-    @property
-    def chunk(self) -> Any:
-        """Lines of a chunk."""
-        return WARPS * self.warpgroups * self.pieces
-
-    @property
-    def chunks(self) -> Any:
-        """Of a row, the last one starting early enough to be whole."""
-        return -(-self.lines // self.chunk)
 
     @property
     def kept(self) -> Any:
@@ -91,9 +60,9 @@ class Ring:
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
         ring = self.slots * self.chunk * self.line * itemsize
-        told = 2 * statistics * WARPS * self.warpgroups * 4
+        boards = board_bytes(statistics, WARPS * self.warpgroups, boards=2)
         barriers = (2 * self.slots + 1) * BARRIER_BYTES
-        return _round_up(ring, ALIGNMENT) + _round_up(told, ALIGNMENT) + REDUCTION_BYTES + barriers
+        return round_up(ring, ALIGNMENT) + boards + REDUCTION_BYTES + barriers
 
 
 def ring(
@@ -109,12 +78,10 @@ def ring(
     """
     rows, lines, chunks = result.shape[0], r.lines, r.chunks
     kept, loaded_again, loads = int(r.kept), int(r.again), int(r.loads)
-    overlap = chunks * r.chunk - lines  # of the last chunk and the one before
-    team, warps = Team(warps=1, vector=r.vector), WARPS * r.warpgroups
-    count = len(reduction.start)
+    team = r.team
     on_chip = {
         "slots": plgpu.SMEM((r.slots, r.chunk, r.line), x.dtype),
-        "told": plgpu.SMEM((2, count, warps), jnp.float32),
+        "told": plgpu.SMEM((2, len(reduction.start), WARPS * r.warpgroups), jnp.float32),
         "loaded": plgpu.Barrier(num_arrivals=1, num_barriers=r.slots),
         "released": plgpu.Barrier(num_arrivals=r.warpgroups, num_barriers=r.slots),
         "all_told": plgpu.Barrier(num_arrivals=r.warpgroups, num_barriers=1),
@@ -158,8 +125,7 @@ def ring(
             lax.fori_loop(lax.max(turns * loads - r.slots, 0), turns * loads, drain, None)
 
         def compute(slots: Any, told: Any, loaded: Any, released: Any, all_told: Any) -> None:
-            own = warpgroup * (WARPS * r.pieces)
-            places = [own + WARPS * piece for piece in range(r.pieces)]
+            places = r.places(warpgroup)
 
             def compute_row(turn: Any, _: None) -> None:
                 def slot_of(load: Any) -> Any:
@@ -172,12 +138,8 @@ def ring(
                     slot = slot_of(chunk)
                     plgpu.barrier_wait(loaded.at[slot])
                     pieces = read(slot)
-                    if last and overlap:
-                        line = team.index(0)
-                        pieces = [
-                            jnp.where(line + place >= overlap, piece, reduction.outside)
-                            for place, piece in zip(places, pieces, strict=True)
-                        ]
+                    if last:
+                        pieces = r.counted(reduction, places, pieces)
 
                     @pl.when(chunk < chunks - kept)
                     def release() -> None:
@@ -210,14 +172,7 @@ def ring(
                     statistics = reduction.absorb(statistics, [piece.astype(jnp.float32) for piece in held[-1]])
                 statistics = lax.fori_loop(r.held, chunks - 1, gather, statistics)
                 statistics = gather(jnp.int32(chunks - 1), statistics, last=True)
-                board = told.at[lax.rem(turn, 2)]
-                for number, of_warps in enumerate(reduction.join(statistics, team)):
-                    store(board.at[number, pl.ds(warpgroup * WARPS, WARPS)], of_warps)
-                plgpu.barrier_arrive(all_told.at[0])
-                plgpu.barrier_wait(all_told.at[0])
-                everyone = Everyone(warps)
-                of_all = tuple(everyone.read(board.at[number]) for number in range(count))
-                settled = reduction.settle(reduction.join(of_all, everyone))
+                settled = r.agreed(reduction, statistics, warpgroup, told.at[lax.rem(turn, 2)], all_told.at[0])
                 for chunk, narrow in enumerate(held):
                     finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])
 
@@ -259,7 +214,3 @@ def ring(
         compiler_params=COMPILER,
     )(x.reshape(rows * lines, r.line), *(weight.reshape(lines, r.line) for weight in shared))
     return made.reshape(result.shape)
-
-
-def _round_up(a: Any, b: int) -> Any:
-    return -(-a // b) * b

@@ -1,0 +1,107 @@
+"""How a row is cut into chunks that the warps of a block share, and how these agree on what all of it comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from search_spaces.jax_compat import plgpu, store
+from search_spaces.rowwise.reduction import Reduction, Statistics
+from search_spaces.rowwise.team import WARPS, Everyone, Team
+
+# Mosaic GPU gives each on-chip array whole kibibytes, a kernel that reduces two more, and each barrier 8 bytes.
+ALIGNMENT = 1024
+REDUCTION_BYTES = 2048
+BARRIER_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """A row as chunks of lines; fields may be `Columns` of schedules.
+
+    A line is what one warp gets by one access of its threads, and a row is whole lines.
+
+    Attributes:
+      columns: of a row.
+      vector: elements of one access of one thread.
+      warpgroups: that compute.
+      pieces: lines of each warp in a chunk.
+    """
+
+    columns: int
+    vector: Any
+    warpgroups: Any
+    pieces: Any
+
+    @property
+    def line(self) -> Any:
+        """Elements of a line."""
+        return 32 * self.vector
+
+    @property
+    def lines(self) -> Any:
+        """Of a row."""
+        return self.columns // self.line
+
+    @property
+    def chunk(self) -> Any:
+        """Lines of a chunk."""
+        return WARPS * self.warpgroups * self.pieces
+
+    @property
+    def chunks(self) -> Any:
+        """Of a row, the last one starting early enough to be whole."""
+        return -(-self.lines // self.chunk)
+
+    @property
+    def overlap(self) -> Any:
+        """Lines that the last chunk and the one before have both."""
+        return self.chunks * self.chunk - self.lines
+
+    @property
+    def team(self) -> Team:
+        return Team(warps=1, vector=self.vector)
+
+    def places(self, warpgroup: Any) -> list[Any]:
+        """The lines of each chunk at which pieces of this warpgroup start."""
+        own = warpgroup * (WARPS * self.pieces)
+        return [own + WARPS * piece for piece in range(self.pieces)]
+
+    def counted(self, reduction: Reduction, places: Sequence[Any], pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        """The pieces of the last chunk, without what the one before has, too."""
+        if not self.overlap:
+            return list(pieces)
+        line = self.team.index(0)
+        return [
+            jnp.where(line + place >= self.overlap, piece, reduction.outside)
+            for place, piece in zip(places, pieces, strict=True)
+        ]
+
+    def agreed(self, reduction: Reduction, statistics: Statistics, warpgroup: Any, board: Any, told: Any) -> Statistics:
+        """What `finish` needs of the whole row, from the statistics that each thread has of its elements.
+
+        Each warp leaves its own on the `board`, of shape (statistics, warps) in on-chip memory, and reads all of them
+        once every warpgroup has arrived at the barrier `told`.
+        """
+        warps = WARPS * self.warpgroups
+        for number, of_warps in enumerate(reduction.join(statistics, self.team)):
+            store(board.at[number, pl.ds(warpgroup * WARPS, WARPS)], of_warps)
+        plgpu.barrier_arrive(told)
+        plgpu.barrier_wait(told)
+        everyone = Everyone(warps)
+        of_all = tuple(everyone.read(board.at[number]) for number in range(len(statistics)))
+        return reduction.settle(reduction.join(of_all, everyone))
+
+
+def board_bytes(statistics: int, warps: Any, boards: int) -> Any:
+    """Of so many boards, in on-chip memory."""
+    return round_up(4 * statistics * warps * boards, ALIGNMENT)
+
+
+def round_up(a: Any, b: int) -> Any:
+    return -(-a // b) * b
