@@ -62,6 +62,10 @@ def onchip(warps, vector, pieces, held=0):
     return RowSchedule("onchip", warps, vector, 1, pieces, slots=0, ahead=0, held=held)
 
 
+def stream(warps, vector, pieces, slots):
+    return RowSchedule("stream", warps, vector, 1, pieces, slots, ahead=0, held=0)
+
+
 def fits(found):
     h200 = hopper.H200
     return (
@@ -88,11 +92,23 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
         hopper.check_onchip_bytes(kernel, problem, one, predicted)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [onchip(8, 8, 4), onchip(8, 8, 1, held=8), stream(16, 8, 2, 13), stream(8, 8, 8, 4)],
+    ids=str,
+)
+def test_onchip_bytes_of_chunks_are_what_lowering_asks_for(schedule):
+    problem = SoftmaxProblem(64, 256 * 128)
+    predicted = footprint(problem, Columns.of([schedule])).onchip_bytes[0]
+    assert space(problem).broken(schedule) is None
+    hopper.check_onchip_bytes(kernel_of(problem), problem, schedule, predicted)
+
+
 def test_the_sample_holds_each_place_where_a_row_waits_and_both_sides_of_the_limit():
-    rows = [(p, one) for p in PROBLEMS for one in sample(p, 1) if isinstance(one, RowSchedule)]
-    assert {one.hold for _, one in rows} == {"registers", "onchip", "ring"}
-    onchip = [footprint(p, Columns.of([one])).onchip_bytes[0] for p, one in rows]
-    assert min(onchip) <= hopper.H200.onchip_bytes < max(onchip)
+    rows = [(p, one) for p in PROBLEMS for one in sample(p, 8) if isinstance(one, RowSchedule)]
+    assert {one.hold for _, one in rows} == {"registers", "onchip", "stream", "ring"}
+    onchip_bytes = [footprint(p, Columns.of([one])).onchip_bytes[0] for p, one in rows]
+    assert min(onchip_bytes) <= hopper.H200.onchip_bytes < max(onchip_bytes)
 
 
 def test_64_bit_indices_elsewhere_change_nothing_here():
@@ -116,6 +132,9 @@ ROWS = {  # name: problem, schedule
     "the last chunk overlaps, four warpgroups": (SoftmaxProblem(2, 128 * 37), ring(16, 4, 1, 2)),
     "a row on chip, and the last chunk overlaps": (RmsNormProblem(3, 128 * 37), onchip(8, 4, 2)),
     "a row on chip, two chunks of it in registers": (SoftmaxProblem(3, 4096), onchip(4, 4, 2, held=2)),
+    "two rows at a time, and the last chunk overlaps": (SoftmaxProblem(5, 128 * 37), stream(8, 4, 1, 6)),
+    "two rows at a time, two pieces a chunk": (RmsNormProblem(5, 4096), stream(4, 4, 2, 6)),
+    "a row a core": (SoftmaxProblem(2, 2048, "float32"), stream(4, 4, 1, 5)),
     "all of a row in registers, two warpgroups, the last chunk overlaps": (
         SoftmaxProblem(2, 256 * 19, "float32"),
         onchip(8, 4, 1, held=5),
@@ -153,6 +172,7 @@ RACES = {
     "rows ahead": (4, 2048, ring(8, 4, 1, 5)),
     "chunks in registers, and others again": (3, 3072, ring(4, 4, 1, 4, held=2)),
     "a row on chip": (2, 3072, onchip(8, 4, 1, held=1)),
+    "two rows at a time": (3, 3072, stream(4, 4, 1, 7)),
 }
 
 

@@ -19,6 +19,7 @@ from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.rowwise.registers import registers
 from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS, Ring, ring
+from search_spaces.rowwise.stream import Stream, stream
 from search_spaces.rowwise.team import LANES, WARPS, Team
 from search_spaces.space import Columns, Space
 
@@ -36,15 +37,15 @@ class RowSchedule:
     """How rows are laid over blocks and threads, and where a row waits until all of it has been seen.
 
     Attributes:
-      hold: where it waits: "registers", "onchip" (in on-chip memory and registers, a block each), or in a "ring" in
-        on-chip memory.
+      hold: where it waits: "registers"; "onchip", in on-chip memory and registers, a block each; or, where blocks stay,
+        in a "stream" of rows through on-chip memory, two at a time, or in a "ring" there, one after the other.
       warps: that share a row: in registers one or a warpgroup's four, else all that compute.
       vector: elements of one access of one thread.
       rows: in registers, rows that a team loads before it computes; else 1.
       pieces: accesses of a thread to one chunk; 0 in registers, where there are no chunks.
-      slots: on a ring, chunks that it has room for; else 0.
-      ahead: of a row longer than the ring, slots left free to load ahead; without one 0.
-      held: chunks of a row that threads hold in registers, on chip or on a ring that is shorter than the row; else 0.
+      slots: of a ring or stream, chunks that it has room for; else 0.
+      ahead: of a row longer than the ring, slots left free to load ahead; else 0.
+      held: chunks that threads hold in registers: of a row on chip, or longer than the ring; else 0.
     """
 
     hold: str
@@ -87,6 +88,12 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         def off_ring(s: Any) -> Any:
             return s.hold != "ring"
 
+        def in_stream(s: Any) -> Any:
+            return s.hold == "stream"
+
+        def leaves(s: Any) -> Any:
+            return off_ring(s) & ~in_stream(s)
+
         def of(s: Any) -> Ring:
             return _ring(p, s)
 
@@ -97,12 +104,12 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         return Space(
             RowSchedule,
             choices={
-                "hold": ("registers", "onchip", "ring"),
+                "hold": ("registers", "onchip", "stream", "ring"),
                 "warps": (16, 8, 4, 1),
                 "vector": vectors(p),
                 "rows": (1, 2, 4),
                 "pieces": (0, 2, 4, 1, 8),
-                "slots": (0, 8, 13, 6, 4, 3, 16, 20, 27, 32),
+                "slots": (0, 8, 13, 6, 11, 4, 3, 5, 16, 20, 27, 32),
                 "ahead": (0, 1, 2, 4),
                 "held": (0, 1, 2, 3, 4, 6, 8),
             },
@@ -113,8 +120,10 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "chunks are for whole warpgroups, a row at a time": lambda s: (
                     in_registers(s) | ((s.warps >= WARPS) & (s.pieces > 0) & (s.rows == 1))
                 ),
-                "only a ring has slots, and some are free to load ahead": lambda s: np.where(
-                    off_ring(s), s.slots + s.ahead == 0, (s.slots > s.ahead) & (s.ahead > 0)
+                "only where blocks stay are there slots, and some are free to load ahead": lambda s: np.select(
+                    [leaves(s), in_stream(s)],
+                    [s.slots + s.ahead == 0, (s.slots > of(s).chunks) & (s.ahead + s.held == 0)],
+                    (s.slots > s.ahead) & (s.ahead > 0),
                 ),
                 "a row is one piece at least, and a problem one block": lambda s: (
                     ~in_registers(s) | ((LANES * s.warps * s.vector <= p.columns) & (_rows_of_block(s) <= p.rows))
@@ -135,12 +144,12 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 ),
                 "a thread holds 128 elements of chunks at most": lambda s: s.held * s.pieces * s.vector <= 128,
                 "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
-                    off_ring(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
+                    leaves(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
                 ),
                 # Neighbours of problems with 32 KiB are a little shorter.
-                "a row of under 24 KiB needs no ring": lambda s: off_ring(s) | (p.columns * p.itemsize >= 24 * 1024),
+                "a row of under 24 KiB needs no ring": lambda s: leaves(s) | (p.columns * p.itemsize >= 24 * 1024),
                 "what is left free matters only to rows longer than the ring": lambda s: (
-                    (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
+                    off_ring(s) | (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
                 ),
                 "beside a ring registers hold an even number of chunks, and no more than it lacks room for": lambda s: (
                     off_ring(s)
@@ -152,12 +161,13 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         p, s = problem, schedules
-        r, w, statistics = _ring(p, s), _whole(p, s), len(self.reduction(p).start)
-        on_ring, on_chip = s.hold == "ring", s.hold == "onchip"
-        in_chunks = on_ring | on_chip
+        r, w, f, statistics = _ring(p, s), _whole(p, s), _stream(p, s), len(self.reduction(p).start)
+        on_ring, on_chip, in_stream = s.hold == "ring", s.hold == "onchip", s.hold == "stream"
+        stays = on_ring | in_stream
+        in_chunks = stays | on_chip
         rows = np.where(in_chunks, 1, np.minimum(_rows_of_block(s), p.rows))
         blocks = -(-p.rows // rows)
-        steps = np.where(on_ring, r.loads, 1)
+        steps = np.select([on_ring, in_stream], [r.loads, r.chunks], 1)
         row_bytes = p.columns * p.itemsize
         shared_bytes = _shared_bytes(p)
         # On a ring all chunks count as often as they are loaded: whether the cache has them again is not known.
@@ -173,8 +183,9 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             _OTHER_REGISTERS + (s.rows + shared_words) * _pieces_of_row(p, s) * s.vector,
         ).astype(np.int64)
         threads = np.where(in_chunks, s.warps * LANES, THREADS)
-        onchip_bytes = [r.onchip_bytes(p.itemsize, statistics), w.onchip_bytes(p.itemsize, statistics)]
-        bytes_read = [2 * row_bytes / steps, 2 * row_bytes * w.slots / w.chunks]
+        places = [on_ring, on_chip, in_stream]
+        onchip_bytes = [place.onchip_bytes(p.itemsize, statistics) for place in (r, w, f)]
+        read_twice = [1.0, w.slots / w.chunks, 1.0]
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(blocks,),
@@ -184,18 +195,18 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             ),
             flops=p.flops / p.rows * rows / steps,
             bytes_written=p.rows / blocks * row_bytes,
-            onchip_bytes=np.select([on_ring, on_chip], onchip_bytes, REDUCTION_BYTES),
+            onchip_bytes=np.select(places, onchip_bytes, REDUCTION_BYTES),
             steps=steps,
-            stages=np.where(on_ring, s.slots, 1),
+            stages=np.where(stays, s.slots, 1),
             threads=threads,
             registers=registers_held,
             registers_per_block=np.where(
-                on_ring, _registers_of_ring(threads, registers_held), threads * round_up(registers_held, 8)
+                stays, _registers_of_ring(threads, registers_held), threads * round_up(registers_held, 8)
             ),
-            onchip_bytes_read=np.select([on_ring, on_chip], bytes_read, 0),
+            onchip_bytes_read=np.select(places, read_twice, 0.0) * 2 * row_bytes / steps,
             special_ops=special * rows * p.columns / steps,
             vector_ops=vector_ops / steps,
-            persistent=on_ring,
+            persistent=stays,
             transactions=accesses / steps,
             coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
             access_bytes=s.vector * p.itemsize,
@@ -210,6 +221,8 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 return registers(reduction, Team(s.warps, s.vector), s.rows, p.result(), *args)
             if s.hold == "onchip":
                 return onchip(reduction, _whole(p, s), p.result(), *args)
+            if s.hold == "stream":
+                return stream(reduction, _stream(p, s), target.cores, p.result(), *args)
             return ring(reduction, _ring(p, s), target.cores, p.result(), *args)
 
 
@@ -267,9 +280,15 @@ def _ring(p: RowProblem, s: Any) -> Ring:
 
 
 def _whole(p: RowProblem, s: Any) -> Whole:
-    """The chunks of a row that waits on chip; of other schedules something that divides, and means nothing."""
+    """The same of a row that waits on chip."""
     r = _ring(p, s)
     return Whole(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, held=s.held)
+
+
+def _stream(p: RowProblem, s: Any) -> Stream:
+    """The same of rows that stream."""
+    r = _ring(p, s)
+    return Stream(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, slots=r.slots)
 
 
 def _shared_bytes(p: RowProblem) -> int:
@@ -302,4 +321,5 @@ def _accesses(p: RowProblem, s: Any, r: Ring, w: Whole, *, shared: bool) -> Any:
     in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
     of_chunks = r.chunks * r.chunk * (1 + shared)
     on_chip = w.slots + w.held * r.chunk + of_chunks
-    return np.select([s.hold == "ring", s.hold == "onchip"], [r.loads + of_chunks, on_chip], in_registers)
+    loads = [r.loads + of_chunks, on_chip, r.chunks + of_chunks]
+    return np.select([s.hold == "ring", s.hold == "onchip", s.hold == "stream"], loads, in_registers)

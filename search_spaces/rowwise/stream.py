@@ -1,0 +1,163 @@
+"""Rows that stream through on-chip memory: results of one row are computed while the next one is being reduced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, board_bytes, round_up
+from search_spaces.rowwise.reduction import Reduction, Statistics
+from search_spaces.rowwise.registers import COMPILER
+from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS
+from search_spaces.rowwise.team import WARPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream(Chunks):
+    """How rows stream; fields may be `Columns` of schedules.
+
+    A chunk of one row is finished just before the same chunk of the next row is gathered, whose load may have its
+    place. So what waits is one row, however far the two have come, and loads and stores are under way at all times.
+
+    Attributes:
+      slots: chunks that there is room for; those that a row leaves free are for what is loaded next.
+    """
+
+    slots: Any
+
+    def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
+        """Of one block, to the byte."""
+        slots = self.slots * self.chunk * self.line * itemsize
+        boards = board_bytes(statistics, WARPS * self.warpgroups, boards=2)
+        barriers = (2 * self.slots + 1) * BARRIER_BYTES
+        return round_up(slots, ALIGNMENT) + boards + REDUCTION_BYTES + barriers
+
+
+def stream(
+    reduction: Reduction, r: Stream, cores: int, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array
+) -> jax.Array:
+    """The kernel: a block for each core, which takes every so-many-th row; all its warps share two rows at a time.
+
+    One warpgroup copies chunks in, as far ahead as there are free slots. The others leave their statistics of a row on
+    chip, in one of two places by turns, so that one barrier a row is enough: none writes to a place before all have
+    passed the barrier of the row after, and so have read it.
+    """
+    rows, lines, chunks = result.shape[0], r.lines, r.chunks
+    team = r.team
+    on_chip = {
+        "told": plgpu.SMEM((2, len(reduction.start), WARPS * r.warpgroups), jnp.float32),
+        "all_told": plgpu.Barrier(num_arrivals=r.warpgroups, num_barriers=1),
+        "slots": plgpu.SMEM((r.slots, r.chunk, r.line), x.dtype),
+        "loaded": plgpu.Barrier(num_arrivals=1, num_barriers=r.slots),
+        "released": plgpu.Barrier(num_arrivals=r.warpgroups, num_barriers=r.slots),
+    }
+
+    def kernel(*refs: Any) -> None:
+        x, *rest, out = refs
+        worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
+        warpgroup = lax.axis_index("warpgroup")
+        turns = lax.div(rows - 1 - worker + workers, workers)
+
+        def start_of(chunk: Any) -> Any:
+            return lax.min(chunk * r.chunk, lines - r.chunk)
+
+        def line_of(turn: Any, chunk: Any) -> Any:
+            return (worker + turn * workers) * lines + start_of(chunk)
+
+        def copy(slots: Any, loaded: Any, released: Any) -> None:
+            def copy_chunk(step: Any, _: None) -> None:
+                slot = lax.rem(step, r.slots)
+
+                @pl.when(step >= r.slots)
+                def wait_for_room() -> None:
+                    plgpu.barrier_wait(released.at[slot])
+                    plgpu.commit_smem()  # orders the others' reads before a write by the copying unit
+
+                plgpu.copy_gmem_to_smem(
+                    x.at[pl.ds(line_of(lax.div(step, chunks), lax.rem(step, chunks)), r.chunk)],
+                    slots.at[slot],
+                    loaded.at[slot],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
+                )
+
+            def drain(step: Any, _: None) -> None:
+                plgpu.barrier_wait(released.at[lax.rem(step, r.slots)])
+
+            steps = turns * chunks
+            lax.fori_loop(0, steps, copy_chunk, None)
+            lax.fori_loop(lax.max(steps - r.slots, 0), steps, drain, None)
+
+        def compute(slots: Any, loaded: Any, released: Any, told: Any, all_told: Any) -> None:
+            places = r.places(warpgroup)
+
+            def slot_of(turn: Any, chunk: Any) -> Any:
+                return lax.rem(turn * chunks + chunk, r.slots)
+
+            def read(slot: Any) -> list[jax.Array]:
+                return [team.read(slots.at[slot], place, 0) for place in places]
+
+            def gather(turn: Any, chunk: Any, statistics: Statistics, *, is_last: bool) -> Statistics:
+                slot = slot_of(turn, chunk)
+                plgpu.barrier_wait(loaded.at[slot])
+                pieces = read(slot)
+                return reduction.absorb(statistics, r.counted(reduction, places, pieces) if is_last else pieces)
+
+            def finish(turn: Any, chunk: Any, settled: Statistics) -> None:
+                slot = slot_of(turn, chunk)
+                pieces = read(slot)
+                plgpu.barrier_arrive(released.at[slot])
+                start, first = start_of(chunk), line_of(turn, chunk)
+                others = [team.read(rest[0], start + place, 0) if rest else None for place in places]
+                for place, piece, other in zip(places, pieces, others, strict=True):
+                    team.write(out, first + place, 0, reduction.finish(piece, other, settled))
+
+            def row(turn: Any, before: Statistics | None) -> Statistics:
+                """Gathers a row, and finishes the one before, which is settled."""
+
+                def chunk_of_both(chunk: Any, statistics: Statistics, *, is_last: bool = False) -> Statistics:
+                    if before is not None:
+                        finish(turn - 1, chunk, before)
+                    return gather(turn, chunk, statistics, is_last=is_last)
+
+                statistics: Statistics = tuple(team.fill(value) for value in reduction.start)
+                statistics = lax.fori_loop(0, chunks - 1, chunk_of_both, statistics)
+                statistics = chunk_of_both(jnp.int32(chunks - 1), statistics, is_last=True)
+                board = told.at[lax.rem(turn, 2)]
+                return r.agreed(reduction, statistics, warpgroup, board, all_told.at[0])
+
+            settled = lax.fori_loop(1, turns, row, row(jnp.int32(0), None))
+            lax.fori_loop(0, chunks, lambda chunk, _: finish(turns - 1, chunk, settled), None)
+
+        def block(told: Any, all_told: Any, slots: Any, loaded: Any, released: Any) -> None:
+            most = COMPUTE_REGISTERS.get(r.warpgroups)
+
+            @pl.when(warpgroup == r.warpgroups)
+            def copier() -> None:
+                if most is not None:
+                    plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+                copy(slots, loaded, released)
+
+            @pl.when(warpgroup != r.warpgroups)
+            def computer() -> None:
+                if most is not None:
+                    plgpu.set_max_registers(most, action="increase")
+                compute(slots, loaded, released, told, all_told)
+
+        pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
+
+    made: jax.Array = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((rows * lines, r.line), result.dtype),
+        grid=(max(1, min(cores, rows)),),
+        grid_names=("worker",),
+        num_threads=r.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=COMPILER,
+    )(x.reshape(rows * lines, r.line), *(weight.reshape(lines, r.line) for weight in shared))
+    return made.reshape(result.shape)
