@@ -138,11 +138,12 @@ class Bench:
             lowered = traced.lower()
         except COMPILER_ERRORS as error:
             return Failure("lower", first_line(error))
-        self._announce("compile")
         # XLA's own choice of an algorithm runs on the device while it compiles, and would disturb others' timing.
         turn = self._turn if kernel.library else contextlib.nullcontext
         try:
             with turn():
+                # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
+                self._announce("compile")
                 compiled: Compiled = lowered.compile()
         except COMPILER_ERRORS as error:
             return Failure("compile", first_line(error))

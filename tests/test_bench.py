@@ -176,6 +176,15 @@ def test_the_library_is_not_asked_about_the_neighbour():
     assert bench.confirm("xla", {}) is None
 
 
+def test_the_library_compiles_in_its_turn_and_has_as_long_as_a_compilation_may_take():
+    steps = []
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, announce=steps.append)
+    steps.clear()
+    assert isinstance(bench.measure("xla", {}, 3), Measurement)
+    assert steps[:4] == ["lower", "wait", "run", "compile"]
+    assert steps[4:] == ["wait", "run"] * 2, "to verify it, and to time it"
+
+
 def test_a_result_of_another_dtype_is_wrong_and_told_before_it_is_compiled(bench):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a buffer that was donated for nothing

@@ -142,7 +142,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "a row on chip is 32 chunks at most, none of them held twice": lambda s: (
                     (s.hold != "onchip") | ((of(s).chunks - s.held <= MOST_BARRIERS) & (s.held <= of(s).chunks))
                 ),
-                "a thread holds 128 elements of chunks at most": lambda s: s.held * s.pieces * s.vector <= 128,
+                "a thread holds 256 elements of chunks at most": lambda s: s.held * s.pieces * s.vector <= 256,
                 "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
                     leaves(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
                 ),
