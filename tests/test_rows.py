@@ -62,8 +62,8 @@ def onchip(warps, vector, pieces, held=0):
     return RowSchedule("onchip", warps, vector, 1, pieces, slots=0, ahead=0, held=held)
 
 
-def stream(warps, vector, pieces, slots):
-    return RowSchedule("stream", warps, vector, 1, pieces, slots, ahead=0, held=0)
+def stream(warps, vector, pieces, slots, ahead=0):
+    return RowSchedule("stream", warps, vector, 1, pieces, slots, ahead, held=0)
 
 
 def fits(found):
@@ -134,6 +134,11 @@ ROWS = {  # name: problem, schedule
     "a row on chip, two chunks of it in registers": (SoftmaxProblem(3, 4096), onchip(4, 4, 2, held=2)),
     "two rows at a time, and the last chunk overlaps": (SoftmaxProblem(5, 128 * 37), stream(8, 4, 1, 6)),
     "two rows at a time, two pieces a chunk": (RmsNormProblem(5, 4096), stream(4, 4, 2, 6)),
+    "two rows at a time, of which three chunks pass and come again": (SoftmaxProblem(7, 4096), stream(4, 4, 2, 2, 2)),
+    "of which more pass than their slots at once, and the last chunk overlaps": (
+        RmsNormProblem(3, 128 * 37),
+        stream(8, 4, 1, 3, 2),
+    ),
     "a row a core": (SoftmaxProblem(2, 2048, "float32"), stream(4, 4, 1, 5)),
     "all of a row in registers, two warpgroups, the last chunk overlaps": (
         SoftmaxProblem(2, 256 * 19, "float32"),
@@ -173,6 +178,7 @@ RACES = {
     "chunks in registers, and others again": (3, 3072, ring(4, 4, 1, 4, held=2)),
     "a row on chip": (2, 3072, onchip(8, 4, 1, held=1)),
     "two rows at a time": (3, 3072, stream(4, 4, 1, 7)),
+    "two rows at a time, of which chunks pass": (3, 3072, stream(4, 4, 1, 4, 2)),
 }
 
 

@@ -44,7 +44,8 @@ class RowSchedule:
       rows: in registers, rows that a team loads before it computes; else 1.
       pieces: accesses of a thread to one chunk; 0 in registers, where there are no chunks.
       slots: of a ring or stream, chunks that it has room for; else 0.
-      ahead: of a row longer than the ring, slots left free to load ahead; else 0.
+      ahead: of a row longer than the ring, slots left free to load ahead; of one longer than the stream's slots, others
+        beside for chunks that pass and are loaded again; else 0.
       held: chunks that threads hold in registers: of a row on chip, or longer than the ring; else 0.
     """
 
@@ -99,7 +100,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
 
         def bytes_in_ring(s: Any) -> Any:
             r = of(s)
-            return r.slots * r.chunk * r.line * p.itemsize
+            return (r.slots + np.where(in_stream(s), s.ahead, 0)) * r.chunk * r.line * p.itemsize
 
         return Space(
             RowSchedule,
@@ -109,7 +110,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "vector": vectors(p),
                 "rows": (1, 2, 4),
                 "pieces": (0, 2, 4, 1, 8),
-                "slots": (0, 8, 13, 6, 11, 4, 3, 5, 16, 20, 27, 32),
+                "slots": (0, 8, 13, 6, 11, 4, 3, 5, 9, 16, 20, 27, 32),
                 "ahead": (0, 1, 2, 4),
                 "held": (0, 1, 2, 3, 4, 6, 8),
             },
@@ -122,8 +123,11 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 ),
                 "only where blocks stay are there slots, and some are free to load ahead": lambda s: np.select(
                     [leaves(s), in_stream(s)],
-                    [s.slots + s.ahead == 0, (s.slots > of(s).chunks) & (s.ahead + s.held == 0)],
+                    [s.slots + s.ahead == 0, (s.slots > 1) & (s.held == 0)],
                     (s.slots > s.ahead) & (s.ahead > 0),
+                ),
+                "what passes a stream beside its slots has two of its own at least": lambda s: (
+                    ~in_stream(s) | np.where(of(s).chunks < s.slots, s.ahead == 0, s.ahead >= 2)
                 ),
                 "a row is one piece at least, and a problem one block": lambda s: (
                     ~in_registers(s) | ((LANES * s.warps * s.vector <= p.columns) & (_rows_of_block(s) <= p.rows))
@@ -167,13 +171,13 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         in_chunks = stays | on_chip
         rows = np.where(in_chunks, 1, np.minimum(_rows_of_block(s), p.rows))
         blocks = -(-p.rows // rows)
-        steps = np.select([on_ring, in_stream], [r.loads, r.chunks], 1)
+        steps = np.select([on_ring, in_stream], [r.loads, f.loads], 1)
         row_bytes = p.columns * p.itemsize
         shared_bytes = _shared_bytes(p)
-        # On a ring all chunks count as often as they are loaded: whether the cache has them again is not known.
-        again = np.where(on_ring, r.loads / r.chunks, 1.0)
+        # All chunks count as often as they are loaded: whether the cache has them again is not known.
+        again = np.where(stays, steps / r.chunks, 1.0)
         special = np.where(in_chunks, self.special_ops[1], self.special_ops[0])
-        accesses = _accesses(p, s, r, w, shared=bool(shared_bytes))
+        accesses = _accesses(p, s, r, w, f, shared=bool(shared_bytes))
         vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns + LANES * accesses
         # What all rows share is held as it comes, in its own dtype, until it is used.
         shared_words = p.itemsize / 4 if shared_bytes else 0.0
@@ -288,7 +292,9 @@ def _whole(p: RowProblem, s: Any) -> Whole:
 def _stream(p: RowProblem, s: Any) -> Stream:
     """The same of rows that stream."""
     r = _ring(p, s)
-    return Stream(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, slots=r.slots)
+    return Stream(
+        columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, slots=r.slots, ahead=s.ahead
+    )
 
 
 def _shared_bytes(p: RowProblem) -> int:
@@ -315,11 +321,11 @@ def _pieces_of_row(p: RowProblem, s: Any) -> Any:
     return -(-p.columns // (LANES * s.warps * s.vector))
 
 
-def _accesses(p: RowProblem, s: Any, r: Ring, w: Whole, *, shared: bool) -> Any:
+def _accesses(p: RowProblem, s: Any, r: Ring, w: Whole, f: Stream, *, shared: bool) -> Any:
     """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included."""
     of_row = _pieces_of_row(p, s) * s.warps
     in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
     of_chunks = r.chunks * r.chunk * (1 + shared)
     on_chip = w.slots + w.held * r.chunk + of_chunks
-    loads = [r.loads + of_chunks, on_chip, r.chunks + of_chunks]
+    loads = [r.loads + of_chunks, on_chip, f.loads + of_chunks]
     return np.select([s.hold == "ring", s.hold == "onchip", s.hold == "stream"], loads, in_registers)
