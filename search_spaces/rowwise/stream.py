@@ -29,8 +29,8 @@ class Stream(Chunks):
     Attributes:
       slots: for chunks that wait in on-chip memory; those that a row leaves free, one at least, are for what is loaded
         next.
-      ahead: slots beside, through which the first chunks of a row go that has too many to wait: they are loaded again to
-        be finished. 0 where all of a row can wait.
+      ahead: slots beside, through which the first chunks go of a row that has too many to wait: they are loaded again
+        to be finished. 0 where all of a row can wait.
     """
 
     slots: Any
