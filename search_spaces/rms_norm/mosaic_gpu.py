@@ -53,6 +53,7 @@ class MosaicGpuRmsNorm(MosaicGpuRows[RmsNormProblem]):
     version = 1
     special_ops = (0.0, 0.0)
     vector_ops = (6.0, 7.0)
+    widens = False
 
     def reduction(self, problem: RmsNormProblem, *, eps: float = EPS, **params: Any) -> RmsNorm:
         return RmsNorm(problem.columns, eps)

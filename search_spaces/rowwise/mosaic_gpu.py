@@ -44,8 +44,7 @@ class RowSchedule:
       rows: in registers, rows that a team loads before it computes; else 1.
       pieces: accesses of a thread to one chunk; 0 in registers, where there are no chunks.
       slots: of a ring or stream, chunks that it has room for; else 0.
-      ahead: of a row longer than the ring, slots left free to load ahead; of one longer than the stream's slots, others
-        beside for chunks that pass and are loaded again; else 0.
+      ahead: of a row longer than the ring, slots left free to load ahead; else 0.
       held: chunks that threads hold in registers: of a row on chip, or longer than the ring; else 0.
     """
 
@@ -65,6 +64,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
     Attributes:
       special_ops: exponentials and the like of one element, its row held in registers and in chunks.
       vector_ops: other instructions of one element, likewise, accesses not counted.
+      widens: whether ptxas keeps chunks of a row on chip that a thread holds as float32 (docs/rows.md).
     """
 
     backend = "mosaic_gpu"
@@ -72,6 +72,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
 
     special_ops: ClassVar[tuple[float, float]]
     vector_ops: ClassVar[tuple[float, float]]
+    widens: ClassVar[bool]
 
     @abc.abstractmethod
     def reduction(self, problem: P, **params: Any) -> Reduction:
@@ -86,22 +87,16 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         def in_registers(s: Any) -> Any:
             return s.hold == "registers"
 
-        def off_ring(s: Any) -> Any:
-            return s.hold != "ring"
+        def on_ring(s: Any) -> Any:
+            return s.hold == "ring"
 
-        def in_stream(s: Any) -> Any:
-            return s.hold == "stream"
-
-        def leaves(s: Any) -> Any:
-            return off_ring(s) & ~in_stream(s)
+        def stays(s: Any) -> Any:
+            return on_ring(s) | (s.hold == "stream")
 
         def of(s: Any) -> Ring:
             return _ring(p, s)
 
-        def bytes_in_ring(s: Any) -> Any:
-            r = of(s)
-            return (r.slots + np.where(in_stream(s), s.ahead, 0)) * r.chunk * r.line * p.itemsize
-
+        # What figures the rules give for reasons is in docs/rows.md.
         return Space(
             RowSchedule,
             choices={
@@ -109,10 +104,10 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "warps": (16, 8, 4, 1),
                 "vector": vectors(p),
                 "rows": (1, 2, 4),
-                "pieces": (0, 2, 4, 1, 8),
-                "slots": (0, 8, 13, 6, 11, 4, 3, 5, 9, 16, 20, 27, 32),
-                "ahead": (0, 1, 2, 4),
-                "held": (0, 1, 2, 3, 4, 6, 8),
+                "pieces": (0, 2, 4, 8),
+                "slots": (0, 13, 6, 11, 5, 27, 20),
+                "ahead": (0, 1, 2),
+                "held": (0, 1, 2, 4),
             },
             rules={
                 "registers hold rows of a warp or a warpgroup, without chunks": lambda s: (
@@ -121,13 +116,23 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "chunks are for whole warpgroups, a row at a time": lambda s: (
                     in_registers(s) | ((s.warps >= WARPS) & (s.pieces > 0) & (s.rows == 1))
                 ),
-                "only where blocks stay are there slots, and some are free to load ahead": lambda s: np.select(
-                    [leaves(s), in_stream(s)],
-                    [s.slots + s.ahead == 0, (s.slots > 1) & (s.held == 0)],
-                    (s.slots > s.ahead) & (s.ahead > 0),
+                "a chunk costs each thread so much that it should have 16 elements of it": lambda s: (
+                    in_registers(s) | (s.pieces * s.vector >= 16) | (s.pieces == 8)
                 ),
-                "what passes a stream beside its slots has two of its own at least": lambda s: (
-                    ~in_stream(s) | np.where(of(s).chunks < s.slots, s.ahead == 0, s.ahead >= 2)
+                "chunks are read by the widest accesses that fit their lines: narrower ones were no faster": lambda s: (
+                    in_registers(s)
+                    | (p.columns % (LANES * s.vector * 2) != 0)
+                    | (s.vector * 2 * p.itemsize > WIDEST_BYTES)
+                ),
+                "only where blocks stay are there slots, and only a ring holds chunks or leaves some free": lambda s: (
+                    np.select(
+                        [on_ring(s), stays(s)],
+                        [(s.slots > s.ahead) & (s.ahead > 0), (s.slots > 0) & (s.ahead + s.held == 0)],
+                        s.slots + s.ahead == 0,
+                    )
+                ),
+                "a stream has room for a row and the next chunk": lambda s: (
+                    (s.hold != "stream") | (of(s).chunks < s.slots)
                 ),
                 "a row is one piece at least, and a problem one block": lambda s: (
                     ~in_registers(s) | ((LANES * s.warps * s.vector <= p.columns) & (_rows_of_block(s) <= p.rows))
@@ -140,26 +145,29 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                     in_registers(s) | (p.columns % (LANES * s.vector) == 0)
                 ),
                 "a chunk is no longer than a row": lambda s: in_registers(s) | (of(s).chunk <= of(s).lines),
-                "a row of under 32 elements for each of 128 threads needs no chunks": lambda s: (
-                    in_registers(s) | (p.columns >= 32 * THREADS)
+                "a row of under 64 elements for each of 128 threads needs no chunks": lambda s: (
+                    in_registers(s) | (p.columns >= 64 * THREADS)
                 ),
                 "a row on chip is 32 chunks at most, none of them held twice": lambda s: (
                     (s.hold != "onchip") | ((of(s).chunks - s.held <= MOST_BARRIERS) & (s.held <= of(s).chunks))
                 ),
-                "a thread holds 256 elements of chunks at most": lambda s: s.held * s.pieces * s.vector <= 256,
-                "a ring of under 64 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
-                    leaves(s) | ((bytes_in_ring(s) >= 64 * 1024) & (bytes_in_ring(s) <= 256 * 1024))
+                "chunks that a thread holds take 64 of its registers beside a ring and 16 on chip: more was slower": (
+                    lambda s: s.held * s.pieces * s.vector * p.itemsize <= np.where(on_ring(s), 64, 16) * 4
                 ),
-                # Neighbours of problems with 32 KiB are a little shorter.
-                "a row of under 24 KiB needs no ring": lambda s: leaves(s) | (p.columns * p.itemsize >= 24 * 1024),
+                "a ring of under 160 KiB keeps too little in flight, one of over 256 KiB nothing more": lambda s: (
+                    ~stays(s)
+                    | (
+                        (s.slots * of(s).chunk * of(s).line * p.itemsize >= 160 * 1024)
+                        & (s.slots * of(s).chunk * of(s).line * p.itemsize <= 256 * 1024)
+                    )
+                ),
+                "rows of which a core has room for three wait on chip, or in registers": lambda s: (
+                    ~stays(s) | (p.columns * p.itemsize > 72 * 1024)
+                ),
                 "what is left free matters only to rows longer than the ring": lambda s: (
-                    off_ring(s) | (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
+                    ~on_ring(s) | (s.ahead <= 1) | (of(s).chunks > s.slots - s.ahead)
                 ),
-                "beside a ring registers hold an even number of chunks, and no more than it lacks room for": lambda s: (
-                    off_ring(s)
-                    | (s.held == 0)
-                    | ((s.held % 2 == 0) & (s.held <= 6) & (of(s).chunks >= s.slots - s.ahead + s.held))
-                ),
+                "of a row on a ring something is left for the ring": lambda s: ~on_ring(s) | (s.held < of(s).chunks),
             },
         )
 
@@ -171,7 +179,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         in_chunks = stays | on_chip
         rows = np.where(in_chunks, 1, np.minimum(_rows_of_block(s), p.rows))
         blocks = -(-p.rows // rows)
-        steps = np.select([on_ring, in_stream], [r.loads, f.loads], 1)
+        steps = np.select([on_ring, in_stream], [r.loads, f.chunks], 1)
         row_bytes = p.columns * p.itemsize
         shared_bytes = _shared_bytes(p)
         # All chunks count as often as they are loaded: whether the cache has them again is not known.
@@ -181,9 +189,10 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns + LANES * accesses
         # What all rows share is held as it comes, in its own dtype, until it is used.
         shared_words = p.itemsize / 4 if shared_bytes else 0.0
+        held_words = np.where(on_chip & self.widens, 1.0, p.itemsize / 4)
         registers_held = np.where(
             in_chunks,
-            _CHUNK_REGISTERS + (statistics + s.pieces * (1 + shared_words + s.held * p.itemsize / 4)) * s.vector,
+            _CHUNK_REGISTERS + (statistics + s.pieces * (1 + shared_words + s.held * held_words)) * s.vector,
             _OTHER_REGISTERS + (s.rows + shared_words) * _pieces_of_row(p, s) * s.vector,
         ).astype(np.int64)
         threads = np.where(in_chunks, s.warps * LANES, THREADS)
@@ -292,9 +301,7 @@ def _whole(p: RowProblem, s: Any) -> Whole:
 def _stream(p: RowProblem, s: Any) -> Stream:
     """The same of rows that stream."""
     r = _ring(p, s)
-    return Stream(
-        columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, slots=r.slots, ahead=s.ahead
-    )
+    return Stream(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, slots=r.slots)
 
 
 def _shared_bytes(p: RowProblem) -> int:
@@ -327,5 +334,5 @@ def _accesses(p: RowProblem, s: Any, r: Ring, w: Whole, f: Stream, *, shared: bo
     in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
     of_chunks = r.chunks * r.chunk * (1 + shared)
     on_chip = w.slots + w.held * r.chunk + of_chunks
-    loads = [r.loads + of_chunks, on_chip, f.loads + of_chunks]
+    loads = [r.loads + of_chunks, on_chip, f.chunks + of_chunks]
     return np.select([s.hold == "ring", s.hold == "onchip", s.hold == "stream"], loads, in_registers)

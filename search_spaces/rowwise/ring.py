@@ -173,8 +173,6 @@ def ring(
                 statistics = lax.fori_loop(r.held, chunks - 1, gather, statistics)
                 statistics = gather(jnp.int32(chunks - 1), statistics, last=True)
                 settled = r.agreed(reduction, statistics, warpgroup, told.at[lax.rem(turn, 2)], all_told.at[0])
-                for chunk, narrow in enumerate(held):
-                    finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])
 
                 def finish_kept(chunk: Any, _: None) -> None:
                     finish_from_ring(chunk, chunk, wait=False)
@@ -184,6 +182,9 @@ def ring(
 
                 lax.fori_loop(chunks - kept, chunks, finish_kept, None)
                 lax.fori_loop(r.held, r.held + loaded_again, finish_again, None)
+                # Last, when all slots are free and chunks of the next row on their way.
+                for chunk, narrow in enumerate(held):
+                    finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])
 
             lax.fori_loop(0, turns, compute_row, None)
 

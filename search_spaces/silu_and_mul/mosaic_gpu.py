@@ -58,8 +58,8 @@ class MosaicGpuSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
                 "more than one load of each half a thread leave cores idle": lambda s: (
                     (s.pieces * s.rows == 1) | (_blocks(p, s) >= cores)
                 ),
-                "more than 64 elements of each half a thread hide no more latency": lambda s: (
-                    s.pieces * s.rows * s.vector <= 64
+                "more than 16 elements of each half a thread hide no more latency, and were slower": lambda s: (
+                    s.pieces * s.rows * s.vector <= 16
                 ),
                 "several rows a team only where the row is one block": lambda s: (
                     (s.rows == 1) | (_columns(s) == p.columns)

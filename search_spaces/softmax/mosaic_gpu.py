@@ -63,6 +63,7 @@ class MosaicGpuSoftmax(MosaicGpuRows[SoftmaxProblem]):
     # Exponentials: in registers one; on a ring one for the sum, one for the result, and a correction a chunk.
     special_ops = (1.0, 2.25)
     vector_ops = (8.0, 13.0)
+    widens = True
 
     def reduction(self, problem: SoftmaxProblem, **params: Any) -> Softmax:
         return Softmax()
