@@ -18,19 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from harness import ROOT, Kept, environment, paced, write_result
+from harness import ROOT, environment, write_result
 from judge import REPETITIONS, conditions, judge, start_judge
 from rich.console import Console
 from rich.table import Table
+from suite import answers, found, judge_all, search
 
 from scheduler import jobs
-from scheduler.answer import key_of, recheck
-from scheduler.errors import NoCandidate
 from scheduler.hardware import Hardware
 from scheduler.jobs import Malformed
-from scheduler.record import Entry, Record
+from scheduler.record import Record
 from scheduler.store import Store, default_url
-from scheduler.tuner import start_runner, tune
+from scheduler.tuner import start_runner
 from scheduler.workers import Runner, Task
 from search_spaces import LibraryKernel, Operation
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.search:
         return
     with contextlib.closing(start_judge()) as judges:
-        rows = judge_all(suite, judges, store, options.work, options.rounds, deadline)
+        rows = judged(suite, judges, store, options.work, options.rounds, deadline)
     figures = summary(rows)
     _print(rows, judges.hardware)
     Console().print(figures)
@@ -119,27 +118,7 @@ def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
     ]
 
 
-def search(suite: Sequence[jobs.Task], runner: Runner, store: Store, deadline: float) -> None:
-    """Searches those whose answer `store` does not have; one that fails is told."""
-    left = [task for task in suite if _record(task, runner.hardware, store) is None]
-    for task in paced(left, "search", deadline):
-        try:
-            record = tune(task.operation, task.problem, budget=task.budget, runner=runner, store=store)
-        except NoCandidate as error:  # the other problems are worth their time
-            print(f"{task}: {error}", flush=True)
-            continue
-        best = record.winner
-        print(f"{task}: {record.tried} trials, {best.backend} {best.measurement.median_s * 1e6:.1f} us", flush=True)
-
-
-def _record(task: jobs.Task, hardware: Hardware, store: Store) -> Record | None:
-    """What is stored of it, if it still holds."""
-    record = store.get(key_of(task.operation, task.problem, hardware))
-    held = record is not None and isinstance(recheck(task.operation, task.problem, hardware, record), Entry)
-    return record if held else None
-
-
-def judge_all(
+def judged(
     suite: Sequence[jobs.Task], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
 ) -> list[dict[str, Any]]:
     """A row for each problem that has an answer; those of an earlier command stand where nothing has changed.
@@ -147,35 +126,20 @@ def judge_all(
     Raises:
       SystemExit: a schedule that a record names does not run, or is wrong.
     """
-    kept = Kept(work / "judged.jsonl")
-    rows: dict[str, dict[str, Any]] = {}
-    left = []
-    for task in suite:
-        record = _record(task, judges.hardware, store)
-        if record is None:
-            continue
-        known = kept.get(conditions(task.operation, task.problem, _entries(task, record), judges, rounds))
-        if known is not None:
-            rows[str(task)] = known
-        else:
-            left.append((task, record))
-    for task, record in paced(left, "judge", deadline):
-        rows[str(task)] = kept.add(
-            row(task, record, judges, rounds),
-            conditions(task.operation, task.problem, _entries(task, record), judges, rounds),
-        )
-    return [rows[str(task)] for task in suite if str(task) in rows]
-
-
-def _entries(task: jobs.Task, record: Record) -> dict[str, Entry]:
-    """XLA's program, the best Pallas schedule and the final answer, of those that there are."""
-    library = task.operation.library.backend
-    entries = {
-        "xla": record.best(frozenset({library})),
-        "pallas": record.best(frozenset(task.operation.backends) - {library}),
-        "final": record.winner,
-    }
-    return {name: entry for name, entry in entries.items() if entry is not None}
+    cases = [
+        (task, record)
+        for task in suite
+        if (record := found(task.operation, task.problem, judges.hardware, store)) is not None
+    ]
+    return judge_all(
+        cases,
+        lambda case: conditions(
+            case[0].operation, case[0].problem, answers(case[0].operation, case[1]), judges, rounds
+        ),
+        lambda case: row(*case, judges, rounds),
+        work / "judged.jsonl",
+        deadline,
+    )
 
 
 def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
@@ -186,18 +150,18 @@ def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[st
     """
     operation, problem = task.operation, task.problem
     assert isinstance(problem, RowProblem)
-    entries = _entries(task, record)
+    entries = answers(operation, record)
     candidates = {
         name: Task(operation, problem, entry.backend, entry.schedule, REPETITIONS) for name, entry in entries.items()
     }
-    judged = judge(judges, candidates, rounds)
+    outcome = judge(judges, candidates, rounds)
     # As many elements read and written as the operation moves. Alone: other operands make a process give up these.
     elements = round(problem.bytes_moved / 2 / problem.itemsize)
     copied = CopyProblem(rows=max(1, elements // problem.columns), columns=problem.columns, dtype=problem.dtype)
     copy = judge(judges, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
-    if failures := {**judged.failures, **copy.failures}:
+    if failures := {**outcome.failures, **copy.failures}:
         raise SystemExit(f"{task}: {failures}")
-    times = {name: judged.times(name) for name in ("xla", "pallas", "final")} | {"copy": copy.times("copy")}
+    times = {name: outcome.times(name) for name in ("xla", "pallas", "final")} | {"copy": copy.times("copy")}
     xla = times["xla"]
     assert xla is not None, "a record has the library's time"
     line: dict[str, Any] = {
