@@ -69,6 +69,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
 
     backend = "mosaic_gpu"
     version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     special_ops: ClassVar[tuple[float, float]]
     vector_ops: ClassVar[tuple[float, float]]

@@ -42,6 +42,7 @@ class SiluSchedule:
 class MosaicGpuSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
     backend = "mosaic_gpu"
     version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: SiluAndMulProblem, target: Target) -> str | None:
         return refusal(problem, target)
