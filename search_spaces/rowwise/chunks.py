@@ -65,12 +65,21 @@ class Chunks:
 
     @property
     def team(self) -> Team:
+        """Of a piece."""
         return Team(warps=1, vector=self.vector)
+
+    @property
+    def team_of_share(self) -> Team:
+        """Of all pieces of a warpgroup at once: what needs no single ones is built and compiled sooner so."""
+        return Team(warps=1, vector=self.vector, times=self.pieces)
+
+    def share(self, warpgroup: Any) -> Any:
+        """The line of each chunk at which the share of this warpgroup starts."""
+        return warpgroup * (WARPS * self.pieces)
 
     def places(self, warpgroup: Any) -> list[Any]:
         """The lines of each chunk at which pieces of this warpgroup start."""
-        own = warpgroup * (WARPS * self.pieces)
-        return [own + WARPS * piece for piece in range(self.pieces)]
+        return [self.share(warpgroup) + WARPS * piece for piece in range(self.pieces)]
 
     def counted(self, reduction: Reduction, places: Sequence[Any], pieces: Sequence[jax.Array]) -> list[jax.Array]:
         """The pieces of the last chunk, without what the one before has, too."""

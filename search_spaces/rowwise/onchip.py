@@ -48,7 +48,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
     results are computed and stored.
     """
     rows, lines, slots_used = result.shape[0], w.lines, int(w.slots)
-    team = w.team
+    team, together = w.team, w.team_of_share
     on_chip = {
         "told": plgpu.SMEM((len(reduction.start), WARPS * w.warpgroups), jnp.float32),
         "all_told": plgpu.Barrier(num_arrivals=w.warpgroups, num_barriers=1),
@@ -60,7 +60,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
     def kernel(*refs: Any) -> None:
         x, *rest, out = refs
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
-        places = w.places(warpgroup)
+        places, share = w.places(warpgroup), w.share(warpgroup)
 
         def start_of(chunk: Any) -> Any:
             return lax.min(chunk * w.chunk, lines - w.chunk)
@@ -110,7 +110,10 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                     team.write(out, row * lines + start + place, 0, reduction.finish(piece, other, settled))
 
             def finish_slot(slot: Any, _: None) -> None:
-                finish(slot + w.held, read(slot))
+                first = start_of(slot + w.held) + share
+                other = together.read(rest[0], first, 0) if rest else None
+                elements = together.read(slots.at[slot], share, 0)
+                together.write(out, row * lines + first, 0, reduction.finish(elements, other, settled))
 
             for chunk, narrow in enumerate(held):
                 finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])

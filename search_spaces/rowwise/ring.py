@@ -78,7 +78,7 @@ def ring(
     """
     rows, lines, chunks = result.shape[0], r.lines, r.chunks
     kept, loaded_again, loads = int(r.kept), int(r.again), int(r.loads)
-    team = r.team
+    team, together = r.team, r.team_of_share
     on_chip = {
         "slots": plgpu.SMEM((r.slots, r.chunk, r.line), x.dtype),
         "told": plgpu.SMEM((2, len(reduction.start), WARPS * r.warpgroups), jnp.float32),
@@ -125,7 +125,7 @@ def ring(
             lax.fori_loop(lax.max(turns * loads - r.slots, 0), turns * loads, drain, None)
 
         def compute(slots: Any, told: Any, loaded: Any, released: Any, all_told: Any) -> None:
-            places = r.places(warpgroup)
+            places, share = r.places(warpgroup), r.share(warpgroup)
 
             def compute_row(turn: Any, _: None) -> None:
                 def slot_of(load: Any) -> Any:
@@ -147,29 +147,28 @@ def ring(
 
                     return reduction.absorb(statistics, pieces)
 
-                def finish(chunk: Any, pieces: list[jax.Array]) -> None:
+                def finish(chunk: Any, elements: jax.Array) -> None:
                     column = lax.min(chunk * r.chunk, lines - r.chunk)
-                    first = line_of(turn, chunk)
-                    others = [team.read(rest[0], column + place, 0) if rest else None for place in places]
-                    for place, piece, other in zip(places, pieces, others, strict=True):
-                        team.write(out, first + place, 0, reduction.finish(piece, other, settled))
+                    other = together.read(rest[0], column + share, 0) if rest else None
+                    together.write(out, line_of(turn, chunk) + share, 0, reduction.finish(elements, other, settled))
 
                 def finish_from_ring(chunk: Any, load: Any, *, wait: bool) -> None:
                     slot = slot_of(load)
                     if wait:
                         plgpu.barrier_wait(loaded.at[slot])
-                    pieces = read(slot)
+                    elements = together.read(slots.at[slot], share, 0)
                     plgpu.barrier_arrive(released.at[slot])
-                    finish(chunk, pieces)
+                    finish(chunk, elements)
 
                 statistics: Statistics = tuple(team.fill(value) for value in reduction.start)
                 held = []
                 for chunk in range(r.held):
                     slot = slot_of(chunk)
                     plgpu.barrier_wait(loaded.at[slot])
-                    held.append([team.read_narrow(slots.at[slot], place, 0) for place in places])
+                    held.append(together.read_narrow(slots.at[slot], share, 0))
+                    pieces = read(slot)
                     plgpu.barrier_arrive(released.at[slot])
-                    statistics = reduction.absorb(statistics, [piece.astype(jnp.float32) for piece in held[-1]])
+                    statistics = reduction.absorb(statistics, pieces)
                 statistics = lax.fori_loop(r.held, chunks - 1, gather, statistics)
                 statistics = gather(jnp.int32(chunks - 1), statistics, last=True)
                 settled = r.agreed(reduction, statistics, warpgroup, told.at[lax.rem(turn, 2)], all_told.at[0])
@@ -184,7 +183,7 @@ def ring(
                 lax.fori_loop(r.held, r.held + loaded_again, finish_again, None)
                 # Last, when all slots are free and chunks of the next row on their way.
                 for chunk, narrow in enumerate(held):
-                    finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])
+                    finish(jnp.int32(chunk), narrow.astype(jnp.float32))
 
             lax.fori_loop(0, turns, compute_row, None)
 

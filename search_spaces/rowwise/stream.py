@@ -48,7 +48,7 @@ def stream(
     passed the barrier of the row after, and so have read it.
     """
     rows, lines, chunks = result.shape[0], r.lines, r.chunks
-    team = r.team
+    team, together = r.team, r.team_of_share
     on_chip = {
         "slots": plgpu.SMEM((r.slots, r.chunk, r.line), x.dtype),
         "told": plgpu.SMEM((2, len(reduction.start), WARPS * r.warpgroups), jnp.float32),
@@ -99,18 +99,14 @@ def stream(
             lax.fori_loop(lax.max(turns * chunks - r.slots, 0), turns * chunks, drain, None)
 
         def compute(slots: Any, told: Any, loaded: Any, released: Any, all_told: Any) -> None:
-            places = r.places(warpgroup)
-
-            def read(slot: Any) -> list[jax.Array]:
-                return [team.read(slots.at[slot], place, 0) for place in places]
+            places, share = r.places(warpgroup), r.share(warpgroup)
 
             def finish(turn: Any, chunk: Any, settled: Statistics) -> None:
                 slot, start, first = slot_of(turn, chunk), start_of(chunk), line_of(turn, chunk)
-                pieces = read(slot)
+                elements = together.read(slots.at[slot], share, 0)
                 plgpu.barrier_arrive(released.at[slot])
-                others = [team.read(rest[0], start + place, 0) if rest else None for place in places]
-                for place, piece, other in zip(places, pieces, others, strict=True):
-                    team.write(out, first + place, 0, reduction.finish(piece, other, settled))
+                other = together.read(rest[0], start + share, 0) if rest else None
+                together.write(out, first + share, 0, reduction.finish(elements, other, settled))
 
             def row(turn: Any, before: Statistics | None) -> Statistics:
                 """Gathers a row, and finishes the one before, which is settled."""
@@ -120,7 +116,7 @@ def stream(
                         finish(turn - 1, chunk, before)
                     slot = slot_of(turn, chunk)
                     plgpu.barrier_wait(loaded.at[slot])
-                    pieces = read(slot)
+                    pieces = [team.read(slots.at[slot], place, 0) for place in places]
                     return reduction.absorb(statistics, r.counted(reduction, places, pieces) if is_last else pieces)
 
                 statistics: Statistics = tuple(team.fill(value) for value in reduction.start)

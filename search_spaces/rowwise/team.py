@@ -29,14 +29,16 @@ class Team:
     Attributes:
       warps: 1 or 4.
       vector: elements of one access of one thread.
+      times: accesses to a piece, of teams of one warp: each to the next four rows.
     """
 
     warps: int
     vector: int
+    times: int = 1
 
     @property
     def rows(self) -> int:
-        return WARPS // self.warps
+        return WARPS // self.warps * self.times
 
     @property
     def columns(self) -> int:
@@ -50,8 +52,7 @@ class Team:
     def layout(self) -> Any:
         if self.warps == WARPS:
             return plgpu.Layout.WG_STRIDED(self.shape, vec_size=self.vector)
-        lanes = (1, self.columns)
-        return tiled((self.shape, lanes, (self.vector,)), warps=-5, lanes=-2)
+        return tiled(((WARPS, self.columns), (1, self.columns), (self.vector,)), warps=-5, lanes=-2)
 
     def read(self, ref: Any, row: Any, column: Any) -> jax.Array:
         """The piece of ``ref[rows, columns]`` that starts there."""
