@@ -82,6 +82,10 @@ class Kept:
         """The latest row that was measured under these conditions, the problem among them."""
         return self._rows.get(json.dumps(conditions, sort_keys=True))
 
+    def latest(self) -> list[dict[str, Any]]:
+        """Every row, the latest of those under the same conditions."""
+        return list(self._rows.values())
+
     def add(self, row: Mapping[str, Any], conditions: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps the row, with the conditions and the commit; returns it with those."""
         kept = dict(row) | {"conditions": dict(conditions)} | commit()

@@ -173,6 +173,7 @@ class Pool:
         for worker in self._workers:
             self._free.put(worker)
         self._holders: dict[Any, list[_Worker]] = {}
+        self._crowded: set[Any] = set()
         self.hardware = chips.describe(**self._workers[0].facts)
         self.environment = environment(driver=gpu.driver)
 
@@ -210,10 +211,14 @@ class Pool:
         limits, holders = self._limits.of(task), self._holders.setdefault(what, [])
         if where_compiled and holders:
             several = do == "again" and task.operation.kernel(task.backend).library
-            if len(holders) < (min(LIBRARY_COMPILATIONS, self.slots) if several else 1):
-                holders.append(next(worker for worker in self._workers if worker not in holders))
-            else:  # in turns
-                holders.append(holders.pop(0))
+            if several and what not in self._crowded and len(holders) < min(LIBRARY_COMPILATIONS, self.slots):
+                newcomer = next(worker for worker in self._workers if worker not in holders)
+                reply = newcomer.request(message, limits)
+                if "failure" not in reply:
+                    holders.append(newcomer)
+                    return reply
+                self._crowded.add(what)  # It may lack memory for the operands: those that have them go on.
+            holders.append(holders.pop(0))  # in turns
             return holders[-1].request(message, limits)
         worker = self._free.get()
         try:

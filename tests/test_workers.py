@@ -100,6 +100,19 @@ def test_a_worker_that_is_killed_from_outside_costs_nothing(pool):
     assert isinstance(pool.measure(task("ok", tile=4)), Measurement)
 
 
+def test_a_library_goes_on_where_another_process_has_no_memory_for_it(pool, monkeypatch):
+    library = Task(DOUBLE, DoubleProblem(n=24), "xla", {}, 5)
+    assert isinstance(pool.measure(library), Measurement)
+    asked = []
+    (holder,) = next(holders for what, holders in pool._holders.items() if what[1] == library.problem)
+    for worker in pool._workers:
+        if worker is not holder:
+            full = {"failure": ["memory", "RESOURCE_EXHAUSTED"]}
+            monkeypatch.setattr(worker, "request", lambda *words, full=full: asked.append(words) or full)
+    assert all(isinstance(pool.measure(library, again=True), Measurement) for _ in range(3))
+    assert len(asked) == 1
+
+
 def test_workers_of_a_pool_change_the_problem_between_tasks(pool):
     for n in (16, 8, 16):
         assert isinstance(pool.measure(task("ok", problem=DoubleProblem(n=n))), Measurement)

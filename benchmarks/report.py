@@ -1,0 +1,97 @@
+"""Writes the result of a benchmark from the rows that it has judged so far, without a device, and says what is missing.
+
+    python benchmarks/report.py matmul
+
+For a suite that takes longer than a device can be had at a time: `matmul`, `rows` and `fused` keep each row as soon as
+it is measured. The result is written in the place of a whole one, with the list of problems that have no row in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import comparison
+import fused
+import rows
+from harness import RESULTS, ROOT, Kept, write_result
+from jax_hopper import RIVALS
+from problems import FUSED, MATMULS
+
+from scheduler import hardware
+from search_spaces import Operation
+from search_spaces.rms_norm import RMS_NORM
+from search_spaces.silu_and_mul import SILU_AND_MUL
+from search_spaces.softmax import SOFTMAX
+
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One that keeps rows.
+
+    Attributes:
+      suite: its problems on a chip, each as the name of its operation and its own text, in their order.
+      summarize: the figures to speak of.
+      operations: whose kernels' versions a result names.
+    """
+
+    suite: Callable[[hardware.Hardware], Sequence[tuple[str, str]]]
+    summarize: Callable[[Rows], Mapping[str, Any]]
+    operations: Sequence[Operation[Any]]
+
+
+BENCHMARKS = {
+    "matmul": Benchmark(
+        lambda _: [("matmul", str(product.problem)) for product in MATMULS], comparison.summarize, [RIVALS]
+    ),
+    "fused": Benchmark(
+        lambda _: [(fused.WRITTEN.name, str(product.problem)) for product in FUSED], fused.summary, [fused.WRITTEN]
+    ),
+    "rows": Benchmark(
+        lambda chip: [(task.operation.name, str(task.problem)) for task in rows.tasks(chip, None)],
+        rows.summary,
+        [SOFTMAX, RMS_NORM, SILU_AND_MUL],
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
+    parser.add_argument("--work", type=Path, help="the benchmark's: where it keeps judged.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
+    options = parser.parse_args(arguments)
+    benchmark = BENCHMARKS[options.benchmark]
+    kept = (options.work or ROOT / "build" / options.benchmark) / "judged.jsonl"
+    judged = {(row["conditions"]["operation"], row["conditions"]["problem"]): row for row in Kept(kept).latest()}
+    if not judged:
+        raise SystemExit(f"{kept} holds no rows")
+    devices = {row["conditions"]["device"] for row in judged.values()}
+    chips = [chip for chip in (*hardware.TABLE, hardware.CPU) if chip.id in devices]
+    if len(devices) != 1 or not chips:
+        raise SystemExit(f"{kept} holds rows of {', '.join(sorted(devices))}: one known chip is wanted")
+    suite = benchmark.suite(chips[0])
+    found = [judged[name] for name in suite if name in judged]
+    missing = [" ".join(name) for name in suite if name not in judged]
+    one = found[0]["conditions"]
+    environment = {
+        **{name: one[name] for name in ("jax", "jaxlib", "driver")},
+        "kernels": {f"{o.name}/{k.backend}": k.version for o in benchmark.operations for k in o.kernels},
+        "commit": ", ".join(sorted({row["commit"] for row in found})),
+        "dirty": any(row["dirty"] for row in found),
+        "missing": missing,
+    }
+    summary = benchmark.summarize(found)
+    write_result(
+        options.benchmark, chips[0], summary=summary, rows=found, environment=environment, directory=options.results
+    )
+    print(f"{len(found)} of {len(suite)} problems; missing:", *missing or ["none"], sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
