@@ -121,7 +121,9 @@ def test_a_product_without_epilogue_has_the_key_that_it_always_had():
     for key in keys:
         text = key if isinstance(key, str) else json.dumps(key, sort_keys=True, separators=(",", ":"))
         assert MatmulProblem.from_canonical(text).canonical() == text
-        assert not MatmulProblem.from_canonical(text).fused
+        assert MatmulProblem.from_canonical(text).fused == bool(
+            {"bias", "activation", "residual"} & set(json.loads(text))
+        )
 
 
 def test_an_epilogue_is_part_of_the_problem_and_is_spelt_on_a_command_line():

@@ -91,7 +91,7 @@ def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_ne
     problem = MatmulProblem(112, 8192, 8192)
     asked = decide.decide(MATMUL, problem, "cuda", decide.options(MATMUL, target=H200.kind))
     assert asked.kernel.backend == "mosaic_gpu"
-    assert f"with the schedule of {WIDE}" in asked.reason
+    assert str(WIDE) in asked.reason
     assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)
 
 
