@@ -84,5 +84,5 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
 
 def _kind(dtype: Any) -> int:
     """Truth values, whole numbers, floating ones, complex ones: each holds those before it."""
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
