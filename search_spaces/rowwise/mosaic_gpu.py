@@ -18,7 +18,8 @@ from search_spaces.rowwise.onchip import Whole, onchip
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.rowwise.registers import registers
-from search_spaces.rowwise.ring import COMPUTE_REGISTERS, COPY_REGISTERS, Ring, ring
+from search_spaces.rowwise.ring import Ring, ring
+from search_spaces.rowwise.slots import COMPUTE_REGISTERS, COPY_REGISTERS
 from search_spaces.rowwise.stream import Stream, stream
 from search_spaces.rowwise.team import LANES, WARPS, Team
 from search_spaces.space import Columns, Space
