@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from harness import RESULTS, ROOT, environment, write_result
+import suite
 from jax import lax
 from judge import REPETITIONS, conditions, judge, start_judge
 from problems import FUSED, FUSED_REHEARSED, Product
 from rich.console import Console
 from rich.table import Table
-from suite import answers, found, judge_all, search
+from suite import answers, conclude, found, judge_all, search
 
 from scheduler import jobs
 from scheduler.cost import CostModel
@@ -96,29 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = judged(products, judges, store, options.work, options.rounds, deadline)
     Console(width=180).print(table(rows))
     Console().print(figures := summary(rows))
-    if len(rows) < len(products):
-        raise SystemExit(
-            f"{len(products) - len(rows)} of {len(products)} problems are not judged: no result is written"
-        )
-    if options.part != "1/1":
-        print(f"no result is written of a part of the suite; the rows are in {options.work}")
-        return
-    told = environment(judges.environment, WRITTEN)
-    write_result("fused", judges.hardware, summary=figures, rows=rows, environment=told, directory=options.results)
+    done = {row["problem"] for row in rows}
+    missing = [str(product) for product in products if str(product.problem) not in done]
+    conclude("fused", judges, rows, figures, WRITTEN, missing=missing, chosen=options, partly=False)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = suite.options(__doc__, "fused", budget=64, rounds=10)
     parser.add_argument("--search", action="store_true", help="only fill the cache")
-    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
-    )
-    parser.add_argument("--budget", type=int, default=64, help="trials of each search")
-    parser.add_argument("--rounds", type=int, default=10, help=f"turns of {REPETITIONS} repetitions in the comparison")
-    parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "fused", help="where judged problems are kept")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
     return parser.parse_args(arguments)
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import suite
 from comparison import Case, Draw, Row, row, summarize, table
-from harness import RESULTS, ROOT, environment, paced, write_result
+from harness import paced
 from jax_hopper import JAX_HOPPER, RIVALS
 from judge import REPETITIONS, judge, start_judge
 from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
-from suite import found, search
+from suite import conclude, found, search
 
 from scheduler import jobs, replay
 from scheduler.hardware import Hardware
@@ -59,35 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = judge_all(products, judges, store, options.work, options.rounds, deadline)
     if rows:
         Console(width=180).print(table(rows, judges.hardware))
-        Console().print(summary := summarize(rows))
-    judged = {one["problem"] for one in rows}
-    if missing := [str(product) for product in products if str(product.problem) not in judged]:
-        raise SystemExit(
-            f"{len(missing)} of {len(products)} problems are not judged, because they are not tuned or time was up; "
-            "the same command goes on from here:\n  " + "\n  ".join(missing)
-        )
-    if options.problems or options.part != "1/1":
-        print(f"no result is written of a part of the suite; the rows are in {options.work}")
-    else:
-        told = environment(judges.environment, RIVALS)
-        write_result("matmul", judges.hardware, summary=summary, rows=rows, environment=told, directory=options.results)
+        Console().print(summarize(rows))
+    done = {one["problem"] for one in rows}
+    missing = [str(product) for product in products if str(product.problem) not in done]
+    partly = options.problems is not None
+    conclude("matmul", judges, rows, summarize(rows), RIVALS, missing=missing, chosen=options, partly=partly)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = suite.options(__doc__, "matmul", budget=64, rounds=10)
     for step in STEPS:
         parser.add_argument(f"--{step}", action="store_true", help="only this step, or those that are named")
     parser.add_argument("--problems", nargs="+", metavar="TEXT", help="only those whose line contains one of these")
-    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
-    )
-    parser.add_argument("--budget", type=int, default=64, help="trials of each search")
     parser.add_argument("--rival-schedules", type=int, default=64, help="schedules that the rival draws")
-    parser.add_argument("--rounds", type=int, default=10, help=f"turns of {REPETITIONS} repetitions in the comparison")
-    parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "matmul", help="what one step leaves to the next")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
     return parser.parse_args(arguments)
 
 

@@ -10,7 +10,6 @@ count each operand read once and each result written once. Ratios are XLA's time
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from harness import ROOT, environment, write_result
+import suite
 from judge import REPETITIONS, conditions, judge, start_judge
 from rich.console import Console
 from rich.table import Table
-from suite import answers, found, judge_all, search
+from suite import answers, conclude, found, judge_all, search
 
 from scheduler import jobs
 from scheduler.hardware import Hardware
@@ -69,39 +68,28 @@ COPY = Operation("copy", CopyProblem, (XlaCopy(),))
 
 def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = suite.options(__doc__, "rows", budget=None, rounds=5)
     parser.add_argument("--search", action="store_true", help="only fill the cache")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
-    )
     parser.add_argument("--only", default="", help="only problems whose text holds this, such as 'softmax'")
-    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
-    parser.add_argument("--budget", type=int, default=None, help="trials of each search, in place of the job's")
-    parser.add_argument("--rounds", type=int, default=5, help=f"turns of {REPETITIONS} repetitions in the comparison")
-    parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "rows", help="where judged problems are kept")
     options = parser.parse_args(arguments)
     deadline = started + options.seconds
 
     store = Store(options.cache or default_url())
     with contextlib.closing(start_runner(SOFTMAX)) as runner:
-        suite = [task for task in tasks(runner.hardware, options.budget) if options.only in str(task)]
-        suite = jobs.part(suite, options.part)
-        search(suite, runner, store, deadline)
+        chosen = [task for task in tasks(runner.hardware, options.budget) if options.only in str(task)]
+        chosen = jobs.part(chosen, options.part)
+        search(chosen, runner, store, deadline)
     if options.search:
         return
     with contextlib.closing(start_judge()) as judges:
-        rows = judged(suite, judges, store, options.work, options.rounds, deadline)
+        rows = judged(chosen, judges, store, options.work, options.rounds, deadline)
     figures = summary(rows)
     _print(rows, judges.hardware)
     Console().print(figures)
-    if len(rows) < len(suite):
-        raise SystemExit(f"{len(suite) - len(rows)} of {len(suite)} problems are not judged: no result is written")
-    if options.only or options.part != "1/1":
-        print(f"no result is written of a part of the suite; the rows are in {options.work}")
-        return
-    measured = environment(judges.environment, SOFTMAX, RMS_NORM, SILU_AND_MUL)
-    write_result("rows", judges.hardware, summary=figures, rows=rows, environment=measured)
+    done = {f"{row['operation']} {row['problem']}" for row in rows}
+    missing = [str(task) for task in chosen if str(task) not in done]
+    operations = (SOFTMAX, RMS_NORM, SILU_AND_MUL)
+    conclude("rows", judges, rows, figures, *operations, missing=missing, chosen=options, partly=bool(options.only))
 
 
 def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
@@ -119,7 +107,7 @@ def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
 
 
 def judged(
-    suite: Sequence[jobs.Task], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+    chosen: Sequence[jobs.Task], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
 ) -> list[dict[str, Any]]:
     """A row for each problem that has an answer; those of an earlier command stand where nothing has changed.
 
@@ -128,7 +116,7 @@ def judged(
     """
     cases = [
         (task, record)
-        for task in suite
+        for task in chosen
         if (record := found(task.operation, task.problem, judges.hardware, store)) is not None
     ]
     return judge_all(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness import Kept, paced
+from harness import RESULTS, ROOT, Kept, environment, paced, write_result
+from judge import REPETITIONS
 
 from scheduler import jobs
 from scheduler.answer import key_of, recheck
@@ -19,6 +21,23 @@ from scheduler.workers import Runner
 from search_spaces import Operation, Problem
 
 C = TypeVar("C")
+
+
+def options(description: str | None, name: str, *, budget: int | None, rounds: int) -> argparse.ArgumentParser:
+    """What the commands of all suites take; `budget` None is what the suite says of each problem."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin nothing that would end after so many"
+    )
+    parser.add_argument("--budget", type=int, default=budget, help="trials of each search")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"turns of {REPETITIONS} repetitions in the comparison"
+    )
+    parser.add_argument("--cache", default=None, help="path or URL of the cache to search in and to fill")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / name, help="what is kept for the next command")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
+    return parser
 
 
 def search(tasks: Sequence[jobs.Task], runner: Runner, store: Store, deadline: float) -> None:
@@ -71,3 +90,35 @@ def judge_all(
     for n in paced([n for n in range(len(cases)) if n not in rows], "judge", deadline):
         rows[n] = earlier.add(judged(cases[n]), conditions(cases[n]))
     return [rows[n] for n in sorted(rows)]
+
+
+def conclude(
+    name: str,
+    judges: Runner,
+    rows: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
+    *operations: Operation[Any],
+    missing: Sequence[str],
+    chosen: argparse.Namespace,
+    partly: bool,
+) -> None:
+    """Writes the result of a whole suite.
+
+    Args:
+      missing: problems that have no row.
+      chosen: by `options`.
+      partly: it was asked for some of the suite's problems only.
+
+    Raises:
+      SystemExit: there are such problems; the message names them.
+    """
+    if missing:
+        raise SystemExit(
+            f"{len(missing)} of {len(missing) + len(rows)} problems are not judged, because they are not tuned or time "
+            "was up; the same command goes on from here:\n  " + "\n  ".join(missing)
+        )
+    if partly or chosen.part != "1/1":
+        print(f"no result is written of a part of the suite; the rows are in {chosen.work}")
+        return
+    told = environment(judges.environment, *operations)
+    write_result(name, judges.hardware, summary=summary, rows=rows, environment=told, directory=chosen.results)

@@ -15,13 +15,26 @@ NOW = Environment("0.11.2", "0.11.2", "580.95", "2026-03-01T12:00:00Z")
 TRUE = Constants(e_mma=0.9, e_power=0.8, e_l2=0.8, row_s=1.3e-9, gap_bytes=8, loaded=1.2, cluster_s=4e-7, p=7)
 
 
-class Invented:
-    """A runner. Each repetition is off by `noise`, a standard deviation as a share of the time; the draws never change.
+class Alone:
+    """What a runner has whatever it says of times: an H200 to itself."""
+
+    hardware, slots, environment = H200, 1, NOW
+
+    def confirm(self, task):
+        return None
+
+    def others(self):
+        return 0
+
+    def close(self):
+        pass
+
+
+class Invented(Alone):
+    """Each repetition is off by `noise`, a standard deviation as a share of the time; the draws never change.
 
     The second pass draws anew.
     """
-
-    slots, environment = 1, NOW
 
     def __init__(self, hardware=H200, constants=TRUE, noise=0.01):
         self.hardware, self._model, self._noise = hardware, CostModel(hardware, constants), noise
@@ -36,15 +49,6 @@ class Invented:
         draw = random.Random(f"{sorted(task.schedule.items())} {again}")
         samples = tuple(seconds * max(draw.gauss(1, self._noise), 0.5) for _ in range(task.repetitions))
         return Measurement(sorted(samples)[len(samples) // 2], samples, "cupti", "cold")
-
-    def confirm(self, task):
-        return None
-
-    def others(self):
-        return 0
-
-    def close(self):
-        pass
 
 
 def recording(path, shape, *, sample=None, again=0, **chip):

@@ -10,6 +10,7 @@ from pathlib import Path
 import hopper
 import numpy as np
 import pytest
+from invented import Alone
 
 from scheduler.bench import condition
 from scheduler.cost import CostModel
@@ -41,10 +42,9 @@ SMALL = MatmulProblem(1024, 1024, 2048)
 RAGGED = MatmulProblem(1000, 1000, 1000)
 
 
-class Modelled:
+class Modelled(Alone):
     """An H200 on which everything takes as long as the model says; it counts what it is asked."""
 
-    hardware, slots = H200, 1
     environment = Environment(jax="0", jaxlib="0", driver="0", date="2026-01-01T00:00:00Z")
 
     def __init__(self, *failing):
@@ -61,15 +61,6 @@ class Modelled:
             one = Columns.of([kernel.space(task.problem, H200.target).decode(task.schedule)])
             time_s = float(MODEL.seconds(kernel.footprint(task.problem, one, H200.target))[0])
         return Measurement(time_s, (time_s,) * task.repetitions, "cupti", "cold")
-
-    def confirm(self, task):
-        return None
-
-    def others(self):
-        return 0
-
-    def close(self):
-        pass
 
 
 def products(*problems):

@@ -4,21 +4,19 @@ import dataclasses
 import math
 
 import pytest
+from invented import H200, NOW, Alone
 
 import scheduler
 from scheduler import decide
 from scheduler.answer import key_of, predict
-from scheduler.hardware import find
 from scheduler.neighbours import distance, nearest
-from scheduler.record import Entry, Environment, Key, Measurement, Record
+from scheduler.record import Entry, Key, Measurement, Record
 from scheduler.store import Store, shipped
 from scheduler.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-H200 = find("NVIDIA H200")
 PALLAS = frozenset({"mosaic_gpu"})
 TODAY = MATMUL.kernel("mosaic_gpu").version
-NOW = Environment("0.11.2", "0.11.2", "580.95", "2026-03-01T12:00:00Z")
 WIDE = MatmulProblem(128, 8192, 8192)
 # Legal for 128 rows, and neither the model's first choice there nor far behind it.
 WON = {"tile_m": 64, "tile_n": 128, "tile_k": 128, "stages": 4, "split": "n", "cluster": "m", "raster": "n"}
@@ -106,22 +104,13 @@ def test_every_shipped_record_helps_its_neighbours_as_far_as_it_can_run_there():
 
 
 def test_a_search_begins_with_the_winners_next_to_it():
-    class Told:
-        hardware, environment, slots, asked = H200, NOW, 1, ()
+    class Told(Alone):
+        asked = ()
 
         def measure(self, task, *, again=False):
             self.asked += (dict(task.schedule),)
             seconds = 100e-6 + 1e-9 * len(self.asked)
             return Measurement(seconds, (seconds,), "cupti", "cold")
-
-        def confirm(self, task):
-            return None
-
-        def others(self):
-            return 0
-
-        def close(self):
-            pass
 
     store, runner = Store(":memory:"), Told()
     store.put(record())

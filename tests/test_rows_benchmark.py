@@ -77,12 +77,11 @@ def test_a_large_problem_without_a_pallas_schedule_counts_as_nothing():
     assert benchmark.summary([row("softmax", 1024), missing])["softmax_tb_per_s_worst"] == 0.0
 
 
-def test_a_rehearsal_searches_judges_and_writes_every_figure(tmp_path, monkeypatch):
-    written = {}
-    monkeypatch.setattr(benchmark, "write_result", lambda name, _, **told: written.update(told, name=name))
-    benchmark.main(["--cache", str(tmp_path / "cache.db"), "--budget", "2", "--rounds", "1"])
-    assert written["name"] == "rows"
+def test_a_rehearsal_searches_judges_and_writes_every_figure(tmp_path):
+    where = ["--work", str(tmp_path / "work"), "--results", str(tmp_path)]
+    benchmark.main(["--cache", str(tmp_path / "cache.db"), "--budget", "2", "--rounds", "1", *where])
+    (file,) = tmp_path.glob("rows-cpu*.json")
+    written = json.loads(file.read_text())
     assert written["summary"].keys() == benchmark.summary([]).keys()
     assert written["summary"]["problems"] == len(written["rows"]) == 3
     assert written["summary"]["final_vs_xla_worst"] > 0
-    json.dumps(written)

@@ -104,20 +104,20 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     def wait_for_room() -> None:
                         plgpu.barrier_wait(released.at[slot])
 
-                    for group, box in a_part.boxes(*((k, row) if p.transpose_a else (row, k))):
-                        plgpu.copy_gmem_to_smem(
-                            window(a, batch, *box),
-                            a_ring.at[slot, *group],
-                            arrival,
-                            collective_axes="pair" if s.cluster == "n" else None,
-                        )
-                    for group, box in b_part.boxes(*((column, k) if p.transpose_b else (k, column))):
-                        plgpu.copy_gmem_to_smem(
-                            window(b, batch, *box),
-                            b_ring.at[slot, *group],
-                            arrival,
-                            collective_axes="pair" if s.cluster == "m" else None,
-                        )
+                    def fill(
+                        ring: Any, lies: Tiled | Grouped, array: Any, corner: tuple[Any, Any], sharing: str
+                    ) -> None:
+                        """Loads a part of `array`, which blocks that pair up along the axis `sharing` share."""
+                        for group, box in lies.boxes(*corner):
+                            plgpu.copy_gmem_to_smem(
+                                window(array, batch, *box),
+                                ring.at[slot, *group],
+                                arrival,
+                                collective_axes="pair" if s.cluster == sharing else None,
+                            )
+
+                    fill(a_ring, a_part, a, (k, row) if p.transpose_a else (row, k), "n")
+                    fill(b_ring, b_part, b, (column, k) if p.transpose_b else (k, column), "m")
 
                 lax.fori_loop(0, g.steps, load_step, None)
 
