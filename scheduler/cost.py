@@ -65,11 +65,14 @@ class Constants:
     gap_bytes: float = 2.0
     loaded: float = 1.5
     launched: float = 0.75
-    cluster_s: float = 2e-7
+    shared: float = 1.2
+    askew: float = 1.0
     alpha: float = 0.56
     exposed: float = 0.5
     p: float = 5.0
     step_s: float = 1e-8
+    gap_s: float = 1e-7
+    slot_s: float = 4e-8
     tile_s: float = 5e-7
     library_e_mma: float = 0.845
     library_e_hbm: float = 0.88
@@ -92,10 +95,14 @@ class Constants:
 SHARES = ("e_mma", "e_power", "e_sram", "e_l2", "e_hbm", "quiet", "alpha", "exposed", "library_e_mma", "library_e_hbm")
 ORDERS = ("p", "library_p")
 
+# Operands of at most this share of the last-level cache are met in it: whoever made them has just written them, and no
+# bench rotates through so many copies that they are not.
+RESIDENT = 1 / 32
+
 # By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
 # millisecond whatever it computes.
 FITTED: Mapping[str, Constants] = MappingProxyType(
-    {"cpu": Constants(p=1, step_s=1e-3, tile_s=0, launched=1, library_grain=0, library_s=0)}
+    {"cpu": Constants(p=1, step_s=1e-3, slot_s=0, tile_s=0, launched=1, library_grain=0, library_s=0)}
 )
 
 
@@ -191,9 +198,10 @@ class CostModel:
         return overlapped + h.launch_s + c.library_s
 
     def _analyse(self, footprint: Footprint) -> tuple[dict[str, Array], dict[str, Array], Array]:
-        """What overlaps in a step [full or last wave, schedule], what adds up [schedule], and steps [wave, schedule].
+        """What overlaps in a step [kind of step, schedule], what adds up [schedule], and steps of each kind.
 
-        The first two in seconds; `terms` says what each name means.
+        Kinds: those of full waves and of the last one, the first loads of all slots, and then the later ones. The first
+        two in seconds; `terms` says what each name means.
         """
         f, h, c = footprint, self.hardware, self.fitted
         blocks, steps, slots = _blocks(f), _array(f.steps), concurrent(f, h)
@@ -204,39 +212,55 @@ class CostModel:
 
         moved = traffic(f, h, alpha=c.alpha)
         slowed_bytes = moved.memory_bytes + c.gap_bytes * moved.memory_rows + blocks * f.bytes_written
-        waiting = c.loaded * (moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s)
-        waiting = waiting + c.cluster_s * (_array(f.cluster) > 1)
+        latency_s = moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s
         peak, core_rate = h.peak(f.arithmetic), c.e_l2 * h.l2_bytes_per_s / h.cores
         crowd = c.quiet + (1 - c.quiet) * np.minimum(running / h.cores, 1)
+        issued_s = sum(
+            (_rows(_filled(o), o.copy_bytes) * c.row_s + c.askew * _askew(o, h.sector_bytes) / core_rate) / o.multicast
+            for o in f.operands
+        )
+        filled_s = sum(_filled(o) * np.where(np.asarray(o.multicast) > 1, c.shared, 1.0) for o in f.operands) / core_rate
         overlapped = {
             "mma": per_core * f.flops * h.cores / (c.e_mma * h.boost * peak),
             "power": running * f.flops / (c.e_power * peak),
             "sram": per_core * _array(f.onchip_bytes_read) / (c.e_sram * h.onchip_bytes_per_clock * h.clock_hz),
-            "l2": crowd * per_core * sum(_filled(o) for o in f.operands) / core_rate,
-            "rows": crowd * per_core * sum(_rows(_filled(o), o.copy_bytes) / o.multicast for o in f.operands) * c.row_s,
+            "l2": crowd * per_core * filled_s,
+            "rows": crowd * per_core * issued_s,
             "outside": per_core * sum(_outside(o) * o.multicast for o in f.operands) * c.outside_s,
             "hbm": running * slowed_bytes / (blocks * steps) / (c.e_hbm * h.hbm_bytes_per_s),
             "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
+        units = np.stack([overlapped[name] for name in ("mma", "power", "sram")]).max(axis=0)
+        overlapping = per_core * f.overlapping
+        others = 1 - 1 / np.maximum(overlapping, 1)
+        overlapped["gap"] = np.where(overlapping > 0, np.maximum(c.gap_s - others * units, 0.0), 0.0)
         load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0) + overlapped["outside"]
-        compute = np.maximum(overlapped["mma"], overlapped["sram"]) + overlapped["special"] + overlapped["vector"]
-        overlapped["latency"] = (waiting + (load + compute) / np.maximum(per_core, 1)) / f.stages
+        compute = units + overlapped["gap"] + overlapped["special"] + overlapped["vector"]
         count, busiest = waves.sum(axis=0), per_core.max(axis=0)
-        surrounded = _array(f.persistent).astype(bool) | (resident(f, h) > 1)
+        surrounded = _array(f.persistent).astype(bool) | (residents(f, h) > 1)
+        each = (load + compute) / np.maximum(per_core, 1)
+        overlapped["latency"] = (c.loaded * latency_s + each) / f.stages
         epilogue = busiest * f.bytes_written / core_rate
         turns = np.where(surrounded, c.exposed * (count - 1) * (c.tile_s + epilogue), 0.0)
         overlapped["turns"] = turns / (count * steps) * np.ones_like(running)
         alone = np.where(surrounded, 1.0, count)
+        shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
+        first_s = np.where(moved.resident, h.l2_latency_s, h.memory_latency_s)
         serial = {
             "step": c.step_s * steps * count,
-            "prologue": h.memory_latency_s * alone,
+            "ring": c.slot_s * f.stages * np.ones_like(count),
+            "prologue": (first_s + shorter) * alone,
             "epilogue": epilogue * alone,
             "tile": c.tile_s * alone,
             "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * np.ones_like(count),
             "launch": c.launched * h.launch_s * _array(f.launches) * np.ones_like(count),
         }
-        return overlapped, serial, waves * steps
+        # A slot's first load waits for nobody: the prologue has its latency.
+        fresh = np.minimum(f.stages / (steps * np.where(surrounded, count, 1.0)), 1.0)
+        twice = {name: np.concatenate([seconds, seconds]) for name, seconds in overlapped.items()}
+        twice["latency"][: len(waves)] = 0.0
+        return twice, serial, np.concatenate([waves * steps * fresh, waves * steps * (1 - fresh)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,18 +271,25 @@ class Traffic:
       cache_bytes: from the last-level cache into the cores.
       memory_bytes: from device memory into that cache.
       memory_rows: the rows of device memory that these lie in, and the narrower copies that fetch them.
+      window_bytes: what each window of blocks that run at the same time loads, counted once in a window.
       compulsory_bytes: every operand loaded once and every result written once, what no schedule can avoid.
+      resident: the operands are met in that cache.
     """
 
     cache_bytes: Array
     memory_bytes: Array
     memory_rows: Array
+    window_bytes: Array
     compulsory_bytes: Array
+    resident: npt.NDArray[np.bool_]
 
     @property
     def hit_rate(self) -> Array:
-        """Share of the loads that the last-level cache serves."""
-        return np.clip(1 - self.memory_bytes / np.maximum(self.cache_bytes, 1), 0, 1)
+        """Share of the loads that do not wait for device memory.
+
+        Of the blocks of a window that load the same, the first waits for memory, and the others for what it asked for.
+        """
+        return np.clip(1 - self.memory_bytes / np.maximum(self.window_bytes, 1), 0, 1)
 
 
 def traffic(footprint: Footprint, hardware: Hardware, alpha: float) -> Traffic:
@@ -277,24 +308,29 @@ def traffic(footprint: Footprint, hardware: Hardware, alpha: float) -> Traffic:
     ]
     operands: Array = _array(sum(once))
     kept = np.minimum(1.0, alpha * hardware.l2_bytes / np.maximum(operands, 1.0))
-    loaded = [kept * a + (1 - kept) * np.maximum(a, b) for a, b in zip(once, again, strict=True)]
+    resident = operands <= RESIDENT * hardware.l2_bytes
+    loaded = [
+        np.where(resident, 0.0, kept * a + (1 - kept) * np.maximum(a, b)) for a, b in zip(once, again, strict=True)
+    ]
     return Traffic(
         cache_bytes=_array(sum(blocks * steps * o.bytes / o.multicast for o in f.operands)),
         memory_bytes=_array(sum(loaded)),
         memory_rows=_array(
             sum(_rows(b, o.row_bytes) + _rows(b, o.copy_bytes) for b, o in zip(loaded, f.operands, strict=True))
         ),
+        window_bytes=_array(sum(again)),
         compulsory_bytes=operands + blocks * f.bytes_written,
+        resident=resident,
     )
 
 
 def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
     """Blocks that run at the same time on the whole chip; the cores that whole clusters leave over stay idle."""
     clusters = np.maximum(hardware.cores // _array(footprint.cluster), 1)
-    return resident(footprint, hardware) * clusters * footprint.cluster
+    return residents(footprint, hardware) * clusters * footprint.cluster
 
 
-def resident(footprint: Footprint, hardware: Hardware) -> Array:
+def residents(footprint: Footprint, hardware: Hardware) -> Array:
     """Blocks that share one core, by on-chip memory, registers, threads and the limit of blocks; at least 1.
 
     A persistent kernel starts one block for each core.
@@ -397,6 +433,12 @@ def _outside(operand: Operand) -> Array:
     return _rows(_filled(operand) - operand.bytes, operand.copy_bytes)
 
 
+def _askew(operand: Operand, sector_bytes: int) -> Array:
+    """On-chip bytes that a block fills with rows of this operand that start within a sector of the cache."""
+    start = np.asarray(operand.start_bytes)
+    return np.where((start > 0) & (start < sector_bytes), _filled(operand), 0.0)
+
+
 def _rows(size_bytes: npt.ArrayLike, width_bytes: npt.ArrayLike) -> Array:
     """How many rows of this width so many bytes are; none where they are no rows (0)."""
     width = _array(width_bytes)
@@ -418,10 +460,10 @@ def _pace(parts: Mapping[str, Array], p: float) -> Array:
     the pace they hardly show, as the norm of twice that order has it: products of few rows come to 95 % of an H200's
     bandwidth with most tiles.
     """
-    units = np.maximum(np.maximum(parts["mma"] + parts["turns"], parts["power"]), parts["sram"])
+    units = np.maximum(np.maximum(parts["mma"] + parts["turns"], parts["power"]), parts["sram"]) + parts["gap"]
     loads = np.maximum(parts["l2"], parts["rows"]) + parts["outside"]
-    core = _norm(np.stack([units, parts["special"], parts["vector"], loads, parts["latency"]]), p)
-    return _norm(np.stack([core, parts["hbm"] + parts["outside"]]), 2 * p)
+    core = _norm(np.stack([units, parts["special"], parts["vector"], loads]), p)
+    return _norm(np.stack([core, parts["latency"], parts["hbm"] + parts["outside"]]), 2 * p)
 
 
 def _norm(parts: Array, p: float) -> Array:

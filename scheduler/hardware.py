@@ -26,6 +26,7 @@ class Hardware:
       flops_per_s: dense peak by arithmetic: dtype names, "tf32", "bf16_3x".
       hbm_bytes_per_s: device memory bandwidth, reads plus writes.
       l2_bytes_per_s, l2_bytes: bandwidth and capacity of the last-level cache.
+      sector_bytes: of the least part of a line that this cache delivers.
       onchip_bytes: the most on-chip memory that one block may ask for.
       onchip_bytes_per_core: what the resident blocks of a core share, `onchip_reserved_bytes` of it lost per block.
       onchip_bytes_per_clock: read bandwidth of one core's on-chip memory.
@@ -61,6 +62,7 @@ class Hardware:
     memory_latency_s: float
     l2_latency_s: float
     launch_s: float
+    sector_bytes: int = 32
     boost: float = 1.0
     borrowed: bool = False
 

@@ -197,6 +197,8 @@ class Operand:
       filled_bytes: on-chip bytes that it fills, what lies beyond ragged edges included; 0 where these are `bytes`.
       row_bytes: bytes that follow each other in device memory before the block's next row; 0 where rows are long.
       copy_bytes: width of the on-chip rows in which a copy unit delivers them, one row at a time; 0 where none does.
+      start_bytes: the largest power of two at a multiple of which all of these rows start in device memory; 0 where
+        that is a line of its cache.
     """
 
     bytes: Column
@@ -205,6 +207,7 @@ class Operand:
     filled_bytes: Column | int = 0
     row_bytes: Column | int = 0
     copy_bytes: Column | int = 0
+    start_bytes: Column | int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +225,8 @@ class Footprint:
       minor: the axis of `grid` that advances first (the others follow from the last to the first)...
       group: ...for so many blocks, before the next axis advances.
       stages: steps whose loads may be in flight at once.
+      overlapping: products of one block that its matrix units may have before them at once: 1 where each step's ends
+        before the next one's is issued; 0 where nobody waits for such units.
       threads: threads of one block that compute.
       registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
       registers_per_block: registers of the whole block, helpers included; 0 where unknown.
@@ -247,6 +252,7 @@ class Footprint:
     minor: Column | int = 0
     group: Column | int = 1
     stages: Column | int = 1
+    overlapping: Column | int = 0
     threads: Column | int = 128
     registers: Column | int = 0
     registers_per_block: Column | int = 0

@@ -57,6 +57,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
                 filled_bytes=s.tile_m * s.tile_k * itemsize,
                 row_bytes=(s.tile_m if p.transpose_a else s.tile_k) * itemsize,
                 copy_bytes=g.swizzle,
+                start_bytes=_start_bytes(g.extents[0], itemsize),
             ),
             Operand(
                 bytes=p.n / blocks_n * row_bytes,
@@ -65,6 +66,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
                 filled_bytes=s.tile_k * s.tile_n * itemsize,
                 row_bytes=(s.tile_k if p.transpose_b else s.tile_n) * itemsize,
                 copy_bytes=g.swizzle,
+                start_bytes=_start_bytes(g.extents[1], itemsize),
             ),
             *following,
         ),
@@ -78,7 +80,9 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         steps=g.steps,
         minor=np.where(s.raster == "m", 1, 2),
         group=s.raster_width * np.where(s.raster == "m", g.pair_m, g.pair_n),
-        stages=s.stages,
+        # A slot whose product still runs is loaded again one step later.
+        stages=s.stages - s.in_flight,
+        overlapping=g.readers + s.in_flight,
         threads=g.warpgroups * THREADS,
         registers=registers,
         # With one computing warpgroup nobody gives registers back, and all threads have as many.
@@ -92,6 +96,12 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         copied_bytes=sum(before) + after,
         launches=1 + sum(copy > 0 for copy in (*before, after)),
     )
+
+
+def _start_bytes(extents: tuple[Any, Any], itemsize: int) -> Any:
+    """Of the rows of an array in device memory: the largest power of two that divides their pitch."""
+    pitch = extents[1] * itemsize
+    return np.where(extents[0] > 1, pitch & -pitch, 0)
 
 
 def _following(p: MatmulProblem, s: Columns, g: Geometry) -> tuple[list[Operand], Any]:
