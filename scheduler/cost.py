@@ -226,7 +226,7 @@ class CostModel:
             "sram": per_core * _array(f.onchip_bytes_read) / (c.e_sram * h.onchip_bytes_per_clock * h.clock_hz),
             "l2": crowd * per_core * filled_s,
             "rows": crowd * per_core * issued_s,
-            "outside": per_core * sum(_outside(o) * o.multicast for o in f.operands) * c.outside_s,
+            "outside": per_core * sum(_array(o.outside_rows) * o.multicast for o in f.operands) * c.outside_s,
             "hbm": running * slowed_bytes / (blocks * steps) / (c.e_hbm * h.hbm_bytes_per_s),
             "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
@@ -426,11 +426,6 @@ def attention_memory_bytes(length: int, head_dim: int, itemsize: int, rows: int 
 def _filled(operand: Operand) -> Array:
     """On-chip bytes that a block fills with this operand in one step."""
     return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
-
-
-def _outside(operand: Operand) -> Array:
-    """Rows beyond an array's edge that a copy unit fills for a block in one step."""
-    return _rows(_filled(operand) - operand.bytes, operand.copy_bytes)
 
 
 def _askew(operand: Operand, sector_bytes: int) -> Array:

@@ -197,6 +197,7 @@ class Operand:
       filled_bytes: on-chip bytes that it fills, what lies beyond ragged edges included; 0 where these are `bytes`.
       row_bytes: bytes that follow each other in device memory before the block's next row; 0 where rows are long.
       copy_bytes: width of the on-chip rows in which a copy unit delivers them, one row at a time; 0 where none does.
+      outside_rows: of these rows, those in groups of eight that lie wholly beyond an edge of the array, on average.
       start_bytes: the largest power of two at a multiple of which all of these rows start in device memory; 0 where
         that is a line of its cache.
     """
@@ -207,6 +208,7 @@ class Operand:
     filled_bytes: Column | int = 0
     row_bytes: Column | int = 0
     copy_bytes: Column | int = 0
+    outside_rows: Column | float = 0
     start_bytes: Column | int = 0
 
 
