@@ -127,7 +127,7 @@ class JaxHopperMatmul(Kernel[MatmulProblem, JaxHopperSchedule]):
             minor=np.where(s.grid_minor_dim == "M", 0, 1),
             group=s.grid_tile_width,
             stages=s.max_concurrent_steps,
-            overlapping=WARPGROUPS,
+            multipliers=WARPGROUPS,
             threads=WARPGROUPS * THREADS,
             registers=registers,
             registers_per_block=THREADS * (WARPGROUPS * registers + COPY_REGISTERS),

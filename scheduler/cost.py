@@ -65,7 +65,8 @@ class Constants:
     gap_bytes: float = 2.0
     loaded: float = 1.5
     launched: float = 0.75
-    shared: float = 1.2
+    shared: float = 1.1
+    cluster_s: float = 2e-7
     askew: float = 1.0
     alpha: float = 0.56
     exposed: float = 0.5
@@ -232,9 +233,9 @@ class CostModel:
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
         units = np.stack([overlapped[name] for name in ("mma", "power", "sram")]).max(axis=0)
-        overlapping = per_core * f.overlapping
-        others = 1 - 1 / np.maximum(overlapping, 1)
-        overlapped["gap"] = np.where(overlapping > 0, np.maximum(c.gap_s - others * units, 0.0), 0.0)
+        multipliers = per_core * f.multipliers
+        apart = (units / np.maximum(multipliers, 1) + c.gap_s) / (1 + _array(f.ahead))
+        overlapped["gap"] = np.where(multipliers > 0, np.maximum(apart - units, 0.0), 0.0)
         load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0) + overlapped["outside"]
         compute = units + overlapped["gap"] + overlapped["special"] + overlapped["vector"]
         count, busiest = waves.sum(axis=0), per_core.max(axis=0)
@@ -254,6 +255,7 @@ class CostModel:
             "epilogue": epilogue * alone,
             "tile": c.tile_s * alone,
             "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * np.ones_like(count),
+            "cluster": c.cluster_s * (_array(f.cluster) > 1) * np.ones_like(count),
             "launch": c.launched * h.launch_s * _array(f.launches) * np.ones_like(count),
         }
         # A slot's first load waits for nobody: the prologue has its latency.

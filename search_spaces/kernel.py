@@ -227,8 +227,9 @@ class Footprint:
       minor: the axis of `grid` that advances first (the others follow from the last to the first)...
       group: ...for so many blocks, before the next axis advances.
       stages: steps whose loads may be in flight at once.
-      overlapping: products of one block that its matrix units may have before them at once: 1 where each step's ends
-        before the next one's is issued; 0 where nobody waits for such units.
+      multipliers: groups of threads that multiply a step between them, each a part of its own, and wait for matrix units
+        meanwhile; 0 where nobody does.
+      ahead: steps whose products one of them starts before those of the step before have ended.
       threads: threads of one block that compute.
       registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
       registers_per_block: registers of the whole block, helpers included; 0 where unknown.
@@ -254,7 +255,8 @@ class Footprint:
     minor: Column | int = 0
     group: Column | int = 1
     stages: Column | int = 1
-    overlapping: Column | int = 0
+    multipliers: Column | int = 0
+    ahead: Column | int = 0
     threads: Column | int = 128
     registers: Column | int = 0
     registers_per_block: Column | int = 0

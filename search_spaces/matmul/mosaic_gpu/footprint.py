@@ -87,7 +87,8 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         group=s.raster_width * np.where(s.raster == "m", g.pair_m, g.pair_n),
         # A slot whose product still runs is loaded again one step later.
         stages=s.stages - s.in_flight,
-        overlapping=g.readers + s.in_flight,
+        multipliers=g.readers,
+        ahead=s.in_flight,
         threads=g.warpgroups * THREADS,
         registers=registers,
         # With one computing warpgroup nobody gives registers back, and all threads have as many.
