@@ -65,7 +65,6 @@ class Constants:
     gap_bytes: float = 2.0
     loaded: float = 1.5
     launched: float = 0.75
-    shared: float = 1.1
     cluster_s: float = 2e-7
     askew: float = 1.0
     alpha: float = 0.56
@@ -220,12 +219,11 @@ class CostModel:
             (_rows(_filled(o), o.copy_bytes) * c.row_s + c.askew * _askew(o, h.sector_bytes) / core_rate) / o.multicast
             for o in f.operands
         )
-        filled_s = sum(_filled(o) * np.where(np.asarray(o.multicast) > 1, c.shared, 1.0) for o in f.operands) / core_rate
         overlapped = {
             "mma": per_core * f.flops * h.cores / (c.e_mma * h.boost * peak),
             "power": running * f.flops / (c.e_power * peak),
             "sram": per_core * _array(f.onchip_bytes_read) / (c.e_sram * h.onchip_bytes_per_clock * h.clock_hz),
-            "l2": crowd * per_core * filled_s,
+            "l2": crowd * per_core * sum(_filled(o) for o in f.operands) / core_rate,
             "rows": crowd * per_core * issued_s,
             "outside": per_core * sum(_array(o.outside_rows) * o.multicast for o in f.operands) * c.outside_s,
             "hbm": running * slowed_bytes / (blocks * steps) / (c.e_hbm * h.hbm_bytes_per_s),
