@@ -58,9 +58,12 @@ ABLATIONS: Mapping[str, Callable[[Constants], Constants]] = {
     "rows are as fast as their bytes": lambda c: dataclasses.replace(c, row_s=0.0),
     "no gaps between rows in memory": lambda c: dataclasses.replace(c, gap_bytes=0.0),
     "rows beyond an edge stop nothing": lambda c: dataclasses.replace(c, outside_s=0.0),
+    "rows that start within a sector are as fast as others": lambda c: dataclasses.replace(c, askew=0.0),
     "few cores load no faster than all": lambda c: dataclasses.replace(c, quiet=1.0),
     "blocks follow each other at once": lambda c: dataclasses.replace(c, exposed=1e-9),
     "clusters wait for nobody": lambda c: dataclasses.replace(c, cluster_s=0.0),
+    "a step follows the last at once": lambda c: dataclasses.replace(c, gap_s=0.0),
+    "a ring costs nothing to set up": lambda c: dataclasses.replace(c, slot_s=0.0),
     "power is no limit": lambda c: dataclasses.replace(c, e_power=1.0),
     "no latency under load": lambda c: dataclasses.replace(c, loaded=0.0),
 }

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from scheduler import timer
-from scheduler.cost import CostModel
+from scheduler.cost import MET_IN_CACHE, CostModel
 from scheduler.hardware import Hardware
 from scheduler.legal import illegal
 from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule
@@ -25,8 +25,9 @@ Compiled = Callable[..., jax.Array]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
-# Rotating more buffer sets than this costs more memory traffic at set-up than it tells.
-MOST_SETS = 64
+# Rotating more buffer sets than this (64) costs more memory traffic at set-up than it tells: smaller operands stay in the
+# cache, as the model has it.
+MOST_SETS = round(2 / MET_IN_CACHE)
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
 # No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.

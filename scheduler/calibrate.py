@@ -23,7 +23,10 @@ Array = npt.NDArray[np.float64]
 # cannot tell from something else stays near its prior: e_hbm near what products of few rows reached.
 _KERNEL = {
     **dict.fromkeys(("e_mma", "e_power", "e_sram", "e_l2", "row_s", "quiet", "outside_s", "gap_bytes"), 0.1),
-    **dict.fromkeys(("loaded", "launched", "cluster_s", "askew", "alpha", "exposed", "p", "step_s", "gap_s", "slot_s", "tile_s"), 0.1),
+    **dict.fromkeys(
+        ("loaded", "launched", "cluster_s", "askew", "alpha", "exposed", "p", "step_s", "gap_s", "slot_s", "tile_s"),
+        0.1,
+    ),
     "e_hbm": 0.03,
 }
 _LIBRARY = dict.fromkeys(("library_e_mma", "library_e_hbm", "library_p", "library_grain", "library_s"), 0.3)

@@ -43,11 +43,15 @@ class Constants:
       outside_s: seconds for which a core gets nothing else while one row beyond an array's edge is filled in.
       gap_bytes: bytes that device memory could deliver in the time lost between two rows, and between two copies.
       loaded, launched: latency of a load among many, and an empty launch, over those in `Hardware`.
-      cluster_s: seconds by which a slot is free later where blocks of a cluster wait for each other.
+      cluster_s: seconds for which blocks of a cluster wait for each other at their start and at their end.
+      askew: time by which a row that starts within a sector of the cache takes longer, over what the cache takes to
+        deliver its bytes.
       alpha: share of the last-level cache that holds operands until they are used again.
       exposed: share of a block's set-up and end that its core's units wait for although other blocks surround it.
       p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
       step_s: one step's barriers and loop, in seconds.
+      gap_s: seconds from the end of a step's product until the next one runs, where it is started only then.
+      slot_s: seconds to set up one slot of a ring of buffers.
       tile_s: one output block's set-up and drain, in seconds.
       library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
       library_grain: results that each core must have for the library to reach half of that rate of arithmetic.
@@ -95,9 +99,9 @@ class Constants:
 SHARES = ("e_mma", "e_power", "e_sram", "e_l2", "e_hbm", "quiet", "alpha", "exposed", "library_e_mma", "library_e_hbm")
 ORDERS = ("p", "library_p")
 
-# Operands of at most this share of the last-level cache are met in it: whoever made them has just written them, and no
-# bench rotates through so many copies that they are not.
-RESIDENT = 1 / 32
+# Operands of at most this share of the last-level cache, together, are met in it: whoever made them has just written
+# them, and a bench does not rotate through so many copies that it would lose them.
+MET_IN_CACHE = 1 / 32
 
 # By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
 # millisecond whatever it computes.
@@ -134,6 +138,8 @@ class CostModel:
         Those of the first group overlap within a step, as `_pace` says. Those of the second add up.
 
         mma: arithmetic of the busiest core, padding and a last wave included, at e_mma of a core's peak rate.
+        gap: what the same units wait between a step's products and the next one's, as far as neither another group of
+          threads nor a step that was started before keeps them busy (H200: 0.1 us, a step of 64 x 64 x 64 takes 0.07).
         turns: what the same units wait for between two blocks, set-up, drain and storing, where loads go on meanwhile:
           blocks are persistent or share a core.
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
@@ -142,8 +148,8 @@ class CostModel:
         l2: what loads fill in a core, edges included, at e_l2 of what the last-level cache delivers to it. A load that
           a multicast shares still fills each core that it serves.
         rows: what the core's copy unit issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
-          in 1.9 clocks where all cores load, in 1.6 where 96 of 132 do, and so for l2: `quiet`). A shared load is
-          issued in parts.
+          in 1.9 clocks where all cores load, in 1.6 where 96 of 132 do, and so for l2: `quiet`); `askew` longer where
+          they start within a sector. A shared load is issued in parts.
         outside: rows beyond an array's edge, which are filled with zeros and stop all other loads of the core
           meanwhile (H200: tiles of 64 rows over an array of one take 1.4 times as long as tiles of 8). One that is
           shared stops every core that it serves.
@@ -151,15 +157,18 @@ class CostModel:
           row and each copy.
         special, vector: exponentials and plain lane operations, at the rates of their units.
         latency: what a ring of `stages` buffers cannot hide: each is loaded after the latency, computed on, and only
-          then loaded again, so a step takes at least (latency + load + compute) / stages (Little's law); cluster_s
-          longer where blocks share loads.
+          then loaded again, so a step takes at least (latency + load + compute) / stages (Little's law). The first load
+          of each buffer waits for no other.
 
-        step: barriers and the loop of each step.
-        prologue: latency until a block's first operands are there; of the first block alone where `turns` says how
+        step: the loop of each step.
+        ring: setting up its buffers.
+        prologue: latency until a block's first operands are there, and the shorter of a step's load and computing, as
+          the first load and the last computing overlap with nothing; of the first block alone where `turns` says how
           the others follow each other.
         epilogue: storing a block's result through the last-level cache; of the last block alone likewise.
         tile: set-up and drain of a block; likewise.
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
+        cluster: blocks of a cluster that wait for each other, at their start and at their end.
         launch: empty launches.
         """
         overlapped, serial, steps = self._analyse(footprint)
@@ -215,29 +224,27 @@ class CostModel:
         latency_s = moved.hit_rate * h.l2_latency_s + (1 - moved.hit_rate) * h.memory_latency_s
         peak, core_rate = h.peak(f.arithmetic), c.e_l2 * h.l2_bytes_per_s / h.cores
         crowd = c.quiet + (1 - c.quiet) * np.minimum(running / h.cores, 1)
-        issued_s = sum(
-            (_rows(_filled(o), o.copy_bytes) * c.row_s + c.askew * _askew(o, h.sector_bytes) / core_rate) / o.multicast
-            for o in f.operands
-        )
+        askew = [_askew(o, h.sector_bytes) * c.askew / core_rate for o in f.operands]
+        rows = [_rows(_filled(o), o.copy_bytes) * c.row_s for o in f.operands]
         overlapped = {
             "mma": per_core * f.flops * h.cores / (c.e_mma * h.boost * peak),
             "power": running * f.flops / (c.e_power * peak),
             "sram": per_core * _array(f.onchip_bytes_read) / (c.e_sram * h.onchip_bytes_per_clock * h.clock_hz),
             "l2": crowd * per_core * sum(_filled(o) for o in f.operands) / core_rate,
-            "rows": crowd * per_core * issued_s,
+            "rows": crowd
+            * per_core
+            * sum((r + a) / o.multicast for r, a, o in zip(rows, askew, f.operands, strict=True)),
             "outside": per_core * sum(_array(o.outside_rows) * o.multicast for o in f.operands) * c.outside_s,
             "hbm": running * slowed_bytes / (blocks * steps) / (c.e_hbm * h.hbm_bytes_per_s),
             "special": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
             "vector": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
         units = np.stack([overlapped[name] for name in ("mma", "power", "sram")]).max(axis=0)
-        multipliers = per_core * f.multipliers
-        apart = (units / np.maximum(multipliers, 1) + c.gap_s) / (1 + _array(f.ahead))
-        overlapped["gap"] = np.where(multipliers > 0, np.maximum(apart - units, 0.0), 0.0)
+        overlapped["gap"] = _gap(f, per_core, units, c.gap_s)
         load = np.stack([overlapped[name] for name in ("l2", "rows", "hbm")]).max(axis=0) + overlapped["outside"]
         compute = units + overlapped["gap"] + overlapped["special"] + overlapped["vector"]
         count, busiest = waves.sum(axis=0), per_core.max(axis=0)
-        surrounded = _array(f.persistent).astype(bool) | (residents(f, h) > 1)
+        surrounded = _array(f.persistent).astype(bool) | (resident(f, h) > 1)
         each = (load + compute) / np.maximum(per_core, 1)
         overlapped["latency"] = (c.loaded * latency_s + each) / f.stages
         epilogue = busiest * f.bytes_written / core_rate
@@ -245,7 +252,7 @@ class CostModel:
         overlapped["turns"] = turns / (count * steps) * np.ones_like(running)
         alone = np.where(surrounded, 1.0, count)
         shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
-        first_s = np.where(moved.resident, h.l2_latency_s, h.memory_latency_s)
+        first_s = np.where(moved.in_cache, h.l2_latency_s, h.memory_latency_s)
         serial = {
             "step": c.step_s * steps * count,
             "ring": c.slot_s * f.stages * np.ones_like(count),
@@ -273,7 +280,7 @@ class Traffic:
       memory_rows: the rows of device memory that these lie in, and the narrower copies that fetch them.
       window_bytes: what each window of blocks that run at the same time loads, counted once in a window.
       compulsory_bytes: every operand loaded once and every result written once, what no schedule can avoid.
-      resident: the operands are met in that cache.
+      in_cache: the operands are so small that they are met there.
     """
 
     cache_bytes: Array
@@ -281,7 +288,7 @@ class Traffic:
     memory_rows: Array
     window_bytes: Array
     compulsory_bytes: Array
-    resident: npt.NDArray[np.bool_]
+    in_cache: npt.NDArray[np.bool_]
 
     @property
     def hit_rate(self) -> Array:
@@ -308,9 +315,9 @@ def traffic(footprint: Footprint, hardware: Hardware, alpha: float) -> Traffic:
     ]
     operands: Array = _array(sum(once))
     kept = np.minimum(1.0, alpha * hardware.l2_bytes / np.maximum(operands, 1.0))
-    resident = operands <= RESIDENT * hardware.l2_bytes
+    in_cache = operands <= MET_IN_CACHE * hardware.l2_bytes
     loaded = [
-        np.where(resident, 0.0, kept * a + (1 - kept) * np.maximum(a, b)) for a, b in zip(once, again, strict=True)
+        np.where(in_cache, 0.0, kept * a + (1 - kept) * np.maximum(a, b)) for a, b in zip(once, again, strict=True)
     ]
     return Traffic(
         cache_bytes=_array(sum(blocks * steps * o.bytes / o.multicast for o in f.operands)),
@@ -320,17 +327,17 @@ def traffic(footprint: Footprint, hardware: Hardware, alpha: float) -> Traffic:
         ),
         window_bytes=_array(sum(again)),
         compulsory_bytes=operands + blocks * f.bytes_written,
-        resident=resident,
+        in_cache=in_cache,
     )
 
 
 def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
     """Blocks that run at the same time on the whole chip; the cores that whole clusters leave over stay idle."""
     clusters = np.maximum(hardware.cores // _array(footprint.cluster), 1)
-    return residents(footprint, hardware) * clusters * footprint.cluster
+    return resident(footprint, hardware) * clusters * footprint.cluster
 
 
-def residents(footprint: Footprint, hardware: Hardware) -> Array:
+def resident(footprint: Footprint, hardware: Hardware) -> Array:
     """Blocks that share one core, by on-chip memory, registers, threads and the limit of blocks; at least 1.
 
     A persistent kernel starts one block for each core.
@@ -428,6 +435,17 @@ def _filled(operand: Operand) -> Array:
     return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
 
 
+def _gap(footprint: Footprint, per_core: Array, units: Array, gap_s: float) -> Array:
+    """Seconds that a core's matrix units wait in a step beyond the seconds in which they and their reads are busy.
+
+    A group of threads multiplies its part, waits `gap_s`, and goes on; one that starts a step ahead does so for two
+    steps at a time. The units are busy as long as the others' parts last.
+    """
+    groups = per_core * footprint.multipliers
+    cycle = (units / np.maximum(groups, 1) + gap_s) / (1 + _array(footprint.ahead))
+    return np.where(groups > 0, np.maximum(cycle - units, 0.0), 0.0)
+
+
 def _askew(operand: Operand, sector_bytes: int) -> Array:
     """On-chip bytes that a block fills with rows of this operand that start within a sector of the cache."""
     start = np.asarray(operand.start_bytes)
@@ -451,9 +469,9 @@ def _array(value: npt.ArrayLike) -> Array:
 def _pace(parts: Mapping[str, Array], p: float) -> Array:
     """Seconds of a step whose parts overlap.
 
-    A core's units, its loads and its latencies show beside each other: the norm of order `p`. Where device memory sets
-    the pace they hardly show, as the norm of twice that order has it: products of few rows come to 95 % of an H200's
-    bandwidth with most tiles.
+    A core's units and its loads show beside each other: the norm of order `p`. Beside what waits for device memory, its
+    bandwidth or its latency, they hardly show, as the norm of twice that order has it: products of few rows come to
+    95 % of an H200's bandwidth with most tiles, and one stage more than the ring needs gains nothing.
     """
     units = np.maximum(np.maximum(parts["mma"] + parts["turns"], parts["power"]), parts["sram"]) + parts["gap"]
     loads = np.maximum(parts["l2"], parts["rows"]) + parts["outside"]

@@ -227,8 +227,8 @@ class Footprint:
       minor: the axis of `grid` that advances first (the others follow from the last to the first)...
       group: ...for so many blocks, before the next axis advances.
       stages: steps whose loads may be in flight at once.
-      multipliers: groups of threads that multiply a step between them, each a part of its own, and wait for matrix units
-        meanwhile; 0 where nobody does.
+      multipliers: groups of threads that multiply a step between them, each a part of its own, and wait until matrix
+        units have done so; 0 where nobody does.
       ahead: steps whose products one of them starts before those of the step before have ended.
       threads: threads of one block that compute.
       registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.

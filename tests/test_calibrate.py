@@ -44,8 +44,8 @@ SWEEPS = sorted(filter(of_today, (ROOT / "sweeps" / "nvidia-h200").glob("matmul-
 
 @pytest.fixture(autouse=True)
 def as_recorded(monkeypatch):
-    """The ragged sweep was recorded when a kernel still padded such arrays, as it does before JAX 0.11."""
-    monkeypatch.setattr(geometry, "HAS_UNTILED_SWIZZLE", False)
+    """With JAX 0.11: before it, the kernel pads the arrays of ragged products."""
+    monkeypatch.setattr(geometry, "HAS_UNTILED_SWIZZLE", True)
 
 
 @functools.cache
@@ -108,7 +108,7 @@ def test_a_recorded_shape_is_ranked_by_constants_of_the_others(left_out):
     footprint = KERNEL.footprint(seen.problem, seen.schedules, H200.target)
     model, best = CostModel(H200, found), seen.seconds.min()
     ranked = np.argsort(model.seconds(footprint), kind="stable")
-    assert best / seen.seconds[ranked[0]] >= 0.75, "the first choice alone: ragged products are the worst"
+    assert best / seen.seconds[ranked[0]] >= 0.9
     assert best / seen.seconds[ranked[:8]].min() >= 0.95
     assert best / seen.seconds[ranked[: len(ranked) // 5]].min() >= 0.99
     assert np.median(error(found, seen)) < 0.3

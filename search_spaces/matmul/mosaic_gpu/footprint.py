@@ -142,9 +142,9 @@ def _following(p: MatmulProblem, s: Columns, g: Geometry) -> tuple[list[Operand]
                 filled_bytes=whole * s.tile_m * s.tile_n * itemsize / g.steps,
                 row_bytes=s.tile_n * itemsize,
                 copy_bytes=g.residual_swizzle,
-                outside_rows=whole * _outside_rows(
-                    (p.m, g.rows * g.pair_m), (s.tile_m, s.tile_n), g.residual_swizzle // itemsize
-                ) / g.steps,
+                outside_rows=whole
+                * _outside_rows((p.m, g.rows * g.pair_m), (s.tile_m, s.tile_n), g.residual_swizzle // itemsize)
+                / g.steps,
             )
         )
         onchip_bytes += round_up(slots * g.piece_m * g.piece_n * itemsize, ALIGNMENT) + slots * BARRIER_BYTES
