@@ -25,8 +25,8 @@ Compiled = Callable[..., jax.Array]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
-# Rotating more buffer sets than this (64) costs more memory traffic at set-up than it tells: smaller operands stay in the
-# cache, as the model has it.
+# Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
+# the cache, as the model has it.
 MOST_SETS = round(2 / MET_IN_CACHE)
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
