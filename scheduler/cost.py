@@ -141,7 +141,8 @@ class CostModel:
         gap: what the same units wait between a step's products and the next one's, as far as neither another group of
           threads nor a step that was started before keeps them busy (H200: 0.1 us, a step of 64 x 64 x 64 takes 0.07).
         turns: what the same units wait for between two blocks, set-up, drain and storing, where loads go on meanwhile:
-          blocks are persistent or share a core.
+          blocks are persistent or share a core; and what lanes and exponentials take to finish sums. Nothing where
+          groups of threads take blocks in turns, one finishing its own while another multiplies.
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
           multiplied at 1.78 GHz, with a quarter of them at its highest clock.
         sram: what the arithmetic units read from on-chip memory, at e_sram of its bandwidth.
@@ -248,8 +249,14 @@ class CostModel:
         each = (load + compute) / np.maximum(per_core, 1)
         overlapped["latency"] = (c.loaded * latency_s + each) / f.stages
         epilogue = busiest * f.bytes_written / core_rate
-        turns = np.where(surrounded, c.exposed * (count - 1) * (c.tile_s + epilogue), 0.0)
-        overlapped["turns"] = turns / (count * steps) * np.ones_like(running)
+        # Where matrix units multiply, lanes finish the sums: before the next block's, or beside it, but for the last's.
+        alternating = _array(f.alternating).astype(bool)
+        turns = np.where(surrounded & ~alternating, c.exposed * (count - 1) * (c.tile_s + epilogue), 0.0)
+        lanes = np.where(_array(f.multipliers) > 0, overlapped["special"] + overlapped["vector"], 0.0)
+        overlapped["turns"] = turns / (count * steps) + np.where(alternating, 0.0, lanes)
+        beside = np.where(_array(f.multipliers) > 0, np.where(alternating, 1 - 1 / count, 0.0), 1.0)
+        overlapped |= {name: beside * overlapped[name] for name in ("special", "vector")}
+        epilogue = epilogue + np.where(alternating, lanes.max(axis=0) * steps, 0.0)
         alone = np.where(surrounded, 1.0, count)
         shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
         first_s = np.where(moved.in_cache, h.l2_latency_s, h.memory_latency_s)

@@ -229,6 +229,7 @@ class Footprint:
       stages: steps whose loads may be in flight at once.
       multipliers: groups of threads that multiply a step between them, each a part of its own, and wait until matrix
         units have done so; 0 where nobody does.
+      alternating: groups of threads take blocks in turns, and one finishes its result while another multiplies.
       ahead: steps whose products one of them starts before those of the step before have ended.
       threads: threads of one block that compute.
       registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
@@ -256,6 +257,7 @@ class Footprint:
     group: Column | int = 1
     stages: Column | int = 1
     multipliers: Column | int = 0
+    alternating: Column | bool = False
     ahead: Column | int = 0
     threads: Column | int = 128
     registers: Column | int = 0
