@@ -9,7 +9,15 @@ import numpy as np
 
 from search_spaces.kernel import Footprint, Operand
 from search_spaces.matmul.epilogue import EXPONENTIALS
-from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, SUM_BYTES, THREADS, Geometry, padded_bytes, round_up
+from search_spaces.matmul.mosaic_gpu.geometry import (
+    ATOM_M,
+    SUM_BYTES,
+    THREADS,
+    Geometry,
+    cdiv,
+    padded_bytes,
+    round_up,
+)
 from search_spaces.matmul.mosaic_gpu.product import COPY_REGISTERS
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns
@@ -20,6 +28,10 @@ OTHER_REGISTERS = 40
 # Lane operations that come with an exponential of an activation: a GELU makes 1024 x 3072 x 768 take 2.4 us longer, of
 # which its exponentials take 0.8 (H200).
 LANE_OPERATIONS = 17
+# Those of a lane for each 4 bytes that it writes of a result which no copy reaches: 1024 x 50257 x 768 took 40 us longer
+# than the model said, and 65 us where pieces are half a warp wide (H200).
+WRITE_OPERATIONS = 50
+LANES = 32
 # Mosaic GPU gives each on-chip array whole kibibytes, and each barrier 8 bytes.
 ALIGNMENT = 1024
 BARRIER_BYTES = 8
@@ -50,6 +62,10 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         padded_bytes(result.shape, g.c_extents, result.dtype.itemsize),
     )
     exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / g.steps
+    # A warp writes a row of a piece at a time, each lane 4 bytes.
+    warps_wide = cdiv(np.where(s.swap, ATOM_M, s.epilogue_n) * result.dtype.itemsize, 4 * LANES)
+    rows_of_pieces = s.tile_m * s.tile_n / np.where(s.swap, ATOM_M, s.epilogue_n)
+    written = np.where(g.written, rows_of_pieces * warps_wide * LANES * WRITE_OPERATIONS, 0.0)
     m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, g.steps * s.split_k)  # extents, and into how many they fall
     a_rows, a_tile = (k, (s.tile_k, s.tile_m)) if p.transpose_a else (m, (s.tile_m, s.tile_k))
     b_rows, b_tile = (n, (s.tile_n, s.tile_k)) if p.transpose_b else (k, (s.tile_k, s.tile_n))
@@ -102,7 +118,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         # Each multiplication of 64 rows reads these, and its columns once more.
         onchip_bytes_read=g.readers * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
         special_ops=exponentials,
-        vector_ops=LANE_OPERATIONS * exponentials,
+        vector_ops=LANE_OPERATIONS * exponentials + written / g.steps,
         cluster=g.pair_m * g.pair_n,
         persistent=True,
         copied_bytes=sum(before) + after,
