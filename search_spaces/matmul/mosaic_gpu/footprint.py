@@ -28,8 +28,8 @@ OTHER_REGISTERS = 40
 # Lane operations that come with an exponential of an activation: a GELU makes 1024 x 3072 x 768 take 2.4 us longer, of
 # which its exponentials take 0.8 (H200).
 LANE_OPERATIONS = 17
-# Those of a lane for each 4 bytes that it writes of a result which no copy reaches: 1024 x 50257 x 768 took 40 us longer
-# than the model said, and 65 us where pieces are half a warp wide (H200).
+# Those of a lane for each 4 bytes that it writes of a result which no copy reaches: 1024 x 50257 x 768 took 40 us
+# longer than if it were copied, and 65 us where pieces are half a warp wide (H200).
 WRITE_OPERATIONS = 50
 LANES = 32
 # Mosaic GPU gives each on-chip array whole kibibytes, and each barrier 8 bytes.
