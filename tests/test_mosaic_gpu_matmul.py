@@ -483,6 +483,50 @@ def test_what_follows_the_sums_costs_its_bytes_where_they_are_complete():
     assert (found.onchip_bytes - plain.onchip_bytes).tolist() == [2 * (128 * 4 + 2 * 64 * 64 * 2 + 3 * 8), 0]
 
 
+@untiled
+def test_rows_start_where_the_pitch_of_their_array_lets_them():
+    problem = MatmulProblem(1000, 504, 2000)  # rows of 4000, 1008 and 1008 bytes
+    a, b = footprint(problem, Columns.of([BASE])).operands
+    assert (a.start_bytes, b.start_bytes) == (32, 16)
+    a, b = footprint(dataclasses.replace(problem, transpose_a=True), Columns.of([BASE])).operands
+    assert (a.start_bytes, b.start_bytes) == (16, 16)
+    a, b = footprint(MatmulProblem(1, 4096, 4096), Columns.of([BASE])).operands
+    assert (a.start_bytes, b.start_bytes) == (0, 8192), "a single row starts where the array does"
+
+
+def test_rows_beyond_an_edge_count_in_whole_groups_of_eight():
+    def outside(m, tile_m):
+        few = footprint(MatmulProblem(m, 4096, 4096), Columns.of([schedule(tile_m=tile_m, split="n")]))
+        return few.operands[0].outside_rows[0]
+
+    assert outside(1, 64) == 56, "of 64 rows of 128 bytes"
+    assert outside(8, 64) == 56
+    assert outside(9, 64) == 48
+    assert outside(64, 64) == 0
+    assert outside(1000, 128) == 24 / 8, "on average over eight tiles"
+
+
+def test_a_step_in_flight_keeps_a_slot_and_runs_ahead():
+    points = [
+        schedule(stages=4, split=split, in_flight=flight) for split, flight in (("m", 0), ("none", 1), ("tiles", 1))
+    ]
+    found = footprint(MatmulProblem(4096, 4096, 4096), Columns.of(points))
+    assert found.stages.tolist() == [4, 3, 3]
+    assert found.multipliers.tolist() == [2, 1, 1]
+    assert found.ahead.tolist() == [0, 1, 1]
+    assert found.alternating.tolist() == [False, False, True]
+
+
+@untiled
+def test_threads_write_only_what_no_copy_reaches_and_half_a_warp_takes_as_long_as_a_whole_one():
+    points = Columns.of([schedule(epilogue_n=64), schedule(epilogue_n=32), schedule(split_k=2)])
+    copied, written = (footprint(MatmulProblem(1024, n, 768), points) for n in (1000, 1001))
+    assert not np.any(copied.vector_ops)
+    wide, narrow, sums = written.vector_ops * written.steps
+    assert wide > 0
+    assert (narrow, sums) == (2 * wide, 0)
+
+
 def test_narrow_pieces_leave_room_for_four_stages_of_the_large_tile_beside_a_residual():
     problem = FUSED[0]
     points, _ = KERNEL.space(problem, TARGET).legal()
