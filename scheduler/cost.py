@@ -67,13 +67,13 @@ class Constants:
     quiet: float = 0.5
     outside_s: float = 9e-10
     gap_bytes: float = 2.0
-    loaded: float = 1.5
+    loaded: float = 1.0
     launched: float = 0.75
     cluster_s: float = 2e-7
     askew: float = 1.0
     alpha: float = 0.56
     exposed: float = 0.5
-    p: float = 5.0
+    p: float = 4.0
     step_s: float = 1e-8
     gap_s: float = 1e-7
     slot_s: float = 4e-8
