@@ -166,7 +166,8 @@ class CostModel:
         prologue: latency until a block's first operands are there, and the shorter of a step's load and computing, as
           the first load and the last computing overlap with nothing; of the first block alone where `turns` says how
           the others follow each other.
-        epilogue: storing a block's result through the last-level cache; of the last block alone likewise.
+        epilogue: storing a block's result through the last-level cache; of the last block alone likewise, with what
+          lanes do to its sums where they hide the others'.
         tile: set-up and drain of a block; likewise.
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
         cluster: blocks of a cluster that wait for each other, at their start and at their end.
@@ -249,14 +250,10 @@ class CostModel:
         each = (load + compute) / np.maximum(per_core, 1)
         overlapped["latency"] = (c.loaded * latency_s + each) / f.stages
         epilogue = busiest * f.bytes_written / core_rate
-        # Where matrix units multiply, lanes finish the sums: before the next block's, or beside it, but for the last's.
         alternating = _array(f.alternating).astype(bool)
         turns = np.where(surrounded & ~alternating, c.exposed * (count - 1) * (c.tile_s + epilogue), 0.0)
-        lanes = np.where(_array(f.multipliers) > 0, overlapped["special"] + overlapped["vector"], 0.0)
-        overlapped["turns"] = turns / (count * steps) + np.where(alternating, 0.0, lanes)
-        beside = np.where(_array(f.multipliers) > 0, np.where(alternating, 1 - 1 / count, 0.0), 1.0)
-        overlapped |= {name: beside * overlapped[name] for name in ("special", "vector")}
-        epilogue = epilogue + np.where(alternating, lanes.max(axis=0) * steps, 0.0)
+        overlapped["turns"] = turns / (count * steps) * np.ones_like(running)
+        overlapped, finishing = _finishing(f, overlapped, count)
         alone = np.where(surrounded, 1.0, count)
         shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
         first_s = np.where(moved.in_cache, h.l2_latency_s, h.memory_latency_s)
@@ -264,7 +261,7 @@ class CostModel:
             "step": c.step_s * steps * count,
             "ring": c.slot_s * f.stages * np.ones_like(count),
             "prologue": (first_s + shorter) * alone,
-            "epilogue": epilogue * alone,
+            "epilogue": epilogue * alone + finishing,
             "tile": c.tile_s * alone,
             "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * np.ones_like(count),
             "cluster": c.cluster_s * (_array(f.cluster) > 1) * np.ones_like(count),
@@ -440,6 +437,20 @@ def attention_memory_bytes(length: int, head_dim: int, itemsize: int, rows: int 
 def _filled(operand: Operand) -> Array:
     """On-chip bytes that a block fills with this operand in one step."""
     return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
+
+
+def _finishing(footprint: Footprint, overlapped: Mapping[str, Array], count: Array) -> tuple[dict[str, Array], Array]:
+    """`overlapped`, with what lanes do to finished sums where it belongs, and how long they work on the last block's.
+
+    Where matrix units multiply, these wait meanwhile, as they do in other turns between two blocks; or they go on with
+    the next of `count` blocks, and only the last one's shows.
+    """
+    sums, alternating = _array(footprint.multipliers) > 0, _array(footprint.alternating).astype(bool)
+    lanes = np.where(sums, overlapped["special"] + overlapped["vector"], 0.0)
+    beside = np.where(sums, np.where(alternating, 1 - 1 / count, 0.0), 1.0)
+    placed = {name: beside * overlapped[name] for name in ("special", "vector")}
+    placed["turns"] = overlapped["turns"] + np.where(alternating, 0.0, lanes)
+    return dict(overlapped) | placed, np.where(alternating, lanes.max(axis=0) * footprint.steps, 0.0)
 
 
 def _gap(footprint: Footprint, per_core: Array, units: Array, gap_s: float) -> Array:

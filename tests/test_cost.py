@@ -270,6 +270,21 @@ def test_rows_that_start_within_a_sector_take_twice_as_long(start_bytes, times):
     assert other / aligned == pytest.approx(times, rel=0.1)
 
 
+def test_lanes_that_finish_sums_hide_only_behind_another_groups_products():
+    plain = {"persistent": True, "multipliers": 2, "operands": (Operand(bytes=np.array([8 * KIB]), axes=()),)}
+    lanes = plain | {"vector_ops": 80.0 * 128 * 128 / 64}
+    model = CostModel(H200)
+    slower = [
+        model.seconds(blocks(1320, **lanes, alternating=turns))[0] / model.seconds(blocks(1320, **plain))[0]
+        for turns in (False, True)
+    ]
+    assert slower[0] > 1.1
+    assert slower[1] < 1.03
+    waiting, hiding = (model.terms(blocks(132, **lanes, alternating=turns)) for turns in (False, True))
+    assert hiding["vector"] == 0, "nothing follows the last block"
+    assert hiding["epilogue"] - waiting["epilogue"] == pytest.approx(waiting["turns"])
+
+
 def test_clusters_wait_for_each_other_once():
     alone, paired = (CostModel(H200).terms(blocks(132, cluster=cluster)) for cluster in (1, 2))
     assert (alone["cluster"], paired["cluster"]) == (0, Constants().cluster_s)
