@@ -52,6 +52,11 @@ def _interpreting(interpreter: AbstractContextManager[None]) -> Iterator[None]:
         _interprets.reset(before)
 
 
+def interprets() -> bool:
+    """Whether GPU kernels that are traced now are for the interpreter."""
+    return _interprets.get()
+
+
 # From here on an array on chip may be swizzled without being laid out in tiles.
 HAS_UNTILED_SWIZZLE = JAX_VERSION >= (0, 11)
 
@@ -61,7 +66,7 @@ def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Call
 
     `meaning` is the same in Pallas' operations, for the interpreter, which knows no other.
     """
-    if _interprets.get():
+    if interprets():
         return lambda code: meaning
     decorated: Callable[[Callable[..., Any]], Callable[..., Any]] = plgpu.inline_mgpu(**types)
     return decorated

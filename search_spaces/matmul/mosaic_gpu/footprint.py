@@ -42,9 +42,11 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     g = Geometry(p, s)
     itemsize, result = jnp.dtype(p.dtype).itemsize, p.result()
     blocks_m, blocks_n = g.rows * g.pair_m, g.columns * g.pair_n
-    row_bytes = p.k / (g.steps * s.split_k) * itemsize
+    row_bytes = p.k / (g.steps * s.split_k * g.pair_k) * itemsize
     registers = g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS
     allocated = round_up(registers, 8)
+    # Of its sums each of two blocks sends half to the other.
+    exchanged_bytes = s.tile_m * s.tile_n // 2 * SUM_BYTES * (g.pair_k > 1) * (g.warpgroups // g.readers)
     # What follows the sums is read where they are complete: in the kernel, or where its parts are added up.
     whole = s.split_k == 1
     following, following_onchip_bytes = _following(p, s, g)
@@ -61,17 +63,17 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         elements * (s.split_k * SUM_BYTES + result.dtype.itemsize) + following_bytes,
         padded_bytes(result.shape, g.c_extents, result.dtype.itemsize),
     )
-    exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / g.steps
+    exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / (g.steps * g.pair_k)
     # A warp writes a row of a piece at a time, each lane 4 bytes.
     warps_wide = cdiv(np.where(s.swap, ATOM_M, s.epilogue_n) * result.dtype.itemsize, 4 * LANES)
     rows_of_pieces = s.tile_m * s.tile_n / np.where(s.swap, ATOM_M, s.epilogue_n)
-    written = np.where(g.written, rows_of_pieces * warps_wide * LANES * WRITE_OPERATIONS, 0.0)
-    m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, g.steps * s.split_k)  # extents, and into how many they fall
+    written = np.where(g.written, rows_of_pieces / g.pair_k * warps_wide * LANES * WRITE_OPERATIONS, 0.0)
+    m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, g.steps * s.split_k * g.pair_k)  # extents, and into how many they fall
     a_rows, a_tile = (k, (s.tile_k, s.tile_m)) if p.transpose_a else (m, (s.tile_m, s.tile_k))
     b_rows, b_tile = (n, (s.tile_n, s.tile_k)) if p.transpose_b else (k, (s.tile_k, s.tile_n))
     return Footprint(
         arithmetic=p.arithmetic,
-        grid=(g.parts, blocks_m, blocks_n),
+        grid=(g.parts * g.pair_k, blocks_m, blocks_n),
         operands=(
             Operand(
                 bytes=p.m / blocks_m * row_bytes,
@@ -96,11 +98,12 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
             *following,
         ),
         flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
-        bytes_written=(p.m / blocks_m) * (p.n / blocks_n) * g.piece_itemsize,
+        bytes_written=(p.m / blocks_m) * (p.n / blocks_n) / g.pair_k * g.piece_itemsize,
         onchip_bytes=round_up(s.stages * s.tile_m * s.tile_k * itemsize, ALIGNMENT)
         + round_up(s.stages * s.tile_k * s.tile_n * itemsize, ALIGNMENT)
         + round_up(g.warpgroups * g.slots * g.piece_m * g.piece_n * g.piece_itemsize, ALIGNMENT)
         + (1 + g.warpgroups // g.readers) * s.stages * BARRIER_BYTES
+        + (g.pair_k > 1) * (round_up(exchanged_bytes, ALIGNMENT) + g.warpgroups * BARRIER_BYTES)
         + following_onchip_bytes,
         steps=g.steps,
         minor=np.where(s.raster == "m", 1, 2),
@@ -119,7 +122,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         onchip_bytes_read=g.readers * (g.wg_rows + g.wg_rows // ATOM_M * g.wg_columns) * s.tile_k * itemsize,
         special_ops=exponentials,
         vector_ops=LANE_OPERATIONS * exponentials + written / g.steps,
-        cluster=g.pair_m * g.pair_n,
+        cluster=g.pair_m * g.pair_n * g.pair_k,
         persistent=True,
         copied_bytes=sum(before) + after,
         launches=1 + sum(copy > 0 for copy in (*before, after)),
@@ -149,24 +152,25 @@ def _following(p: MatmulProblem, s: Columns, g: Geometry) -> tuple[list[Operand]
     """
     whole = s.split_k == 1
     columns, rows = p.n / (g.columns * g.pair_n), p.m / (g.rows * g.pair_m)
+    steps = g.steps * g.pair_k  # of all blocks that share a tile
     loads: list[Operand] = []
     onchip_bytes: Any = 0
     if p.bias:
         itemsize = jnp.dtype(p.bias).itemsize
-        loads.append(Operand(bytes=whole * columns * itemsize / g.steps, axes=(0, 2)))
+        loads.append(Operand(bytes=whole * columns * itemsize / steps, axes=(0, 2)))
         onchip_bytes += round_up(g.warpgroups * g.bias_width * itemsize, ALIGNMENT) + g.warpgroups * BARRIER_BYTES
     if p.residual:
         itemsize, slots = jnp.dtype(p.residual).itemsize, g.warpgroups * g.slots
         loads.append(
             Operand(
-                bytes=whole * rows * columns * itemsize / g.steps,
+                bytes=whole * rows * columns * itemsize / steps,
                 axes=(0, 1, 2),
-                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / g.steps,
+                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / steps,
                 row_bytes=s.tile_n * itemsize,
                 copy_bytes=g.residual_swizzle,
                 outside_rows=whole
                 * _outside_rows((p.m, g.rows * g.pair_m), (s.tile_m, s.tile_n), g.residual_swizzle // itemsize)
-                / g.steps,
+                / steps,
             )
         )
         onchip_bytes += round_up(slots * g.piece_m * g.piece_n * itemsize, ALIGNMENT) + slots * BARRIER_BYTES

@@ -28,9 +28,11 @@ class Geometry:
       wg_m, wg_n: what one of them computes of a tile.
       wg_rows, wg_columns: the same as wgmma sees it: rows in atoms of 64, and columns.
       pair_m, pair_n: tiles of a cluster along each axis.
+      pair_k: blocks that share a tile, each with its part of k.
+      own_m, own_n: what one computing warpgroup finishes of a tile.
       rows, columns: clusters along each axis.
-      parts: independent sums of a tile: one for each element of the batch and each part of k.
-      steps: of one part.
+      parts: independent sums of a tile: one for each element of the batch and each part of k that a launch leaves.
+      steps: of one block's part of k.
       piece_m, piece_n: extents of a piece of the epilogue.
       pieces: into which a warpgroup's result falls.
       slots: pieces that a warpgroup has room for.
@@ -51,12 +53,15 @@ class Geometry:
         self.wg_m, self.wg_n = s.tile_m // (1 + (s.split == "m")), s.tile_n // (1 + (s.split == "n"))
         self.wg_rows, self.wg_columns = np.where(s.swap, self.wg_n, self.wg_m), np.where(s.swap, self.wg_m, self.wg_n)
         self.pair_m, self.pair_n = 1 + (s.cluster == "m"), 1 + (s.cluster == "n")
+        self.pair_k = 1 + (s.cluster == "k")
         self.rows, self.columns = cdiv(p.m, s.tile_m * self.pair_m), cdiv(p.n, s.tile_n * self.pair_n)
         self.parts = p.batch * s.split_k
-        self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k)
+        self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k * self.pair_k)
 
-        self.piece_m, self.piece_n = np.where(s.swap, self.wg_m, ATOM_M), s.epilogue_n
-        self.pieces = (self.wg_m // self.piece_m) * (self.wg_n // self.piece_n)
+        self.own_m = self.wg_m // np.where(s.swap, self.pair_k, 1)
+        self.own_n = self.wg_n // np.where(s.swap, 1, self.pair_k)
+        self.piece_m, self.piece_n = np.where(s.swap, self.own_m, ATOM_M), s.epilogue_n
+        self.pieces = (self.own_m // self.piece_m) * (self.own_n // self.piece_n)
         self.slots = np.minimum(2, self.pieces)
         self.piece_itemsize = np.where(s.split_k > 1, SUM_BYTES, out_itemsize)
 
@@ -65,13 +70,13 @@ class Geometry:
         # A wgmma wants both operands swizzled alike, and a warpgroup's half must end where a swizzled row ends.
         a_row, b_row = (self.wg_m if p.transpose_a else s.tile_k), (s.tile_k if p.transpose_b else self.wg_n)
         limits, c_limits = ((), ()) if self.exact else ((a[1], b[1]), (p.n,))
-        self.swizzle = _swizzle(np.gcd(a_row, b_row), limits, itemsize)
+        self.swizzle = swizzled_bytes(np.gcd(a_row, b_row), itemsize, limits)
         self.extents: list[tuple[Any, ...]] = [self._extents(array, self.swizzle, itemsize) for array in (a, b)]
         least = np.where(s.swap, 16, 32)
         self.out_swizzle = np.where(
             s.split_k > 1,
-            _swizzle(self.piece_n, (), SUM_BYTES),  # an array of our own, as wide as it takes
-            _swizzle(self.piece_n, c_limits, out_itemsize, least=least),
+            swizzled_bytes(self.piece_n, SUM_BYTES),  # an array of our own, as wide as it takes
+            swizzled_bytes(self.piece_n, out_itemsize, c_limits, least),
         )
         # Sums of parts lie in an array of our own, whose rows copies reach.
         self.written = self.exact and p.n * out_itemsize % COPY_BYTES > 0 and np.equal(s.split_k, 1)
@@ -82,11 +87,11 @@ class Geometry:
             bias_itemsize = jnp.dtype(p.bias).itemsize
             # A copy arrives at a multiple of 128 bytes, and leaves rows at multiples of 16 (CUDA programming guide,
             # tensor memory access).
-            self.bias_width = round_up(self.wg_n, 128 // bias_itemsize)
+            self.bias_width = round_up(self.own_n, 128 // bias_itemsize)
             self.extents.append((p.n if p.batch == 1 else round_up(p.n, 16 // bias_itemsize),))
         if p.residual:
             residual_itemsize = jnp.dtype(p.residual).itemsize
-            self.residual_swizzle = _swizzle(self.piece_n, c_limits, residual_itemsize, least=least)
+            self.residual_swizzle = swizzled_bytes(self.piece_n, residual_itemsize, c_limits, least)
             self.extents.append(self._extents((p.m, p.n), self.residual_swizzle, residual_itemsize))
 
     def _extents(self, array: tuple[int, int], swizzle: Any, itemsize: Any) -> tuple[Any, Any]:
@@ -113,7 +118,7 @@ def round_up(a: Any, b: Any) -> Any:
     return cdiv(a, b) * b
 
 
-def _swizzle(row: Any, extents: tuple[int, ...], itemsize: int, least: Any = 32) -> Any:
+def swizzled_bytes(row: Any, itemsize: int, extents: tuple[int, ...] = (), least: Any = 32) -> Any:
     """Bytes of the widest swizzled row that divides `row` elements, and the arrays' `extents` where one does.
 
     It is 32, 64 or 128; or 16, which is no swizzle, where `least` allows that.

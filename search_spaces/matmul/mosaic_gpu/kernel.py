@@ -39,6 +39,7 @@ import jax.numpy as jnp
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Footprint, Kernel, Target
+from search_spaces.matmul.mosaic_gpu.exchange import exchange
 from search_spaces.matmul.mosaic_gpu.footprint import footprint
 from search_spaces.matmul.mosaic_gpu.geometry import Geometry
 from search_spaces.matmul.mosaic_gpu.product import product
@@ -76,13 +77,16 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         inside = p if s.split_k == 1 else p.plain  # What follows incomplete sums follows when they are added up.
         g = Geometry(inside, s)
         operands = [_pad(x, extents) for x, extents in zip(args, g.extents, strict=False)]  # in parts: a and b
-        pairs = g.pair_m * g.pair_n
+        pairs = g.pair_m * g.pair_n * g.pair_k
+        workers = max(1, min(target.cores // pairs, g.parts * g.rows * g.columns))
         dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
         lead = (g.parts,) if g.parts > 1 else ()
+        shared = exchange(inside, s)
+        mail = shared.in_device_memory(workers) if shared else ()
         kernel = plgpu.kernel(
             product(inside, s),
-            out_type=jax.ShapeDtypeStruct((*lead, *map(int, g.c_extents)), dtype),
-            grid=(max(1, min(target.cores // pairs, g.parts * g.rows * g.columns)),),
+            out_type=(jax.ShapeDtypeStruct((*lead, *map(int, g.c_extents)), dtype), *mail),
+            grid=(workers,),
             grid_names=("worker",),
             cluster=(pairs,),
             cluster_names=("pair",),
@@ -92,7 +96,7 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         )
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
-            c: jax.Array = kernel(*operands)
+            c: jax.Array = kernel(*operands)[0]
         whole = c if g.c_extents == (p.m, p.n) else c[..., : p.m, : p.n]
         return whole if s.split_k == 1 else _sum(p, s, whole, args)
 

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.mosaic_gpu import groups
+from search_spaces.matmul.mosaic_gpu.exchange import exchange
 from search_spaces.matmul.mosaic_gpu.following import Following, following_on_chip
 from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, Geometry
 from search_spaces.matmul.mosaic_gpu.parts import Grouped, Tiled
@@ -49,6 +50,8 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     piece_part = part_on_chip(int(out.piece_m), int(out.piece_n), out_dtype, int(out.out_swizzle))
     as_stored = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
     takers = multipliers // g.readers  # of whole tiles, in turns
+    shared = exchange(problem, schedule)
+    own_n = g.wg_n // g.pair_k  # columns that a warpgroup finishes
     both = {"num_arrivals": g.readers, "num_barriers": s.stages}
     on_chip = {
         "a_ring": plgpu.SMEM((s.stages, *a_part.shape), dtype, transforms=a_part.transforms),
@@ -57,9 +60,10 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         "loaded": plgpu.Barrier(num_arrivals=a_part.copies + b_part.copies, num_barriers=takers * s.stages),
         # A slot that two blocks fill is free when both have read theirs.
         "released": plgpu.Barrier(**both)
-        if s.cluster == "none"
+        if s.cluster in ("none", "k")
         else plgpu.ClusterBarrier(collective_axes=("pair",), **both),
         **following_on_chip(problem, out),
+        **(shared.on_chip() if shared else {}),
     }
 
     def window(array: Any, batch: Any, *slices: Any) -> Any:
@@ -69,7 +73,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         return array.at[(part, *slices) if parts > 1 else slices]
 
     def matmul(*arrays: Any) -> None:
-        *operands, c = arrays
+        operands, (c, *mail) = arrays[: len(problem.operands())], arrays[len(problem.operands()) :]
         a, b, bias, residual = problem.named(operands)
         a, b = (b, a) if swap else (a, b)
         worker, workers, pair = lax.axis_index("worker"), lax.axis_size("worker"), lax.axis_index("pair")
@@ -93,6 +97,8 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 batch, first_step = part, 0
                 if s.split_k > 1:
                     batch, first_step = lax.rem(part, p.batch), lax.div(part, p.batch) * g.steps
+                if s.cluster == "k":
+                    first_step = pair * g.steps
 
                 def load_step(k_step: Any, _: None) -> None:
                     step = tile * g.steps + k_step
@@ -129,17 +135,19 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
 
             lax.fori_loop(lax.max(tiles * g.steps - s.stages, 0), tiles * g.steps, drain, None)
 
-        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
-            following = Following(out, problem, swap, warpgroup, bias, residual, **following_refs)
+        def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **others: Any) -> None:
+            exchanged = {name: others.pop(name) for name in (shared.on_chip() if shared else ())}
+            following = Following(out, problem, swap, warpgroup, bias, residual, **others)
             first_row = warpgroup * g.wg_m if s.split == "m" else 0
             first_column = warpgroup * g.wg_n if s.split == "n" else 0
             rows, columns, ks = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n), slice(None)
-            width = g.wg_n if swap else s.epilogue_n
-            corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, g.wg_n, width)]
+            first_own = first_column + pair * own_n if shared else first_column
+            width = own_n if swap else s.epilogue_n
+            corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, own_n, width)]
 
             def corner_of_result(row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
                 """First row and column of a piece of the tile at `row` and `column`."""
-                corner = row + first_row + m, column + first_column + n
+                corner = row + first_row + m, column + first_own + n
                 return corner[::-1] if swap else corner
 
             def fetch_residual(count: int, part: Any, row: Any, column: Any) -> None:
@@ -148,7 +156,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
             def multiply_tile(tile: Any, _: None) -> None:
                 if problem.fused:
                     part, row, column = origin(tile)
-                    following.fetch_bias(part, row + first_row if swap else column + first_column)
+                    following.fetch_bias(part, row + first_row if swap else column + first_own)
                     for count in range(slots):
                         fetch_residual(count, part, row, column)
 
@@ -193,6 +201,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     half = lax.fori_loop(0, g.steps, multiply_step, groups.zeros(half_shape, p.sums_dtype))
                 else:
                     half = pl.run_scoped(multiply_in_place, plgpu.ACC(half_shape, p.sums_dtype))
+                half = shared.add(half, warpgroup, mail, **exchanged) if shared else half
                 # A plain product is rounded whole, another one piece by piece.
                 half = half if problem.fused else half.astype(out_dtype)
                 part, row, column = origin(tile)
@@ -232,7 +241,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 lax.fori_loop(0, tiles, multiply_tile, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **following_refs: Any) -> None:
+        def block(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **others: Any) -> None:
             @pl.when(warpgroup == multipliers)
             def copier() -> None:
                 if multipliers == 2:
@@ -243,7 +252,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
             def multiplier() -> None:
                 if multipliers == 2:
                     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-                multiply(a_ring, b_ring, pieces, loaded, released, **following_refs)
+                multiply(a_ring, b_ring, pieces, loaded, released, **others)
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 

@@ -26,9 +26,13 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     def tiles(tile_m: Any, tile_n: Any) -> Any:
         return p.batch * cdiv(p.m, tile_m) * cdiv(p.n, tile_n)
 
+    def parts(s: Any) -> Any:
+        """Of k, in blocks of their own."""
+        return s.split_k * (1 + (s.cluster == "k"))
+
     def shares(s: Any) -> Any:
         """Parts of tiles: what is dealt out to blocks."""
-        return tiles(s.tile_m, s.tile_n) * s.split_k
+        return tiles(s.tile_m, s.tile_n) * parts(s)
 
     def turns(s: Any) -> Any:
         """Shares of the busiest block."""
@@ -38,7 +42,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
         return slots * (s.tile_m + s.tile_n) * s.tile_k * itemsize
 
     def steps_of_share(s: Any) -> Any:
-        return cdiv(cdiv(p.k, s.tile_k), s.split_k)
+        return cdiv(cdiv(p.k, s.tile_k), parts(s))
 
     def steps(s: Any) -> Any:
         return steps_of_share(s) * turns(s)
@@ -91,7 +95,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
             "split_k": parts_of_k,
             "stages": (4, 3, 5, 6, 2, 8, 12),
-            "cluster": ("none", "m", "n") if cores > 1 else ("none",),
+            "cluster": ("none", "m", "n", *(("k",) if 2 in parts_of_k else ())) if cores > 1 else ("none",),
             "raster": ("n",) if idle_cores else ("n", "m"),
             "raster_width": (1,) if idle_cores else (8, 4, 16, 1),
             "in_flight": (0,) if grouped else (0, 1),
@@ -115,7 +119,8 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
                 & (2 * s.tile_m * s.tile_n <= MOST_RESULTS)
             ),
             "pieces of the epilogue divide a warpgroup's columns": lambda s: (
-                (_columns(s) % s.epilogue_n == 0) & (np.logical_not(s.swap) | (s.epilogue_n == ATOM_M))
+                (_columns(s) % np.where(s.swap, 8, s.epilogue_n) == 0)
+                & (np.logical_not(s.swap) | (s.epilogue_n == ATOM_M))
             ),
             f"pieces of the epilogue are {piece_widths} bytes wide where the columns allow it": lambda s: (
                 s.swap
@@ -124,14 +129,17 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             ),
             "tiles of no power of two fill the cores better than all that load no more": lambda s: (
                 np.where(s.swap, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
-                | _among(filled, s.tile_m, s.tile_n, s.split_k, s.swap)
+                | _among(filled, s.tile_m, s.tile_n, parts(s), s.swap)
             ),
             "a split of k gives work to idle cores, in parts of 4 steps or more": lambda s: (
-                (s.split_k == 1) | (shares(s) <= cores) & (steps_of_share(s) >= FEWEST_STEPS)
+                (parts(s) == 1) | (shares(s) <= cores) & (steps_of_share(s) >= FEWEST_STEPS)
             ),
-            "no part of k is empty": lambda s: (s.split_k - 1) * steps_of_share(s) * s.tile_k < p.k,
+            "a split of k is added up by a second launch, or by the blocks of a cluster": lambda s: (
+                (s.split_k == 1) | (s.cluster != "k")
+            ),
+            "no part of k is empty": lambda s: (parts(s) - 1) * steps_of_share(s) * s.tile_k < p.k,
             "more parts of k would leave fewer cores idle": lambda s: (
-                (s.split_k == 1) | (2 * shares(s) > cores) | (steps_of_share(s) < 2 * FEWEST_STEPS)
+                (parts(s) == 1) | (2 * shares(s) > cores) | (steps_of_share(s) < 2 * FEWEST_STEPS)
             ),
             "two warpgroups take tiles in turns where there are some for both": lambda s: (
                 (s.split != "tiles") | (turns(s) > 1)
@@ -149,6 +157,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "more than 256 KiB in flight hide no more latency": lambda s: bytes_of_ring(s, s.stages) <= 256 * 1024,
             "a cluster has a pair of tiles, and halves the loads of the larger operand": lambda s: (
                 (s.cluster == "none")
+                | (s.cluster == "k")
                 | ((s.cluster == "m") & (p.m > s.tile_m) & (s.tile_n >= s.tile_m))
                 | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= s.tile_n))
             ),
@@ -179,8 +188,9 @@ def _columns_step(p: MatmulProblem) -> int:
 
 
 def _columns(s: Any) -> Any:
-    """Columns of the result that one warpgroup computes."""
-    return np.where(s.split == "n", s.tile_n // 2, s.tile_n)
+    """Columns, as wgmma sees them, of what one warpgroup finishes."""
+    columns, axis = np.where(s.swap, s.tile_m, s.tile_n), np.where(s.swap, "m", "n")
+    return columns // np.where(s.split == axis, 2, 1) // np.where(s.cluster == "k", 2, 1)
 
 
 def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:
