@@ -45,8 +45,6 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     row_bytes = p.k / (g.steps * s.split_k * g.pair_k) * itemsize
     registers = g.wg_m * g.wg_n // THREADS + OTHER_REGISTERS
     allocated = round_up(registers, 8)
-    # Of its sums each of two blocks sends half to the other.
-    exchanged_bytes = s.tile_m * s.tile_n // 2 * SUM_BYTES * (g.pair_k > 1) * (g.warpgroups // g.readers)
     # What follows the sums is read where they are complete: in the kernel, or where its parts are added up.
     whole = s.split_k == 1
     following, following_onchip_bytes = _following(p, s, g)
@@ -103,7 +101,6 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         + round_up(s.stages * s.tile_k * s.tile_n * itemsize, ALIGNMENT)
         + round_up(g.warpgroups * g.slots * g.piece_m * g.piece_n * g.piece_itemsize, ALIGNMENT)
         + (1 + g.warpgroups // g.readers) * s.stages * BARRIER_BYTES
-        + (g.pair_k > 1) * (round_up(exchanged_bytes, ALIGNMENT) + g.warpgroups * BARRIER_BYTES)
         + following_onchip_bytes,
         steps=g.steps,
         minor=np.where(s.raster == "m", 1, 2),

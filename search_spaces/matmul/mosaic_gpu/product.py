@@ -201,7 +201,9 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                     half = lax.fori_loop(0, g.steps, multiply_step, groups.zeros(half_shape, p.sums_dtype))
                 else:
                     half = pl.run_scoped(multiply_in_place, plgpu.ACC(half_shape, p.sums_dtype))
-                half = shared.add(half, warpgroup, mail, **exchanged) if shared else half
+                if shared:
+                    room, part = (a_ring, a_part) if s.tile_m > s.tile_n else (b_ring, b_part)
+                    half = shared.add(half, warpgroup, room, part.transforms, mail, **exchanged)
                 # A plain product is rounded whole, another one piece by piece.
                 half = half if problem.fused else half.astype(out_dtype)
                 part, row, column = origin(tile)
@@ -247,6 +249,8 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 if multipliers == 2:
                     plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
                 load(a_ring, b_ring, loaded, released)
+                if shared:
+                    shared.meet()
 
             @pl.when(warpgroup != multipliers)
             def multiplier() -> None:
