@@ -237,7 +237,8 @@ class Footprint:
       onchip_bytes_read: on-chip bytes that the arithmetic units of one block read in one step; 0 where unknown.
       special_ops: exponentials and the like of one step of one block.
       vector_ops: plain float32 lane operations of one step of one block.
-      cluster: blocks that start together and share loads.
+      cluster: blocks that start together, share loads, and reach each other's on-chip memory.
+      exchanged_bytes: what one block writes into the on-chip memory of the others of its cluster.
       persistent: blocks stay and take the next output block, so that one's epilogue overlaps the next one's loads.
       copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
       launches: device launches in all.
@@ -266,6 +267,7 @@ class Footprint:
     special_ops: Column | int = 0
     vector_ops: Column | int = 0
     cluster: Column | int = 1
+    exchanged_bytes: Column | int = 0
     persistent: Column | bool = False
     copied_bytes: Column | float = 0.0
     launches: Column | int = 1

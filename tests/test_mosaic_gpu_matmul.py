@@ -218,6 +218,31 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"tile_m": 64, "tile_n": 64, "split": "none", "split_k": 2},
         4,
     ),
+    "a tile shared along k, ragged, the last part shorter": (
+        MatmulProblem(120, 100, 450),
+        {"cluster": "k", "split": "n", "stages": 2, "epilogue_n": 32},
+        4,
+    ),
+    "a tile shared along k, one warpgroup, batch, bias, residual": (
+        MatmulProblem(60, 72, 300, batch=2, bias="bfloat16", activation="silu", residual="float32"),
+        {"cluster": "k", "tile_m": 64, "split": "none"},
+        4,
+    ),
+    "a tile shared along k, swapped, bias": (
+        MatmulProblem(16, 136, 600, bias="float32", activation="gelu"),
+        {"cluster": "k", "swap": True, "tile_m": 16, "split": "n"},
+        4,
+    ),
+    "a tile shared along k, swapped, many rows that no copy reaches": (
+        MatmulProblem(95, 125, 330),
+        {"cluster": "k", "swap": True, "tile_m": 96, "stages": 2},
+        2,
+    ),
+    "a tile shared along k, whole numbers": (
+        MatmulProblem(64, 64, 600, dtype="int8", out_dtype="int32", transpose_b=True),
+        {"cluster": "k", "tile_m": 64, "tile_n": 64, "tile_k": 128, "epilogue_n": 32, "split": "none"},
+        2,
+    ),
     "swapped, many rows": (
         MatmulProblem(200, 384, 192, out_dtype="float32"),
         {"swap": True, "tile_m": 112, "tile_n": 192, "stages": 2},
@@ -287,6 +312,7 @@ RACES = {
     "ring filled across tiles": (MatmulProblem(256, 256, 64), {"tile_m": 64, "split": "n", "stages": 4}, 2),
     "cluster along m": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 2}, 2),
     "cluster along n": (MatmulProblem(128, 512, 192), {"cluster": "n", "stages": 2, "epilogue_n": 32}, 2),
+    "a tile shared along k": (MatmulProblem(128, 256, 512), {"cluster": "k", "stages": 2}, 4),
     "swapped, parts of k": (
         MatmulProblem(16, 256, 512),
         {"swap": True, "tile_m": 16, "split": "n", "split_k": 2, "stages": 2},
@@ -355,7 +381,10 @@ def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem
     rows, columns = np.where(points.swap, [along_n, along_m], [along_m, along_n])
     assert np.all(rows % 64 == 0)
     assert np.all((columns % 8 == 0) & (columns <= 256))
-    assert np.all(along_n % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
+    shared = points.cluster == "k"
+    assert np.all((columns % 16 == 0) | ~shared)
+    own = np.where(shared & ~points.swap, along_n // 2, along_n)
+    assert np.all(own % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
     assert np.all(~points.swap | (points.tile_m >= problem.m) | (problem.m > 64))
 
 
@@ -387,7 +416,8 @@ def test_a_footprint_accounts_for_the_whole_product(problem):
         np.testing.assert_allclose(
             operand.bytes * found.steps * blocks, readers * np.prod(array.shape) * array.dtype.itemsize
         )
-    assert np.all(found.grid[1] * found.grid[2] % found.cluster == 0)
+    assert np.all(blocks % found.cluster == 0)
+    assert np.all((found.exchanged_bytes > 0) == (points.cluster == "k"))
 
 
 @pytest.mark.parametrize("raster", ["m", "n"])
@@ -596,18 +626,30 @@ def test_tiles_of_no_power_of_two_keep_more_cores_busy_than_larger_ones_of_power
     points, _ = KERNEL.space(problem, TARGET).legal()
     points = points.take(fits(footprint(problem, points)))
     area = points.tile_m * points.tile_n
-    shares = -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n) * points.split_k
-    work = -(-shares // TARGET.cores) * area / points.split_k
+    parts = points.split_k * (1 + (points.cluster == "k"))
+    shares = -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n) * parts
+    work = -(-shares // TARGET.cores) * area / parts
     square = area & (area - 1) == 0
-    tiles = zip(
-        points.tile_m.tolist(), points.tile_n.tolist(), points.split_k.tolist(), points.swap.tolist(), strict=True
-    )
+    tiles = zip(points.tile_m.tolist(), points.tile_n.tolist(), parts.tolist(), points.swap.tolist(), strict=True)
     assert wanted <= set(tiles)
     for one in np.flatnonzero(~square):
-        rivals = square & (points.split_k == points.split_k[one])
+        rivals = square & (parts == parts[one])
         rivals &= 1 / points.tile_m + 1 / points.tile_n <= 1 / points.tile_m[one] + 1 / points.tile_n[one]
         assert np.all(work[one] < work[rivals]), points.row(one)
     assert not problem.transpose_b or not np.any(points.swap), "columns of b are as fine as rows of a"
+
+
+def test_tiles_are_shared_along_k_where_cores_idle_and_the_ring_has_room_for_sums():
+    for problem in LARGE + SMALL + FUSED:
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        shared = points.take(points.cluster == "k")
+        found = footprint(problem, shared)
+        tiles = problem.batch * -(-problem.m // shared.tile_m) * -(-problem.n // shared.tile_n)
+        assert np.all(2 * tiles <= TARGET.cores)
+        assert np.all(shared.split_k == 1)
+        a, b = (operand.filled_bytes for operand in found.operands[:2])
+        assert np.all(shared.stages * np.maximum(a, b) >= found.exchanged_bytes)
+    assert set(KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET).legal()[0].cluster) == {"none", "m", "n"}
 
 
 def test_tiles_are_taken_in_turns_where_a_block_has_several_and_wait_for_each_step_only_in_groups():

@@ -120,6 +120,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         special_ops=exponentials,
         vector_ops=LANE_OPERATIONS * exponentials + written / g.steps,
         cluster=g.pair_m * g.pair_n * g.pair_k,
+        exchanged_bytes=(g.pair_k > 1) * (s.tile_m * s.tile_n // 2 * SUM_BYTES),
         persistent=True,
         copied_bytes=sum(before) + after,
         launches=1 + sum(copy > 0 for copy in (*before, after)),

@@ -1,10 +1,11 @@
 """The matrix product on Hopper: what it supports, and how one product is launched.
 
-**Split of k.** Where the tiles of a result leave cores idle, `split_k` blocks share a tile. Each writes its float32
-sums to a place of its own in device memory, and a second launch adds the parts up, first to last, and finishes the
-result: the same bits each time. For results of m x n and s parts that costs ``4 s m n`` bytes written and as many read
-(from the last-level cache, where they fit), and one small launch, in which XLA fuses the sums with what follows. The
-alternatives:
+**Split of k.** Where the tiles of a result leave cores idle, blocks share a tile. Two of them, a cluster along k, add
+their sums up on chip (exchange.py). For more parts, `split_k` blocks write theirs to places of their own in device
+memory, and a second launch adds the parts up, first to last, and finishes the result. Either way the bits are the same
+each time. For results of m x n and s parts the latter costs ``4 s m n`` bytes written and as many read (from the
+last-level cache, where they fit), and one small launch, in which XLA fuses the sums with what follows: 3 us more than
+the exchange for 2048 x 576 x 7168 on an H200. The alternatives:
 
 - Whoever comes last adds up, in the same launch: as many bytes, no second launch; but it needs a counter that tells
   who came last, which Pallas does not offer (its semaphores signal and wait), zeroed before each call.

@@ -93,9 +93,9 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "tile_m": _distinct(*tile_m, *(m for m, *_ in filled), *((whole_m,) if few_rows else ())),
             "tile_n": _distinct(*tile_n, *(n for _, n, *_ in filled), *((32,) if idle_cores else ())),
             "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
+            "cluster": ("none", "m", "n", *(("k",) if 2 in parts_of_k else ())) if cores > 1 else ("none",),
             "split_k": parts_of_k,
             "stages": (4, 3, 5, 6, 2, 8, 12),
-            "cluster": ("none", "m", "n", *(("k",) if 2 in parts_of_k else ())) if cores > 1 else ("none",),
             "raster": ("n",) if idle_cores else ("n", "m"),
             "raster_width": (1,) if idle_cores else (8, 4, 16, 1),
             "in_flight": (0,) if grouped else (0, 1),
@@ -192,8 +192,8 @@ def _columns_step(p: MatmulProblem) -> int:
 
 def _columns(s: Any) -> Any:
     """Columns, as wgmma sees them, of what one warpgroup finishes."""
-    columns, axis = np.where(s.swap, s.tile_m, s.tile_n), np.where(s.swap, "m", "n")
-    return columns // np.where(s.split == axis, 2, 1) // np.where(s.cluster == "k", 2, 1)
+    columns, halved = np.where(s.swap, s.tile_m, s.tile_n), np.where(s.swap, s.split == "m", s.split == "n")
+    return columns // (1 + halved) // (1 + (s.cluster == "k"))
 
 
 def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:
