@@ -27,6 +27,7 @@ _KERNEL = {
         ("loaded", "launched", "cluster_s", "askew", "alpha", "exposed", "p", "step_s", "gap_s", "slot_s", "tile_s"),
         0.1,
     ),
+    **dict.fromkeys(("exchange_s", "exchange_bytes_per_s"), 0.1),
     "e_hbm": 0.03,
 }
 _LIBRARY = dict.fromkeys(("library_e_mma", "library_e_hbm", "library_p", "library_grain", "library_s"), 0.3)

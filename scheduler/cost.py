@@ -44,6 +44,8 @@ class Constants:
       gap_bytes: bytes that device memory could deliver in the time lost between two rows, and between two copies.
       loaded, launched: latency of a load among many, and an empty launch, over those in `Hardware`.
       cluster_s: seconds for which blocks of a cluster wait for each other at their start and at their end.
+      exchange_s: seconds of an exchange between blocks of a cluster, beyond its bytes.
+      exchange_bytes_per_s: at which one core writes into the on-chip memory of another.
       askew: time by which a row that starts within a sector of the cache takes longer, over what the cache takes to
         deliver its bytes.
       alpha: share of the last-level cache that holds operands until they are used again.
@@ -70,6 +72,8 @@ class Constants:
     loaded: float = 1.0
     launched: float = 0.75
     cluster_s: float = 2e-7
+    exchange_s: float = 5e-7
+    exchange_bytes_per_s: float = 2.5e10
     askew: float = 1.0
     alpha: float = 0.56
     exposed: float = 0.5
@@ -171,6 +175,8 @@ class CostModel:
         tile: set-up and drain of a block; likewise.
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
         cluster: blocks of a cluster that wait for each other, at their start and at their end.
+        exchange: what such blocks write into each other's on-chip memory, and wait for (H200: half a
+          microsecond, and 25 bytes a nanosecond).
         launch: empty launches.
         """
         overlapped, serial, steps = self._analyse(footprint)
@@ -257,6 +263,7 @@ class CostModel:
         alone = np.where(surrounded, 1.0, count)
         shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
         first_s = np.where(moved.in_cache, h.l2_latency_s, h.memory_latency_s)
+        exchanged = _array(f.exchanged_bytes) * np.ones_like(count)
         serial = {
             "step": c.step_s * steps * count,
             "ring": c.slot_s * f.stages * np.ones_like(count),
@@ -265,6 +272,7 @@ class CostModel:
             "tile": c.tile_s * alone,
             "copies": f.copied_bytes / (c.e_hbm * h.hbm_bytes_per_s) * np.ones_like(count),
             "cluster": c.cluster_s * (_array(f.cluster) > 1) * np.ones_like(count),
+            "exchange": c.exchange_s * (exchanged > 0) + exchanged / c.exchange_bytes_per_s,
             "launch": c.launched * h.launch_s * _array(f.launches) * np.ones_like(count),
         }
         # A slot's first load waits for nobody: the prologue has its latency.
