@@ -1,8 +1,13 @@
 """What all tests share: no test reads or writes the user's own cache, and Ctrl-C means what it means at a terminal."""
 
+import os
 import signal
 
 import pytest
+
+# Before JAX starts a device: on as many threads as CPU devices or cores, whichever are more, the interpreter of GPU
+# kernels runs theirs, and it hangs where those that wait at barriers take all.
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
 # A shell that starts a command in the background has it ignore SIGINT, and so all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -660,7 +660,8 @@ def test_tiles_are_taken_in_turns_where_a_block_has_several_and_wait_for_each_st
         in_turns = points.split == "tiles"
         assert np.all(~in_turns | (blocks > TARGET.cores))
         assert np.all(~in_turns | (points.in_flight == (not geometry.in_groups(problem))))
-        once = (blocks <= TARGET.cores) & (points.stages >= 6)
+        tiles = problem.batch * -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n)
+        once = (tiles * points.split_k <= TARGET.cores) & (points.stages >= 6)
         assert np.all((points.in_flight == 0) | in_turns | (points.split == "none") | once)
         assert np.all((points.in_flight == 0) | (points.stages > 2))
 
@@ -703,3 +704,10 @@ def test_every_rule_drops_what_no_other_rule_drops():
                 needed.add(reason)
         assert list(holds) == list(space.rules)
     assert needed == set(space.rules)
+
+
+def test_a_ring_too_small_for_the_sums_of_a_shared_tile_is_refused_before_anything_is_overwritten():
+    with pytest.raises(ValueError, match="more stages"):
+        hopper.lower(
+            KERNEL, MatmulProblem(256, 128, 2048), schedule(cluster="k", tile_m=256, tile_n=128, tile_k=32, stages=2)
+        )

@@ -45,6 +45,11 @@ class Exchange:
     dtype: Any
     warpgroups: int
 
+    @property
+    def onchip_bytes(self) -> int:
+        """What all warpgroups of a block get, in bytes."""
+        return self.warpgroups * self.rows * self.columns * self.dtype.itemsize
+
     def on_chip(self) -> dict[str, Any]:
         """The barriers of a block, by the names that `add` has for them: none but the hardware's on a device."""
         arrivals = {"num_arrivals": 1, "num_barriers": self.warpgroups}

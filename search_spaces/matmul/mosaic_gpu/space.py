@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.matmul.mosaic_gpu.filling import MOST_RESULTS, filling
-from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, SUM_BYTES, cdiv, in_groups, round_up
+from search_spaces.matmul.mosaic_gpu.geometry import ATOM_M, cdiv, in_groups, round_up
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space
@@ -136,9 +136,6 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             ),
             "a split of k gives work to idle cores, in parts of 4 steps or more": lambda s: (
                 (parts(s) == 1) | (shares(s) <= cores) & (steps_of_share(s) >= FEWEST_STEPS)
-            ),
-            "half of a tile's sums, for a block that shares it, finds room in a ring": lambda s: (
-                (s.cluster != "k") | (s.stages * s.tile_k * itemsize * 2 >= np.minimum(s.tile_m, s.tile_n) * SUM_BYTES)
             ),
             "a split of k is added up by a second launch, or by the blocks of a cluster": lambda s: (
                 (s.split_k == 1) | (s.cluster != "k")
