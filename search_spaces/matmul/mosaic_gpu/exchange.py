@@ -22,11 +22,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from search_spaces.cluster import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.matmul.mosaic_gpu.geometry import THREADS, Geometry
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.problem import MatmulProblem
 
+MEET = ARRIVE + WAIT
 ACCESS = 4  # sums of 32 bits in the widest access of a thread
 
 
@@ -109,7 +111,7 @@ class Exchange:
 
         @mosaic_gpu_code(lambda: None)
         def meet(_: Any) -> None:
-            _asm(MEET + MEET, [], "")
+            ptx(MEET + MEET)
 
         meet()
 
@@ -123,8 +125,6 @@ def exchange(problem: MatmulProblem, schedule: HopperSchedule) -> Exchange | Non
     return Exchange(g.wg_m, g.wg_n // g.pair_k, jnp.dtype(p.sums_dtype), g.warpgroups)
 
 
-# PTX ISA, barrier.cluster: what threads have written before, all threads of the cluster see after.
-MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 # PTX ISA, mapa: the address in the other block of a pair, of what is at an address in this one.
 OTHER_BLOCK = """{
     .reg .b32 rank;
@@ -144,11 +144,11 @@ def _swap(other: Any, room: Any, threads: int) -> Any:
     ]
     own = mgpu.utils.getelementptr(room, [mgpu.thread_idx()], ir.VectorType.get((ACCESS,), bits))
     there = llvm.inline_asm(bits, [llvm.ptrtoint(bits, own)], OTHER_BLOCK, "=r,r", has_side_effects=True)
-    _asm(MEET, [], "")
+    ptx(MEET)
     for first in range(0, len(words), ACCESS):
         store = f"st.shared::cluster.v4.b32 [$0+{first * 4 * threads}], {{$1, $2, $3, $4}};"
-        _asm(store, [there, *words[first : first + ACCESS]], "r,r,r,r,r")
-    _asm(MEET, [], "")
+        ptx(store, [there, *words[first : first + ACCESS]], "r,r,r,r,r")
+    ptx(MEET)
     got = []
     for first in range(0, len(words), ACCESS):
         place = mgpu.utils.getelementptr(own, [first * 4 * threads], ir.IntegerType.get_signless(8))
@@ -160,8 +160,3 @@ def _swap(other: Any, room: Any, threads: int) -> Any:
         pair = vector.from_elements(ir.VectorType.get((width,), bits), got[number * width : (number + 1) * width])
         registers.flat[number] = vector.bitcast(register.type, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=other.layout, _is_signed=other.is_signed)
-
-
-def _asm(text: str, operands: list[Any], constraints: str) -> None:
-    clobbers = ",".join(filter(None, [constraints, "~{memory}"]))
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, clobbers, has_side_effects=True)
