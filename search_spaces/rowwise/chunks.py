@@ -1,4 +1,4 @@
-"""How a row is cut into chunks that the warps of a block share, and how these agree on what all of it comes to."""
+"""How a row is cut into chunks that the warps of a block share, and what of it these have in on-chip memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
-from search_spaces.jax_compat import plgpu, store
-from search_spaces.rowwise.reduction import Reduction, Statistics
-from search_spaces.rowwise.team import WARPS, Everyone, Team
+from search_spaces.rowwise.reduction import Reduction
+from search_spaces.rowwise.team import WARPS, Team
 
 # Mosaic GPU gives each on-chip array whole kibibytes, a kernel that reduces two more, and each barrier 8 bytes.
 ALIGNMENT = 1024
@@ -81,35 +79,20 @@ class Chunks:
         """The lines of each chunk at which pieces of this warpgroup start."""
         return [self.share(warpgroup) + WARPS * piece for piece in range(self.pieces)]
 
-    def counted(self, reduction: Reduction, places: Sequence[Any], pieces: Sequence[jax.Array]) -> list[jax.Array]:
-        """The pieces of the last chunk, without what the one before has, too."""
-        if not self.overlap:
+    def counted(
+        self, reduction: Reduction, places: Sequence[Any], pieces: Sequence[jax.Array], since: Any
+    ) -> list[jax.Array]:
+        """The pieces of a chunk, without its lines before `since`: such as the last has in common with the one before.
+
+        Where `since` is 0, not traced, nothing is done.
+        """
+        if isinstance(since, int) and since == 0:
             return list(pieces)
         line = self.team.index(0)
         return [
-            jnp.where(line + place >= self.overlap, piece, reduction.outside)
+            jnp.where(line + place >= since, piece, reduction.outside)
             for place, piece in zip(places, pieces, strict=True)
         ]
-
-    def agreed(self, reduction: Reduction, statistics: Statistics, warpgroup: Any, board: Any, told: Any) -> Statistics:
-        """What `finish` needs of the whole row, from the statistics that each thread has of its elements.
-
-        Each warp leaves its own on the `board`, of shape (statistics, warps) in on-chip memory, and reads all of them
-        once every warpgroup has arrived at the barrier `told`.
-        """
-        warps = WARPS * self.warpgroups
-        for number, of_warps in enumerate(reduction.join(statistics, self.team)):
-            store(board.at[number, pl.ds(warpgroup * WARPS, WARPS)], of_warps)
-        plgpu.barrier_arrive(told)
-        plgpu.barrier_wait(told)
-        everyone = Everyone(warps)
-        of_all = tuple(everyone.read(board.at[number]) for number in range(len(statistics)))
-        return reduction.settle(reduction.join(of_all, everyone))
-
-
-def board_bytes(statistics: int, warps: Any, boards: int) -> Any:
-    """Of so many boards, in on-chip memory."""
-    return round_up(4 * statistics * warps * boards, ALIGNMENT)
 
 
 def round_up(a: Any, b: int) -> Any:

@@ -47,6 +47,7 @@ class RowSchedule:
       slots: of a ring or stream, chunks that it has room for; else 0.
       ahead: of a row longer than the ring, slots left free to load ahead; else 0.
       held: chunks that threads hold in registers: of a row on chip, or longer than the ring; else 0.
+      cluster: blocks that share a row on chip, each of which has a part of it; else 1.
     """
 
     hold: str
@@ -57,6 +58,7 @@ class RowSchedule:
     slots: int
     ahead: int
     held: int
+    cluster: int = 1
 
 
 class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
@@ -110,6 +112,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "slots": (0, 13, 6, 11, 5, 27, 20),
                 "ahead": (0, 1, 2),
                 "held": (0, 1, 2, 4),
+                "cluster": (1, 2, 4, 8),
             },
             rules={
                 "registers hold rows of a warp or a warpgroup, without chunks": lambda s: (
@@ -125,6 +128,9 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                     in_registers(s)
                     | (p.columns % (LANES * s.vector * 2) != 0)
                     | (s.vector * 2 * p.itemsize > WIDEST_BYTES)
+                ),
+                "a cluster shares a row on chip, each block of it a part of whole lines": lambda s: (
+                    (s.cluster == 1) | ((s.hold == "onchip") & (p.columns >= s.cluster * 64 * THREADS))
                 ),
                 "only where blocks stay are there slots, and only a ring holds chunks or leaves some free": lambda s: (
                     np.select(
@@ -181,6 +187,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         in_chunks = stays | on_chip
         rows = np.where(in_chunks, 1, np.minimum(_rows_of_block(s), p.rows))
         blocks = -(-p.rows // rows)
+        parts = blocks * s.cluster
         steps = np.select([on_ring, in_stream], [r.loads, f.chunks], 1)
         row_bytes = p.columns * p.itemsize
         shared_bytes = _shared_bytes(p)
@@ -188,7 +195,8 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         again = np.where(stays, steps / r.chunks, 1.0)
         special = np.where(in_chunks, self.special_ops[1], self.special_ops[0])
         accesses = _accesses(p, s, r, w, f, shared=bool(shared_bytes))
-        vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns + LANES * accesses
+        vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns / s.cluster
+        vector_ops = vector_ops + LANES * accesses
         # What all rows share is held as it comes, in its own dtype, until it is used.
         shared_words = p.itemsize / 4 if shared_bytes else 0.0
         held_words = np.where(on_chip & self.widens, 1.0, p.itemsize / 4)
@@ -203,13 +211,14 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         read_twice = [1.0, w.slots / w.chunks, 1.0]
         return Footprint(
             arithmetic=p.arithmetic,
-            grid=(blocks,),
+            grid=(blocks, s.cluster),
+            minor=1,
             operands=(
-                Operand(bytes=p.rows / blocks * row_bytes * again / steps, axes=(0,)),
-                Operand(bytes=np.full(len(s), float(shared_bytes)) / steps, axes=()),
+                Operand(bytes=p.rows / parts * row_bytes * again / steps, axes=(0, 1)),
+                Operand(bytes=shared_bytes / s.cluster / steps, axes=(1,)),
             ),
-            flops=p.flops / p.rows * rows / steps,
-            bytes_written=p.rows / blocks * row_bytes,
+            flops=p.flops / p.rows * rows / s.cluster / steps,
+            bytes_written=p.rows / parts * row_bytes,
             onchip_bytes=np.select(places, onchip_bytes, REDUCTION_BYTES),
             steps=steps,
             stages=np.where(stays, s.slots, 1),
@@ -218,9 +227,10 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             registers_per_block=np.where(
                 stays, _registers_of_ring(threads, registers_held), threads * round_up(registers_held, 8)
             ),
-            onchip_bytes_read=np.select(places, read_twice, 0.0) * 2 * row_bytes / steps,
-            special_ops=special * rows * p.columns / steps,
+            onchip_bytes_read=np.select(places, read_twice, 0.0) * 2 * row_bytes / s.cluster / steps,
+            special_ops=special * rows * p.columns / s.cluster / steps,
             vector_ops=vector_ops / steps,
+            cluster=s.cluster,
             persistent=stays,
             transactions=accesses / steps,
             coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
@@ -283,8 +293,9 @@ def coalescing(row_bytes: Any, access_bytes: Any) -> Any:
 def _ring(p: RowProblem, s: Any) -> Ring:
     """The ring of a schedule that has one; of others something that divides, and means nothing."""
     at_least_one = np.maximum if isinstance(s, Columns) else max
+    line = LANES * s.vector
     return Ring(
-        columns=p.columns,
+        columns=-(-(p.columns // line) // s.cluster) * line,
         vector=s.vector,
         warpgroups=at_least_one(s.warps // WARPS, 1),
         pieces=at_least_one(s.pieces, 1),
@@ -297,7 +308,15 @@ def _ring(p: RowProblem, s: Any) -> Ring:
 def _whole(p: RowProblem, s: Any) -> Whole:
     """The same of a row that waits on chip."""
     r = _ring(p, s)
-    return Whole(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, held=s.held)
+    return Whole(
+        row=p.columns,
+        columns=r.columns,
+        vector=r.vector,
+        warpgroups=r.warpgroups,
+        pieces=r.pieces,
+        cluster=s.cluster,
+        held=s.held,
+    )
 
 
 def _stream(p: RowProblem, s: Any) -> Stream:

@@ -1,4 +1,4 @@
-"""Rows that wait on chip, a block each: parts of a row in on-chip memory, the rest in registers, all loaded at once."""
+"""Rows that wait on chip, a block each or a cluster: parts in on-chip memory, the rest in registers, all loaded at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, board_bytes, round_up
+from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, round_up
+from search_spaces.rowwise.exchange import PART, Board
 from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.rowwise.registers import COMPILER
 from search_spaces.rowwise.team import WARPS
@@ -19,12 +20,19 @@ from search_spaces.rowwise.team import WARPS
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Chunks):
-    """Where the chunks of a whole row wait; fields may be `Columns` of schedules.
+    """Where the chunks of a block's part of a row wait; fields may be `Columns` of schedules.
+
+    The last part starts early enough to be whole, as does the last chunk of each.
 
     Attributes:
+      columns: of a part.
+      row: columns of a row.
+      cluster: blocks that share a row, each of which has a part of it.
       held: chunks that threads hold in registers, as they came from memory; the others are in on-chip memory.
     """
 
+    row: int
+    cluster: Any
     held: Any
 
     @property
@@ -32,40 +40,61 @@ class Whole(Chunks):
         """Chunks in on-chip memory."""
         return self.chunks - self.held
 
+    @property
+    def lines_of_row(self) -> Any:
+        return self.row // self.line
+
+    @property
+    def repeated(self) -> Any:
+        """Lines that the last part and the one before have both."""
+        return self.cluster * self.lines - self.lines_of_row
+
+    def board(self, statistics: int) -> Board:
+        return Board(statistics, WARPS * self.warpgroups, self.cluster)
+
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
         slots = self.slots * self.chunk * self.line * itemsize
-        board = board_bytes(statistics, WARPS * self.warpgroups, boards=1)
-        barriers = (self.slots + 1) * BARRIER_BYTES
-        return round_up(slots, ALIGNMENT) + board + REDUCTION_BYTES + barriers
+        barriers = (self.slots + (self.cluster == 1)) * BARRIER_BYTES
+        return round_up(slots, ALIGNMENT) + self.board(statistics).onchip_bytes() + REDUCTION_BYTES + barriers
 
 
 def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array) -> jax.Array:
-    """The kernel: a block for each row, several of which share a core, so that one computes while others load.
+    """The kernel: a block for each part of a row, several of which share a core, so that one computes while others load.
 
     One thread starts the copies of all chunks for on-chip memory (TMA bulk copies), and all threads the loads of what
     they hold in registers. Statistics are gathered as chunks arrive; when the warps have agreed on those of the row,
     results are computed and stored.
     """
-    rows, lines, slots_used = result.shape[0], w.lines, int(w.slots)
-    team, together = w.team, w.team_of_share
-    on_chip = {
-        "told": plgpu.SMEM((len(reduction.start), WARPS * w.warpgroups), jnp.float32),
-        "all_told": plgpu.Barrier(num_arrivals=w.warpgroups, num_barriers=1),
-    }
+    rows, lines, chunks, slots_used = result.shape[0], w.lines_of_row, int(w.chunks), int(w.slots)
+    team, together, board = w.team, w.team_of_share, w.board(len(reduction.start))
+    on_chip = board.on_chip()
     if slots_used:
         on_chip["slots"] = plgpu.SMEM((slots_used, w.chunk, w.line), x.dtype)
         on_chip["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=slots_used)
+    parts = {"cluster": (w.cluster,), "cluster_names": (PART,)} if w.cluster > 1 else {}
 
     def kernel(*refs: Any) -> None:
-        x, *rest, out = refs
+        x, *rest, out = refs[: 2 + len(shared)]
+        elsewhere = refs[2 + len(shared) :]
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
         places, share = w.places(warpgroup), w.share(warpgroup)
+        first_line, repeated = 0, 0
+        if w.cluster > 1:
+            part = lax.axis_index(PART)
+            first_line = lax.min(part * w.lines, lines - w.lines)
+            if w.repeated:
+                repeated = jnp.where(part == w.cluster - 1, w.repeated, 0)
 
         def start_of(chunk: Any) -> Any:
-            return lax.min(chunk * w.chunk, lines - w.chunk)
+            """In the row."""
+            return first_line + lax.min(chunk * w.chunk, w.lines - w.chunk)
 
-        def block(told: Any, all_told: Any, slots: Any = None, loaded: Any = None) -> None:
+        def since(chunk: int) -> Any:
+            """The line of a chunk from which on it counts."""
+            return repeated if chunk == 0 else w.overlap if chunk == chunks - 1 else 0
+
+        def block(told: Any, all_told: Any = None, slots: Any = None, loaded: Any = None) -> None:
             if slots_used:
 
                 @pl.when(warpgroup == 0)
@@ -85,23 +114,24 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                 for chunk in range(w.held)
             ]
 
-            def read(slot: Any) -> list[jax.Array]:
-                return [team.read(slots.at[slot], place, 0) for place in places]
-
-            def gather(slot: Any, statistics: Statistics, *, last: bool = False) -> Statistics:
+            def gather(slot: Any, statistics: Statistics, *, since: Any = 0) -> Statistics:
                 plgpu.barrier_wait(loaded.at[slot])
-                pieces = read(slot)
-                return reduction.absorb(statistics, w.counted(reduction, places, pieces) if last else pieces)
+                pieces = [team.read(slots.at[slot], place, 0) for place in places]
+                return reduction.absorb(statistics, w.counted(reduction, places, pieces, since))
 
             statistics: Statistics = tuple(team.fill(value) for value in reduction.start)
             for chunk, narrow in enumerate(held):
                 pieces = [piece.astype(jnp.float32) for piece in narrow]
-                last = chunk == w.chunks - 1
-                statistics = reduction.absorb(statistics, w.counted(reduction, places, pieces) if last else pieces)
+                statistics = reduction.absorb(statistics, w.counted(reduction, places, pieces, since(chunk)))
             if slots_used:
-                statistics = lax.fori_loop(0, slots_used - 1, gather, statistics)
-                statistics = gather(jnp.int32(slots_used - 1), statistics, last=True)
-            settled = w.agreed(reduction, statistics, warpgroup, told, all_told.at[0])
+                whole_since = 0
+                if w.repeated and not w.held and slots_used > 1:
+                    statistics = gather(jnp.int32(0), statistics, since=since(0))
+                    whole_since = 1
+                statistics = lax.fori_loop(whole_since, slots_used - 1, gather, statistics)
+                statistics = gather(jnp.int32(slots_used - 1), statistics, since=since(chunks - 1))
+            barrier = None if all_told is None else all_told.at[0]
+            settled = board.agreed(reduction, statistics, team, warpgroup, *(elsewhere or (told,)), barrier)
 
             def finish(chunk: Any, pieces: list[jax.Array]) -> None:
                 start = start_of(chunk)
@@ -124,11 +154,12 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
 
     made: jax.Array = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows * lines, w.line), result.dtype),
+        out_type=(jax.ShapeDtypeStruct((rows * lines, w.line), result.dtype), *board.elsewhere),
         grid=(rows,),
         grid_names=("row",),
         num_threads=w.warpgroups,
         thread_name="warpgroup",
         compiler_params=COMPILER,
-    )(x.reshape(rows * lines, w.line), *(weight.reshape(lines, w.line) for weight in shared))
+        **parts,
+    )(x.reshape(rows * lines, w.line), *(weight.reshape(lines, w.line) for weight in shared))[0]
     return made.reshape(result.shape)

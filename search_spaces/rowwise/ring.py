@@ -76,7 +76,7 @@ def ring(
                 plgpu.barrier_wait(b.loaded.at[slot])
                 pieces = read(slot)
                 if last:
-                    pieces = r.counted(reduction, places, pieces)
+                    pieces = r.counted(reduction, places, pieces, r.overlap)
 
                 @pl.when(chunk < chunks - kept)
                 def release() -> None:
@@ -107,7 +107,7 @@ def ring(
                 statistics = reduction.absorb(statistics, pieces)
             statistics = lax.fori_loop(r.held, chunks - 1, gather, statistics)
             statistics = gather(jnp.int32(chunks - 1), statistics, last=True)
-            settled = r.agreed(reduction, statistics, b.warpgroup, b.told.at[lax.rem(turn, 2)], b.all_told.at[0])
+            settled = b.agreed(turn, statistics)
 
             def finish_kept(chunk: Any, _: None) -> None:
                 finish_from_ring(chunk, chunk, wait=False)

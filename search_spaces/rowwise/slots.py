@@ -12,8 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, board_bytes, round_up
-from search_spaces.rowwise.reduction import Reduction
+from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, round_up
+from search_spaces.rowwise.exchange import Board
+from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.rowwise.registers import COMPILER
 from search_spaces.rowwise.team import WARPS
 
@@ -50,7 +51,7 @@ class Slots(Chunks):
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
         slots = round_up(self.slots * self.chunk * self.line * itemsize, ALIGNMENT)
-        boards = board_bytes(statistics, WARPS * self.warpgroups, boards=2)
+        boards = Board(statistics, WARPS * self.warpgroups).onchip_bytes(boards=2)
         return slots + boards + REDUCTION_BYTES + (2 * self.slots + 1) * BARRIER_BYTES
 
 
@@ -64,8 +65,7 @@ class Block:
       line_of: the first line in device memory of a chunk of the row of a turn.
       shared, out: arrays that all rows share, and the result, in device memory.
       slots: chunks on chip; `loaded` tells that one is there, `released` that it has been read.
-      told, all_told: two boards for statistics (`Chunks.agreed`), used by turns, and their barrier. So one barrier a
-        row is enough: none writes to a board before all have passed the barrier of the row after, and have read it.
+      agreed: what `finish` needs of the row of a turn, from a thread's statistics (`Board.agreed`).
     """
 
     warpgroup: Any
@@ -76,8 +76,7 @@ class Block:
     slots: Any
     loaded: Any
     released: Any
-    told: Any
-    all_told: Any
+    agreed: Callable[[Any, Statistics], Statistics]
 
 
 def staying(
@@ -95,9 +94,10 @@ def staying(
     `compute`.
     """
     rows, lines, loads = result.shape[0], r.lines, int(r.loads)
+    board = Board(len(reduction.start), WARPS * r.warpgroups)
     on_chip = {
         "slots": plgpu.SMEM((r.slots, r.chunk, r.line), x.dtype),
-        "told": plgpu.SMEM((2, len(reduction.start), WARPS * r.warpgroups), jnp.float32),
+        "told": plgpu.SMEM((2, *board.shape), jnp.float32),
         "loaded": plgpu.Barrier(num_arrivals=1, num_barriers=r.slots),
         "released": plgpu.Barrier(num_arrivals=r.warpgroups, num_barriers=r.slots),
         "all_told": plgpu.Barrier(num_arrivals=r.warpgroups, num_barriers=1),
@@ -152,7 +152,14 @@ def staying(
             def computer() -> None:
                 if most is not None:
                     plgpu.set_max_registers(most, action="increase")
-                compute(Block(warpgroup, turns, line_of, shared, out, slots, loaded, released, told, all_told))
+
+                def agreed(turn: Any, statistics: Statistics) -> Statistics:
+                    # Two boards, used by turns, so that one barrier a row is enough: none writes to a board before all
+                    # have passed the barrier of the row after, and have read it.
+                    place = told.at[lax.rem(turn, 2)]
+                    return board.agreed(reduction, statistics, r.team, warpgroup, place, all_told.at[0])
+
+                compute(Block(warpgroup, turns, line_of, shared, out, slots, loaded, released, agreed))
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 

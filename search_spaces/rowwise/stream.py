@@ -53,12 +53,14 @@ def stream(
                 slot = slot_of(turn, chunk)
                 plgpu.barrier_wait(b.loaded.at[slot])
                 pieces = [team.read(b.slots.at[slot], place, 0) for place in places]
-                return reduction.absorb(statistics, r.counted(reduction, places, pieces) if is_last else pieces)
+                if is_last:
+                    pieces = r.counted(reduction, places, pieces, r.overlap)
+                return reduction.absorb(statistics, pieces)
 
             statistics: Statistics = tuple(team.fill(value) for value in reduction.start)
             statistics = lax.fori_loop(0, chunks - 1, both, statistics)
             statistics = both(jnp.int32(chunks - 1), statistics, is_last=True)
-            return r.agreed(reduction, statistics, b.warpgroup, b.told.at[lax.rem(turn, 2)], b.all_told.at[0])
+            return b.agreed(turn, statistics)
 
         settled = lax.fori_loop(1, b.turns, row, row(jnp.int32(0), None))
         lax.fori_loop(0, chunks, lambda chunk, _: finish(b.turns - 1, chunk, settled), None)

@@ -117,18 +117,19 @@ def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: Any, lanes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Everyone:
-    """All warps of a block, each of which left one number on chip: every thread reads them all, and reduces them alike.
+    """All warps that share a row, each of which left one number on chip: every thread reads them all, and reduces them alike.
 
     Attributes:
-      warps: a power of two up to 32.
+      warps: a power of two.
     """
 
     warps: int
 
     def read(self, ref: Any) -> jax.Array:
         """All of ``ref[warps]``."""
-        lanes = (plgpu.Replicated(LANES // self.warps), -2)
-        return load(ref, tiled(((self.warps,), (1,)), warps=plgpu.Replicated(WARPS), lanes=lanes))
+        each = max(1, self.warps // LANES)
+        lanes = (plgpu.Replicated(LANES * each // self.warps), -2)
+        return load(ref, tiled(((self.warps,), (each,)), warps=plgpu.Replicated(WARPS), lanes=lanes))
 
     def largest(self, numbers: jax.Array) -> jax.Array:
         return jnp.max(numbers)
