@@ -1,4 +1,4 @@
-"""How warps that share a row tell each other what their parts of it came to: in one block, or in a cluster of blocks."""
+"""How warps that share a row tell each other what their parts came to: within a block, or across a cluster of them."""
 
 from __future__ import annotations
 
@@ -99,9 +99,7 @@ class Board:
 
         of_warp = tiled(((WARPS,), (1,)), warps=-2, lanes=plgpu.Replicated(LANES))
 
-        @mosaic_gpu_code(
-            meaning, arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[of_warp for _ in of_warps])
-        )
+        @mosaic_gpu_code(meaning, arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[of_warp for _ in of_warps]))
         def tell_all(_: Any, told: Any, first: Any, *of_warps: Any) -> None:
             bits = ir.IntegerType.get_signless(32)
             thread = mgpu.thread_idx()

@@ -1,4 +1,4 @@
-"""Rows that wait on chip, a block each or a cluster: parts in on-chip memory, the rest in registers, all loaded at once."""
+"""Rows that wait on chip, of a block or a cluster each: in on-chip memory and registers, all of it loaded at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Whole(Chunks):
 
 
 def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array) -> jax.Array:
-    """The kernel: a block for each part of a row, several of which share a core, so that one computes while others load.
+    """The kernel: a block for each part of a row. Several share a core, so that one computes while others load.
 
     One thread starts the copies of all chunks for on-chip memory (TMA bulk copies), and all threads the loads of what
     they hold in registers. Statistics are gathered as chunks arrive; when the warps have agreed on those of the row,
@@ -79,7 +79,8 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
         elsewhere = refs[2 + len(shared) :]
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
         places, share = w.places(warpgroup), w.share(warpgroup)
-        first_line, repeated = 0, 0
+        first_line: Any = 0
+        repeated: Any = 0
         if w.cluster > 1:
             part = lax.axis_index(PART)
             first_line = lax.min(part * w.lines, lines - w.lines)
@@ -130,8 +131,9 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                     whole_since = 1
                 statistics = lax.fori_loop(whole_since, slots_used - 1, gather, statistics)
                 statistics = gather(jnp.int32(slots_used - 1), statistics, since=since(chunks - 1))
+            place = elsewhere[0] if elsewhere else told
             barrier = None if all_told is None else all_told.at[0]
-            settled = board.agreed(reduction, statistics, team, warpgroup, *(elsewhere or (told,)), barrier)
+            settled = board.agreed(reduction, statistics, team, warpgroup, place, barrier)
 
             def finish(chunk: Any, pieces: list[jax.Array]) -> None:
                 start = start_of(chunk)

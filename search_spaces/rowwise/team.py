@@ -117,7 +117,7 @@ def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: Any, lanes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Everyone:
-    """All warps that share a row, each of which left one number on chip: every thread reads them all, and reduces them alike.
+    """All warps that share a row, each of which left one number on chip: every thread reads and reduces them all.
 
     Attributes:
       warps: a power of two.
