@@ -46,14 +46,13 @@ class Board:
         """Of so many, without barriers."""
         return round_up(4 * self.statistics * self.warps * self.blocks * boards, ALIGNMENT)
 
-    @property
-    def elsewhere(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def elsewhere(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What a kernel has to have for a further result: on a device nothing.
 
-        The interpreter reaches no other block's on-chip memory, so a cluster's blocks meet in device memory there. It
-        runs one cluster after the other.
+        The interpreter reaches no other block's on-chip memory: there a cluster's blocks have a board for each row in
+        device memory.
         """
-        return (jax.ShapeDtypeStruct(self.shape, jnp.float32),) if self.blocks > 1 and interprets() else ()
+        return (jax.ShapeDtypeStruct((rows, *self.shape), jnp.float32),) if self.blocks > 1 and interprets() else ()
 
     def on_chip(self) -> dict[str, Any]:
         """What it consists of: the board itself, and a barrier where blocks meet at none of the hardware's."""

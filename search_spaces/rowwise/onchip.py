@@ -131,7 +131,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                     whole_since = 1
                 statistics = lax.fori_loop(whole_since, slots_used - 1, gather, statistics)
                 statistics = gather(jnp.int32(slots_used - 1), statistics, since=since(chunks - 1))
-            place = elsewhere[0] if elsewhere else told
+            place = elsewhere[0].at[row] if elsewhere else told
             barrier = None if all_told is None else all_told.at[0]
             settled = board.agreed(reduction, statistics, team, warpgroup, place, barrier)
 
@@ -156,7 +156,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
 
     made: jax.Array = plgpu.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((rows * lines, w.line), result.dtype), *board.elsewhere),
+        out_type=(jax.ShapeDtypeStruct((rows * lines, w.line), result.dtype), *board.elsewhere(rows)),
         grid=(rows,),
         grid_names=("row",),
         num_threads=w.warpgroups,
