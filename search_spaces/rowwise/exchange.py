@@ -54,9 +54,9 @@ class Board:
         """
         return (jax.ShapeDtypeStruct((rows, *self.shape), jnp.float32),) if self.blocks > 1 and interprets() else ()
 
-    def on_chip(self) -> dict[str, Any]:
-        """What it consists of: the board itself, and a barrier where blocks meet at none of the hardware's."""
-        parts = {"told": plgpu.SMEM(self.shape, jnp.float32)}
+    def on_chip(self, boards: int = 1) -> dict[str, Any]:
+        """So many: the boards themselves, and a barrier where blocks meet at none of the hardware's."""
+        parts = {"told": plgpu.SMEM((boards, *self.shape), jnp.float32)}
         arrivals = {"num_arrivals": self.warps // WARPS, "num_barriers": 1}
         if self.blocks == 1:
             parts["all_told"] = plgpu.Barrier(**arrivals)
@@ -71,6 +71,13 @@ class Board:
 
         Each warp leaves its own on the board `told`, and reads all of them once everyone has arrived at a barrier.
         """
+        self.tell(reduction, statistics, team, warpgroup, told, all_told)
+        return self.heard(reduction, told, all_told)
+
+    def tell(
+        self, reduction: Reduction, statistics: Statistics, team: Team, warpgroup: Any, told: Any, all_told: Any
+    ) -> None:
+        """The first half of `agreed`. Whoever has told must hear before telling again, on another board."""
         of_warps = reduction.join(statistics, team)
         first = warpgroup * WARPS
         if self.blocks > 1:
@@ -79,13 +86,19 @@ class Board:
             for number, numbers in enumerate(of_warps):
                 store(told.at[number, pl.ds(first, WARPS)], numbers)
             plgpu.barrier_arrive(all_told)
+
+    def heard(self, reduction: Reduction, told: Any, all_told: Any) -> Statistics:
+        """The second half: waits until all have told."""
+        if self.blocks > 1:
+            self._hear_cluster(all_told)
+        else:
             plgpu.barrier_wait(all_told)
         everyone = Everyone(self.warps * self.blocks)
         of_all = tuple(everyone.read(told.at[number]) for number in range(self.statistics))
         return reduction.settle(reduction.join(of_all, everyone))
 
     def _tell_cluster(self, of_warps: Sequence[jax.Array], first: Any, told: Any, all_told: Any) -> None:
-        """A lane of each warp writes to each block's board, and all threads of all blocks meet at a barrier.
+        """A lane of each warp writes to each block's board, and all threads of all blocks arrive at a barrier.
 
         So none writes to the memory of a block that has ended: none has before all have written.
         """
@@ -94,7 +107,6 @@ class Board:
             for number, numbers in enumerate(of_warps):
                 store(told.at[number, pl.ds(first, WARPS)], numbers)
             plgpu.barrier_arrive(all_told)
-            plgpu.barrier_wait(all_told)
 
         of_warp = tiled(((WARPS,), (1,)), warps=-2, lanes=plgpu.Replicated(LANES))
 
@@ -113,9 +125,18 @@ class Board:
                 number_of_warp = vector.extract(numbers.registers.item(), [], [0])
                 operands = [speaks, address, lane, number_of_warp]
                 _asm(WRITE_TO_BLOCK, operands, "b,r,r,f")
-            _asm(MEET_CLUSTER, [], "")
+            _asm("barrier.cluster.arrive.release.aligned;", [], "")
 
         tell_all(told, first, *of_warps)
+
+    def _hear_cluster(self, all_told: Any) -> None:
+        """What threads have written before they arrived, all threads of the cluster see after."""
+
+        @mosaic_gpu_code(lambda: plgpu.barrier_wait(all_told))
+        def hear_all(_: Any) -> None:
+            _asm("barrier.cluster.wait.acquire.aligned;", [], "")
+
+        hear_all()
 
 
 # PTX ISA, mapa and st: to the place in the block of this number in the cluster that the address is in this block.
@@ -124,8 +145,6 @@ WRITE_TO_BLOCK = """{
     @$0 mapa.shared::cluster.u32 there, $1, $2;
     @$0 st.shared::cluster.f32 [there], $3;
 }"""
-# PTX ISA, barrier.cluster: what threads have written before, all threads of the cluster see after.
-MEET_CLUSTER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
 def _asm(text: str, operands: Sequence[Any], constraints: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from search_spaces.kernel import Footprint, Kernel, Operand, Target
 from search_spaces.rowwise.chunks import REDUCTION_BYTES, round_up
+from search_spaces.rowwise.flow import Flow, flow
 from search_spaces.rowwise.onchip import Whole, onchip
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
@@ -59,6 +60,7 @@ class RowSchedule:
     ahead: int
     held: int
     cluster: int = 1
+    blocks: int = 1
 
 
 class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
@@ -246,6 +248,9 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 return registers(reduction, Team(s.warps, s.vector), s.rows, p.result(), *args)
             if s.hold == "onchip":
                 return onchip(reduction, _whole(p, s), p.result(), *args)
+            if s.hold == "flow":
+                cores = target.cores if s.rows == 2 else target.cores // 8 * 8 or s.cluster
+                return flow(reduction, _flow(p, s), s.blocks * cores // s.cluster, p.result(), *args)
             if s.hold == "stream":
                 return stream(reduction, _stream(p, s), target.cores, p.result(), *args)
             return ring(reduction, _ring(p, s), target.cores, p.result(), *args)
@@ -323,6 +328,22 @@ def _stream(p: RowProblem, s: Any) -> Stream:
     """The same of rows that stream."""
     r = _ring(p, s)
     return Stream(columns=r.columns, vector=r.vector, warpgroups=r.warpgroups, pieces=r.pieces, slots=r.slots)
+
+
+def _flow(p: RowProblem, s: Any) -> Flow:
+    """The same of rows that flow."""
+    r = _ring(p, s)
+    return Flow(
+        row=p.columns,
+        columns=r.columns,
+        vector=r.vector,
+        warpgroups=r.warpgroups,
+        pieces=r.pieces,
+        cluster=s.cluster,
+        slots=r.slots,
+        early=s.ahead,
+        blocks=s.blocks,
+    )
 
 
 def _shared_bytes(p: RowProblem) -> int:

@@ -11,46 +11,27 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, Chunks, round_up
-from search_spaces.rowwise.exchange import PART, Board
+from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, round_up
+from search_spaces.rowwise.exchange import PART
+from search_spaces.rowwise.parts import Parts
 from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.rowwise.registers import COMPILER
-from search_spaces.rowwise.team import WARPS
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Chunks):
+class Whole(Parts):
     """Where the chunks of a block's part of a row wait; fields may be `Columns` of schedules.
 
-    The last part starts early enough to be whole, as does the last chunk of each.
-
     Attributes:
-      columns: of a part.
-      row: columns of a row.
-      cluster: blocks that share a row, each of which has a part of it.
       held: chunks that threads hold in registers, as they came from memory; the others are in on-chip memory.
     """
 
-    row: int
-    cluster: Any
     held: Any
 
     @property
     def slots(self) -> Any:
         """Chunks in on-chip memory."""
         return self.chunks - self.held
-
-    @property
-    def lines_of_row(self) -> Any:
-        return self.row // self.line
-
-    @property
-    def repeated(self) -> Any:
-        """Lines that the last part and the one before have both."""
-        return self.cluster * self.lines - self.lines_of_row
-
-    def board(self, statistics: int) -> Board:
-        return Board(statistics, WARPS * self.warpgroups, self.cluster)
 
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
@@ -79,13 +60,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
         elsewhere = refs[2 + len(shared) :]
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
         places, share = w.places(warpgroup), w.share(warpgroup)
-        first_line: Any = 0
-        repeated: Any = 0
-        if w.cluster > 1:
-            part = lax.axis_index(PART)
-            first_line = lax.min(part * w.lines, lines - w.lines)
-            if w.repeated:
-                repeated = jnp.where(part == w.cluster - 1, w.repeated, 0)
+        first_line, repeated = w.part()
 
         def start_of(chunk: Any) -> Any:
             """In the row."""
@@ -131,7 +106,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                     whole_since = 1
                 statistics = lax.fori_loop(whole_since, slots_used - 1, gather, statistics)
                 statistics = gather(jnp.int32(slots_used - 1), statistics, since=since(chunks - 1))
-            place = elsewhere[0].at[row] if elsewhere else told
+            place = elsewhere[0].at[row] if elsewhere else told.at[0]
             barrier = None if all_told is None else all_told.at[0]
             settled = board.agreed(reduction, statistics, team, warpgroup, place, barrier)
 

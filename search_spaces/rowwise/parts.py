@@ -1,0 +1,52 @@
+"""How the blocks of a cluster share a row: each has a part of it, in chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.rowwise.chunks import Chunks
+from search_spaces.rowwise.exchange import PART, Board
+from search_spaces.rowwise.team import WARPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Chunks):
+    """A part of a row as chunks; fields may be `Columns` of schedules.
+
+    The last part starts early enough to be whole, as does the last chunk of each.
+
+    Attributes:
+      columns: of a part.
+      row: columns of a row.
+      cluster: blocks that share a row, each of which has a part of it.
+    """
+
+    row: int
+    cluster: Any
+
+    @property
+    def lines_of_row(self) -> Any:
+        return self.row // self.line
+
+    @property
+    def repeated(self) -> Any:
+        """Lines that the last part and the one before have both."""
+        return self.cluster * self.lines - self.lines_of_row
+
+    def part(self) -> tuple[Any, Any]:
+        """In a kernel: the line of the row at which this block's part starts, and its first one that counts."""
+        if self.cluster == 1:
+            return 0, 0
+        part = lax.axis_index(PART)
+        last = part == self.cluster - 1
+        return (
+            lax.min(part * self.lines, self.lines_of_row - self.lines),
+            jnp.where(last, self.repeated, 0) if self.repeated else 0,
+        )
+
+    def board(self, statistics: int) -> Board:
+        return Board(statistics, WARPS * self.warpgroups, self.cluster)
