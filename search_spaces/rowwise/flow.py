@@ -17,6 +17,7 @@ from search_spaces.rowwise.parts import Parts
 from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.rowwise.registers import COMPILER
 
+MOST_BLOCKS = 8  # of a cluster (CUDA C++ Programming Guide, thread block clusters)
 BOARDS = 2  # A block may be a row ahead of the others of its cluster, and no further.
 
 
@@ -25,17 +26,16 @@ class Flow(Parts):
     """How rows flow; fields may be `Columns` of schedules.
 
     A chunk of one row is finished just before a chunk of the next row is gathered, and the chunk after the last that is
-    on its way takes its place. So there are slots for a row, for what is gathered early, and for what is on its way.
+    on its way takes its place. So there are slots for a row, for what is gathered ahead, and for what is on its way:
+    more than `chunks` + `ahead`, or no load would have a place when it is waited for.
 
     Attributes:
       slots: chunks that a block has room for.
-      early: chunks of the next row that are gathered before statistics of this one are needed.
-      blocks: of a core.
+      ahead: chunks of the next row that are gathered before statistics of this one are needed.
     """
 
     slots: Any
-    early: Any
-    blocks: Any
+    ahead: Any
 
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
@@ -43,15 +43,26 @@ class Flow(Parts):
         barriers = (2 * self.slots + (self.cluster == 1)) * BARRIER_BYTES
         return slots + self.board(statistics).onchip_bytes(BOARDS) + REDUCTION_BYTES + barriers
 
+    def workers(self, cores: int, rows: int) -> int:
+        """Blocks or clusters that rows are dealt to: as few as are done no later than all that the chip has room for.
+
+        Hopper's cores come in pairs, and these in groups that a cluster does not reach beyond; which are not all of one
+        size, so that some cores are left over where clusters are of more than two blocks (docs/rows.md).
+        """
+        together = 2 if self.cluster <= 2 else MOST_BLOCKS
+        room = max(1, cores // together * together // self.cluster)
+        turns = -(-rows // room)
+        return -(-rows // turns)
+
 
 def flow(
-    reduction: Reduction, f: Flow, workers: int, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array
+    reduction: Reduction, f: Flow, cores: int, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array
 ) -> jax.Array:
-    """The kernel: each of so many workers, a block or a cluster of them, takes every so-many-th row.
+    """The kernel: each worker, a block or a cluster of them, takes every so-many-th row.
 
     All blocks should fit the chip at once. If they do not, the last ones start when the first have ended.
     """
-    rows, lines, chunks, early = result.shape[0], f.lines_of_row, int(f.chunks), f.early
+    rows, lines, chunks, ahead = result.shape[0], f.lines_of_row, int(f.chunks), f.ahead
     team, together, board = f.team, f.team_of_share, f.board(len(reduction.start))
     on_chip = board.on_chip(BOARDS) | {
         "slots": plgpu.SMEM((f.slots, f.chunk, f.line), x.dtype),
@@ -89,7 +100,7 @@ def flow(
 
             def refill(turn: Any, chunk: Any) -> None:
                 """The slot that was finished in the step before this one's."""
-                load = turn * chunks + chunk - (1 + chunks + early) + f.slots
+                load = turn * chunks + chunk - (1 + chunks + ahead) + f.slots
 
                 @pl.when((warpgroup == 0) & (load >= f.slots) & (load < turns * chunks))
                 def copy_next() -> None:
@@ -126,11 +137,11 @@ def flow(
                 def step(chunk: Any, statistics: Statistics, *, since: Any = 0) -> Statistics:
                     refill(turn, chunk)
                     if before is not None:
-                        finish(turn - 1, chunk - early, before)
+                        finish(turn - 1, chunk - ahead, before)
                     return gather(turn, chunk, statistics, since)
 
-                first = early
-                if not early and f.repeated:
+                first = ahead
+                if not ahead and f.repeated:
                     statistics, first = step(jnp.int32(0), statistics, since=since(0)), 1
                 statistics = lax.fori_loop(first, chunks - 1, step, statistics)
                 statistics = step(jnp.int32(chunks - 1), statistics, since=since(chunks - 1))
@@ -138,10 +149,10 @@ def flow(
                 barrier = None if all_told is None else all_told.at[0]
                 board.tell(reduction, statistics, team, warpgroup, place, barrier)
                 following = nothing
-                for chunk in range(early):
+                for chunk in range(ahead):
                     refill(turn + 1, chunk)
                     if before is not None:
-                        finish(turn - 1, jnp.int32(chunks - early + chunk), before)
+                        finish(turn - 1, jnp.int32(chunks - ahead + chunk), before)
                     following = gather(turn + 1, jnp.int32(chunk), following, since(chunk))
                 return board.heard(reduction, place, barrier), following
 
@@ -150,7 +161,7 @@ def flow(
                 lax.fori_loop(0, lax.min(turns * chunks, f.slots), lambda load, _: copy(load), None)
 
             statistics = nothing
-            for chunk in range(early):
+            for chunk in range(ahead):
                 statistics = gather(jnp.int32(0), jnp.int32(chunk), statistics, since(chunk))
             begun = row(jnp.int32(0), None, statistics)
             settled, _ = lax.fori_loop(1, turns, lambda turn, carry: row(turn, *carry), begun)
@@ -171,7 +182,7 @@ def flow(
     made: jax.Array = plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((rows * lines, f.line), result.dtype), *board.elsewhere(rows)),
-        grid=(max(1, min(workers, rows)),),
+        grid=(f.workers(cores, rows),),
         grid_names=("worker",),
         num_threads=f.warpgroups,
         thread_name="warpgroup",

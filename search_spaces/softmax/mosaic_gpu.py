@@ -60,7 +60,7 @@ class Softmax(Reduction):
 
 class MosaicGpuSoftmax(MosaicGpuRows[SoftmaxProblem]):
     version = 1
-    # Exponentials: in registers one; on a ring one for the sum, one for the result, and a correction a chunk.
+    # Exponentials: in registers one; in chunks one for the sum, one for the result, and a correction a chunk.
     special_ops = (1.0, 2.25)
     vector_ops = (8.0, 13.0)
     widens = True
