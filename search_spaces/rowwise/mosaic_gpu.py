@@ -164,13 +164,14 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                     | (s.cluster == 1)
                     | ((row_bytes >= s.cluster * 24 * KIB) & ((row_bytes <= s.cluster * 80 * KIB) | (s.cluster == 8)))
                 ),
-                "on chip a block of a cluster has chunks of 8 to 16 KiB for one or two warpgroups, and holds one": (
+                "on chip a block of a cluster has four chunks or more, of 8 to 16 KiB, and one or two warpgroups": (
                     lambda s: (
                         ~on_chip(s)
                         | (s.cluster == 1)
                         | (
                             (s.warps <= 8)
                             & (s.held <= 1)
+                            & (chunks(s) >= 4)
                             & (chunk_bytes(s) <= 16 * KIB)
                             & ((chunk_bytes(s) >= 8 * KIB) | (s.warps * s.pieces == 64))
                         )
