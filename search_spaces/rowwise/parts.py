@@ -34,7 +34,7 @@ class Parts(Chunks):
 
     @property
     def repeated(self) -> Any:
-        """Lines that the last part and the one before have both: fewer than blocks, and so than lines of a first chunk."""
+        """Lines that the last part and the one before have both: fewer than blocks, and than lines of a chunk."""
         return self.cluster * self.lines - self.lines_of_row
 
     def part(self) -> tuple[Any, Any]:
