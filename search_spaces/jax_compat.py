@@ -61,11 +61,6 @@ def interprets() -> bool:
 HAS_UNTILED_SWIZZLE = JAX_VERSION >= (0, 11)
 
 
-def interprets() -> bool:
-    """Whether what is being traced will be interpreted on a CPU (`gpu_interpreter`)."""
-    return _interprets.get()
-
-
 def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates code for Mosaic GPU's own functions (see `plgpu.inline_mgpu` for the `types`).
 
