@@ -14,6 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from search_spaces.cluster import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store
 from search_spaces.rowwise.chunks import ALIGNMENT, round_up
 from search_spaces.rowwise.reduction import Reduction, Statistics
@@ -124,8 +125,8 @@ class Board:
                 address = llvm.ptrtoint(bits, mgpu.utils.getelementptr(board, [place], ir.F32Type.get()))
                 number_of_warp = vector.extract(numbers.registers.item(), [], [0])
                 operands = [speaks, address, lane, number_of_warp]
-                _asm(WRITE_TO_BLOCK, operands, "b,r,r,f")
-            _asm("barrier.cluster.arrive.release.aligned;", [], "")
+                ptx(WRITE_TO_BLOCK, operands, "b,r,r,f")
+            ptx(ARRIVE)
 
         tell_all(told, first, *of_warps)
 
@@ -134,7 +135,7 @@ class Board:
 
         @mosaic_gpu_code(lambda: plgpu.barrier_wait(all_told))
         def hear_all(_: Any) -> None:
-            _asm("barrier.cluster.wait.acquire.aligned;", [], "")
+            ptx(WAIT)
 
         hear_all()
 
@@ -145,8 +146,3 @@ WRITE_TO_BLOCK = """{
     @$0 mapa.shared::cluster.u32 there, $1, $2;
     @$0 st.shared::cluster.f32 [there], $3;
 }"""
-
-
-def _asm(text: str, operands: Sequence[Any], constraints: str) -> None:
-    clobbers = ",".join(filter(None, [constraints, "~{memory}"]))
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, clobbers, has_side_effects=True)
