@@ -706,6 +706,11 @@ def test_every_rule_drops_what_no_other_rule_drops():
     assert needed == set(space.rules)
 
 
+def test_blocks_that_share_tiles_have_one_each():
+    with pytest.raises(ValueError, match="too many"):
+        hopper.interpret(KERNEL, MatmulProblem(128, 256, 512), schedule(cluster="k"), cores=2)
+
+
 def test_a_ring_too_small_for_the_sums_of_a_shared_tile_is_refused_before_anything_is_overwritten():
     with pytest.raises(ValueError, match="more stages"):
         hopper.lower(

@@ -83,6 +83,8 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         dtype = p.result().dtype if s.split_k == 1 else p.sums_dtype
         lead = (g.parts,) if g.parts > 1 else ()
         shared = exchange(inside, s)
+        if shared and workers < g.parts * g.rows * g.columns:
+            raise ValueError(f"{s} shares a tile along k between two blocks, for which {p} has too many on {target}")
         mail = shared.in_device_memory(workers) if shared else ()
         kernel = plgpu.kernel(
             product(inside, s),

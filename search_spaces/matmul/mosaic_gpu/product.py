@@ -51,8 +51,8 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     as_stored = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
     takers = multipliers // g.readers  # of whole tiles, in turns
     shared = exchange(problem, schedule)
-    room, lies = ("a_ring", a_part) if s.tile_m > s.tile_n else ("b_ring", b_part)
-    if shared and shared.onchip_bytes > s.stages * lies.rows * lies.columns * dtype.itemsize:
+    larger = a_part if s.tile_m > s.tile_n else b_part
+    if shared and shared.onchip_bytes > s.stages * larger.rows * larger.columns * dtype.itemsize:
         raise ValueError(f"{schedule}: half of a tile's sums find no room where its operands were: more stages do it")
     own_n = g.wg_n // g.pair_k  # columns that a warpgroup finishes
     both = {"num_arrivals": g.readers, "num_barriers": s.stages}
@@ -205,8 +205,8 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 else:
                     half = pl.run_scoped(multiply_in_place, plgpu.ACC(half_shape, p.sums_dtype))
                 if shared:
-                    ring = {"a_ring": a_ring, "b_ring": b_ring}[room]
-                    half = shared.add(half, warpgroup, ring, lies.transforms, mail, **exchanged)
+                    room = a_ring if larger is a_part else b_ring
+                    half = shared.add(half, warpgroup, room, larger.transforms, mail, **exchanged)
                 # A plain product is rounded whole, another one piece by piece.
                 half = half if problem.fused else half.astype(out_dtype)
                 part, row, column = origin(tile)
