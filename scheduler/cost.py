@@ -95,6 +95,8 @@ class Constants:
         for name in ORDERS:
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is the order of a norm: at least 1")
+        if not self.exchange_bytes_per_s > 0:
+            raise ValueError(f"exchange_bytes_per_s={self.exchange_bytes_per_s} is a rate: above 0")
         for field in dataclasses.fields(self):
             if not 0 <= getattr(self, field.name) < float("inf"):
                 raise ValueError(f"{field.name}={getattr(self, field.name)} is no time or size: finite, and at least 0")

@@ -186,6 +186,14 @@ def test_one_block_more_than_cores_costs_a_second_wave(persistent):
     assert 1.8 < spills / fits < 2.1
 
 
+def test_blocks_that_exchange_sums_wait_for_each_other_and_for_their_bytes():
+    model = CostModel(H200, Constants(exchange_s=1e-6, exchange_bytes_per_s=1e10))
+    alone, exchanging = (blocks(100, cluster=2, exchanged_bytes=size) for size in (0, 20_000))
+    assert model.terms(alone)["exchange"] == 0
+    assert model.terms(exchanging)["exchange"] == pytest.approx(1e-6 + 2e-6)
+    assert model.seconds(exchanging) == pytest.approx(model.seconds(alone) + 3e-6)
+
+
 def test_a_cluster_that_does_not_divide_the_cores_leaves_some_idle():
     hardware = dataclasses.replace(H200, cores=131)
     assert cost.concurrent(blocks(1000, cluster=2), hardware) == 130
@@ -411,7 +419,9 @@ def test_interpreted_on_a_cpu_fewer_steps_are_faster():
     assert many > 20 * few
 
 
-@pytest.mark.parametrize("wrong", [{"e_hbm": 1.2}, {"e_mma": 0}, {"p": 0.5}, {"library_p": 0}, {"row_s": -1e-9}])
+@pytest.mark.parametrize(
+    "wrong", [{"e_hbm": 1.2}, {"e_mma": 0}, {"p": 0.5}, {"library_p": 0}, {"row_s": -1e-9}, {"exchange_bytes_per_s": 0}]
+)
 def test_constants_that_would_break_the_bounds_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Constants(**wrong)
