@@ -707,8 +707,9 @@ def test_every_rule_drops_what_no_other_rule_drops():
 
 
 def test_blocks_that_share_tiles_have_one_each():
+    problem, two_cores = MatmulProblem(128, 256, 512), dataclasses.replace(TARGET, cores=2)
     with pytest.raises(ValueError, match="too many"):
-        hopper.interpret(KERNEL, MatmulProblem(128, 256, 512), schedule(cluster="k"), cores=2)
+        jax.eval_shape(lambda *args: KERNEL.run(problem, schedule(cluster="k"), two_cores, *args), *problem.operands())
 
 
 def test_a_ring_too_small_for_the_sums_of_a_shared_tile_is_refused_before_anything_is_overwritten():
