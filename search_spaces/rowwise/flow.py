@@ -12,10 +12,8 @@ from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, round_up
-from search_spaces.rowwise.exchange import PART
 from search_spaces.rowwise.parts import Parts
 from search_spaces.rowwise.reduction import Reduction, Statistics
-from search_spaces.rowwise.registers import COMPILER
 
 MOST_BLOCKS = 8  # of a cluster (CUDA C++ Programming Guide, thread block clusters)
 BOARDS = 2  # A block may be a row ahead of the others of its cluster, and no further.
@@ -178,15 +176,4 @@ def flow(
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 
-    parts = {"cluster": (f.cluster,), "cluster_names": (PART,)} if f.cluster > 1 else {}
-    made: jax.Array = plgpu.kernel(
-        kernel,
-        out_type=(jax.ShapeDtypeStruct((rows * lines, f.line), result.dtype), *board.elsewhere(rows)),
-        grid=(f.workers(cores, rows),),
-        grid_names=("worker",),
-        num_threads=f.warpgroups,
-        thread_name="warpgroup",
-        compiler_params=COMPILER,
-        **parts,
-    )(x.reshape(rows * lines, f.line), *(weight.reshape(lines, f.line) for weight in shared))[0]
-    return made.reshape(result.shape)
+    return f.launch(kernel, board, result, x, shared, worker=f.workers(cores, rows))

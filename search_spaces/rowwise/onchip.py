@@ -12,10 +12,8 @@ from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.chunks import ALIGNMENT, BARRIER_BYTES, REDUCTION_BYTES, round_up
-from search_spaces.rowwise.exchange import PART
 from search_spaces.rowwise.parts import Parts
 from search_spaces.rowwise.reduction import Reduction, Statistics
-from search_spaces.rowwise.registers import COMPILER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,6 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
     if slots_used:
         on_chip["slots"] = plgpu.SMEM((slots_used, w.chunk, w.line), x.dtype)
         on_chip["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=slots_used)
-    parts = {"cluster": (w.cluster,), "cluster_names": (PART,)} if w.cluster > 1 else {}
 
     def kernel(*refs: Any) -> None:
         x, *rest, out = refs[: 2 + len(shared)]
@@ -129,14 +126,4 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 
-    made: jax.Array = plgpu.kernel(
-        kernel,
-        out_type=(jax.ShapeDtypeStruct((rows * lines, w.line), result.dtype), *board.elsewhere(rows)),
-        grid=(rows,),
-        grid_names=("row",),
-        num_threads=w.warpgroups,
-        thread_name="warpgroup",
-        compiler_params=COMPILER,
-        **parts,
-    )(x.reshape(rows * lines, w.line), *(weight.reshape(lines, w.line) for weight in shared))[0]
-    return made.reshape(result.shape)
+    return w.launch(kernel, board, result, x, shared, row=rows)

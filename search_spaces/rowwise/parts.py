@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.chunks import Chunks
 from search_spaces.rowwise.exchange import PART, Board
+from search_spaces.rowwise.registers import COMPILER
 from search_spaces.rowwise.team import WARPS
 
 
@@ -50,3 +54,32 @@ class Parts(Chunks):
 
     def board(self, statistics: int) -> Board:
         return Board(statistics, WARPS * self.warpgroups, self.cluster)
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        board: Board,
+        result: jax.ShapeDtypeStruct,
+        x: jax.Array,
+        shared: Sequence[jax.Array],
+        **blocks: int,
+    ) -> jax.Array:
+        """The kernel's result, of rows in lines.
+
+        Args:
+          kernel: of references to `x`, what is shared, the result and what `board` has elsewhere.
+          blocks: so many blocks, or clusters of them, by the name of their axis.
+        """
+        rows, lines = result.shape[0], self.lines_of_row
+        parts = {"cluster": (self.cluster,), "cluster_names": (PART,)} if self.cluster > 1 else {}
+        made: jax.Array = plgpu.kernel(
+            kernel,
+            out_type=(jax.ShapeDtypeStruct((rows * lines, self.line), result.dtype), *board.elsewhere(rows)),
+            grid=tuple(blocks.values()),
+            grid_names=tuple(blocks),
+            num_threads=self.warpgroups,
+            thread_name="warpgroup",
+            compiler_params=COMPILER,
+            **parts,
+        )(x.reshape(rows * lines, self.line), *(each.reshape(lines, self.line) for each in shared))[0]
+        return made.reshape(result.shape)

@@ -66,11 +66,8 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     warps_wide = cdiv(np.where(s.swap, ATOM_M, s.epilogue_n) * result.dtype.itemsize, 4 * LANES)
     rows_of_pieces = s.tile_m * s.tile_n / np.where(s.swap, ATOM_M, s.epilogue_n)
     written = np.where(g.written, rows_of_pieces / g.pair_k * warps_wide * LANES * WRITE_OPERATIONS, 0.0)
-    m, n, k = (
-        (p.m, blocks_m),
-        (p.n, blocks_n),
-        (p.k, g.steps * s.split_k * g.pair_k),
-    )  # extents, and into how many they fall
+    # Extents, and into how many they fall.
+    m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, g.steps * s.split_k * g.pair_k)
     a_rows, a_tile = (k, (s.tile_k, s.tile_m)) if p.transpose_a else (m, (s.tile_m, s.tile_k))
     b_rows, b_tile = (n, (s.tile_n, s.tile_k)) if p.transpose_b else (k, (s.tile_k, s.tile_n))
     return Footprint(
