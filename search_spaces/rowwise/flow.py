@@ -74,14 +74,10 @@ def flow(
         worker, workers, warpgroup = lax.axis_index("worker"), lax.axis_size("worker"), lax.axis_index("warpgroup")
         turns = lax.div(rows - 1 - worker + workers, workers)
         places, share = f.places(warpgroup), f.share(warpgroup)
-        first_line, repeated = f.part()
+        start_of, since = f.part()
 
         def row_of(turn: Any) -> Any:
             return worker + turn * workers
-
-        def start_of(chunk: Any) -> Any:
-            """In the row."""
-            return first_line + lax.min(chunk * f.chunk, f.lines - f.chunk)
 
         def block(slots: Any, told: Any, loaded: Any, released: Any, all_told: Any = None) -> None:
             def copy(load: Any) -> None:
@@ -122,10 +118,6 @@ def flow(
                 plgpu.barrier_arrive(released.at[slot])
                 other = together.read(rest[0], first, 0) if rest else None
                 together.write(out, row_of(turn) * lines + first, 0, reduction.finish(elements, other, settled))
-
-            def since(chunk: int) -> Any:
-                """The line of a chunk from which on it counts."""
-                return repeated if chunk == 0 else f.overlap if chunk == chunks - 1 else 0
 
             nothing: Statistics = tuple(team.fill(value) for value in reduction.start)
 

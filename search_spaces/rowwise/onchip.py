@@ -57,15 +57,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
         elsewhere = refs[2 + len(shared) :]
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
         places, share = w.places(warpgroup), w.share(warpgroup)
-        first_line, repeated = w.part()
-
-        def start_of(chunk: Any) -> Any:
-            """In the row."""
-            return first_line + lax.min(chunk * w.chunk, w.lines - w.chunk)
-
-        def since(chunk: int) -> Any:
-            """The line of a chunk from which on it counts."""
-            return repeated if chunk == 0 else w.overlap if chunk == chunks - 1 else 0
+        start_of, since = w.part()
 
         def block(told: Any, all_told: Any = None, slots: Any = None, loaded: Any = None) -> None:
             if slots_used:

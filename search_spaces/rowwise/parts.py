@@ -1,4 +1,4 @@
-"""How the blocks of a cluster share a row: each has a part of it, in chunks."""
+"""How the blocks of a cluster share a row, each a part of it in chunks, and how kernels of such blocks are launched."""
 
 from __future__ import annotations
 
@@ -41,8 +41,20 @@ class Parts(Chunks):
         """Lines that the last part and the one before have both: fewer than blocks, and than lines of a chunk."""
         return self.cluster * self.lines - self.lines_of_row
 
-    def part(self) -> tuple[Any, Any]:
-        """In a kernel: the line of the row at which this block's part starts, and its first one that counts."""
+    def part(self) -> tuple[Callable[[Any], Any], Callable[[int], Any]]:
+        """In a kernel, of this block's chunks: the line of the row at which each starts, and its first that counts."""
+        first_line, repeated = self._begins()
+
+        def start_of(chunk: Any) -> Any:
+            return first_line + lax.min(chunk * self.chunk, self.lines - self.chunk)
+
+        def since(chunk: int) -> Any:
+            return repeated if chunk == 0 else self.overlap if chunk == int(self.chunks) - 1 else 0
+
+        return start_of, since
+
+    def _begins(self) -> tuple[Any, Any]:
+        """The line of the row at which this block's part starts, and its first one that counts."""
         if self.cluster == 1:
             return 0, 0
         part = lax.axis_index(PART)
