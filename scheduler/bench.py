@@ -16,10 +16,10 @@ from scheduler.cost import MET_IN_CACHE, CostModel
 from scheduler.hardware import Hardware
 from scheduler.legal import illegal
 from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule
-from scheduler.verify import comparison, mismatch
+from scheduler.verify import Rows, compared_rows, comparison, mismatch
 from search_spaces import jax_compat
 from search_spaces.jax_compat import COMPILER_ERRORS
-from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.kernel import SLAB, Kernel, Operation, Problem
 
 Compiled = Callable[..., jax.Array]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
@@ -34,13 +34,18 @@ SLOW = 1.5
 BELIEVED = 0.9
 # What is too fast to be true is measured again with so many times the repetitions.
 DOUBTED = 3
+# What libraries and kernels may use beside operands and results: workspaces, padded copies, parts of a reduction.
+SCRATCH_BYTES = 2**28
+# An allocator that grows by doubling its regions leaves part of them unused.
+FRAGMENTED = 1.25
 
 
 class Draw(NamedTuple):
-    """One draw of a problem's operands, and the right answer."""
+    """One draw of a problem's operands, and the right answer: of those `rows` alone, where it is large."""
 
     inputs: tuple[jax.Array, ...]
     expected: jax.Array
+    rows: Rows | None
 
 
 class Bench:
@@ -152,13 +157,18 @@ class Bench:
 
     def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
+        if problem == self._problem:  # its results have buffers: one more might be one too many
+            self._results.clear()
         poison = jax.block_until_ready(_poison(problem))
         with self._turn():
             try:
                 actual = compiled(poison, *draw.inputs)
-                return mismatch(actual, draw.expected, problem.tolerance(), self._comparisons[problem])
+                wrong = mismatch(actual, draw.expected, problem.tolerance(), draw.rows, self._comparisons[problem])
             except jax.errors.JaxRuntimeError as error:
                 return first_line(error)
+        if problem == self._problem:
+            self._results.append(actual)
+        return wrong
 
     def _time(self, compiled: Compiled, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
         def call() -> jax.Array:
@@ -171,7 +181,7 @@ class Bench:
             return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
 
         # Results rotate as operands do. A call that fails takes its buffer along.
-        while len(self._results) < max(2, len(self._sets)):
+        while len(self._results) < _rotating_results(self._problem, self._hardware, len(self._sets)):
             self._results.append(jax.block_until_ready(_poison(self._problem)))
         with self._turn():
             try:
@@ -194,16 +204,17 @@ class Bench:
 
     def _drawn(self, problem: Problem, seed: int) -> Draw:
         self._announce("prepare")
+        rows = compared_rows(problem)
         if problem not in self._references:
             # XLA tries out algorithms on the device while it compiles; a reference needs the first that is right.
             options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if self._clock == "cupti" else None
-            lowered = jax.jit(problem.reference).lower(*problem.operands())
+            lowered = jax.jit(_reference(problem, rows)).lower(*problem.operands())
             self._references[problem] = lowered.compile(compiler_options=options)
         inputs = jax.block_until_ready(problem.inputs(seed))
         with self._turn():
-            draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)))
+            draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)
         if problem not in self._comparisons:
-            self._comparisons[problem] = comparison(problem.result(), draw.expected)
+            self._comparisons[problem] = comparison(problem.result(), draw.expected, rows)
         return draw
 
     def _rotation(self) -> list[tuple[jax.Array, ...]]:
@@ -229,8 +240,48 @@ def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
     return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / _operand_bytes(problem)) + 1)
 
 
+def _rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
+    """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
+    return 1 if _nbytes(problem.result()) > 2 * hardware.l2_bytes else max(2, sets)
+
+
+def least_bytes(problem: Problem) -> int:
+    """Device memory without which `problem` cannot run at all: its operands and its result."""
+    return _operand_bytes(problem) + _nbytes(problem.result())
+
+
+def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
+    """Device memory that a bench of `problem` takes at most, an estimate from above.
+
+    It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
+    operands, the result and the reference of a second draw, and, while they are made, numbers and operands in float32.
+    """
+    sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
+    operands, result = _operand_bytes(problem), _nbytes(problem.result())
+    elements = [math.prod(x.shape) for x in problem.operands()]
+    rows = compared_rows(problem)
+    size, each = math.prod(problem.result().shape), problem.result().shape[-2:][0]
+    compared = 4 * (size if rows is None else size // each * len(rows))
+    held = sets * operands + _rotating_results(problem, hardware, sets) * result + compared
+    # Of a slab: random bits, their halves, and float32 numbers.
+    drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(_nbytes, problem.operands())), 4 * sum(elements))
+    return round(FRAGMENTED * (held + drawn + result + 2 * compared)) + SCRATCH_BYTES
+
+
+def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:
+    """The right answer as a function of all operands: of those rows alone, where they are given."""
+    if rows is None or (part := problem.at_rows(rows)) is None:
+        return problem.reference
+    below, take = part
+    return lambda *args: below.reference(*take(args))
+
+
 def _operand_bytes(problem: Problem) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in problem.operands())
+    return sum(map(_nbytes, problem.operands()))
+
+
+def _nbytes(array: jax.ShapeDtypeStruct) -> int:
+    return int(math.prod(array.shape) * array.dtype.itemsize)
 
 
 def _poison(problem: Problem) -> jax.Array:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler import hardware, text
 from scheduler.errors import NotRecorded, RecordingError
-from scheduler.record import Failure, Measurement, Outcome, Schedule, Sweep, Trial
+from scheduler.record import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial
 
 if TYPE_CHECKING:
     from scheduler.workers import Task
@@ -172,6 +172,9 @@ class Replay:
         """The kernel version that was measured with this schedule, or None where it was not."""
         trial = self._trials.get(point(backend, schedule))
         return None if trial is None else trial.version
+
+    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+        return self.slots
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         """The recorded outcome.

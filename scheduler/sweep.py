@@ -93,7 +93,7 @@ def sweep(
         def measure(c: Candidate) -> Outcome:
             return runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions))
 
-        with Threads[Candidate, Outcome](runner.slots, runner.close) as threads:
+        with Threads[Candidate, Outcome](runner.room(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
                 trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
                 recorder.add(trials[-1])

@@ -215,6 +215,7 @@ class _Tuning:
         seed: int,
         progress: Callable[[Progress], None] | None,
     ) -> Record:
+        self._room()
         self._collect(allowed, self._told())
         self._search(seconds, seed, progress)
         entries, verdict = self._run_off(self._finalists(), seed)
@@ -323,7 +324,7 @@ class _Tuning:
                     and bool(threads.running or 0 in self.trials)
                     and time.perf_counter() - started > seconds
                 )
-                while not late and threads.running < self.runner.slots and (index := search.ask()) is not None:
+                while not late and threads.running < self._room() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(self._measure, index))
                 if not threads.running:
                     self.stopped = f"the {seconds:g} s are over" if late else search.reason
@@ -345,6 +346,9 @@ class _Tuning:
     def _threads(self) -> Threads[int, Any]:
         """Who interrupts a search waits for no candidate: its runner is closed."""
         return Threads(self.runner.slots, self.runner.close)
+
+    def _room(self) -> int:
+        return self.runner.room(self.operation, self.problem, self.l2)
 
     def _task(self, index: int, repetitions: int) -> Task:
         c = self.candidates[index]

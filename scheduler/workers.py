@@ -19,19 +19,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from scheduler import hardware as chips
-from scheduler.bench import Bench
-from scheduler.errors import WorkerError
+from scheduler.bench import Bench, least_bytes, needed_bytes
+from scheduler.errors import NoCandidate, WorkerError
 from scheduler.hardware import GIB, Hardware
 from scheduler.process import Child, Children, Limit
 from scheduler.record import L2, Environment, Failure, Measurement, Outcome, Schedule
-from scheduler.threads import Threads
+from scheduler.threads import WAKE_S, Threads
 from search_spaces import jax_compat, locate
 from search_spaces.kernel import Operation, Problem
 
@@ -46,6 +46,8 @@ RESTART_PAUSES_S = (0.5, 5.0)
 # XLA tries algorithms out while it compiles, and picks one in this process and another in the next: on an H200 its
 # product of 4096^3 in bfloat16 takes 170 us or 176. A library's time is that of so many processes.
 LIBRARY_COMPILATIONS = 5
+# So many candidates of a problem are tried with the whole device to themselves, and fail for lack of memory there.
+MOST_GREEDY = 2
 # What a worker may be asked to do with a candidate.
 Do = Literal["measure", "again", "confirm"]
 
@@ -74,12 +76,19 @@ class Runner(Protocol):
     Attributes:
       hardware: the chip they run on.
       environment: versions and date.
-      slots: how many tasks may be under way at once.
+      slots: how many tasks may be under way at once, at most.
     """
 
     hardware: Hardware
     environment: Environment
     slots: int
+
+    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+        """How many tasks of `problem` may be under way at once: of those whose operands and results memory holds.
+
+        Raises:
+          NoCandidate: the device cannot hold one, and how much it lacks.
+        """
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         """Compiles, verifies and times one candidate; `again` only times it where it is still compiled. Blocks."""
@@ -104,6 +113,10 @@ class InProcess:
         self.environment = environment(driver="")
         self._bench: tuple[Any, Bench] | None = None
 
+    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+        _require_room(operation, problem, Gpu.none().free_bytes if self.hardware.platform == "cpu" else None)
+        return 1
+
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         bench = self._bench_of(task)
         if again:
@@ -119,6 +132,7 @@ class InProcess:
     def _bench_of(self, task: Task) -> Bench:
         what = (task.operation, task.problem, task.l2)
         if self._bench is None or self._bench[0] != what:
+            self._bench = None  # frees the operands of the one before
             self._bench = what, Bench(task.operation, task.problem, self.hardware, l2=task.l2)
         return self._bench[1]
 
@@ -131,6 +145,11 @@ class Pool:
 
     A worker that dies, overruns its time or loses its device is replaced at once, and only the candidate that it was
     running is blamed; where something else may have been at fault, after a second attempt in a fresh worker.
+
+    The device's memory is divided into equal shares, above which a worker gets nothing (XLA's own limit). A problem whose
+    bench needs more is held by fewer workers with larger shares, by one at least; a candidate that finds no memory
+    is tried once more with the device to itself. Processes are started anew for another division, so that nothing is
+    left of what the problem before had.
 
     Args:
       gpu: whose turn-taking, memory and visibility the processes share.
@@ -162,23 +181,33 @@ class Pool:
         self._limits = _Limits(compile_timeout_s, run_timeout_s)
         self._children = Children()
         self._workers = [_Worker(gpu, self._children, self._limits) for _ in range(self.slots)]
+        self._idle = threading.Condition()
+        self._busy = self._division = 0  # requests under way; among how many workers the memory is divided
+        self._living: set[_Worker] = set()
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._holders: dict[Any, list[_Worker]] = {}
+        self._crowded: set[Any] = set()
+        self._most: dict[Any, int] = {}  # problem -> workers that hold it at most
+        self._greedy: collections.Counter[Any] = collections.Counter()
         atexit.register(self.close)
         try:
-            with Threads[_Worker, None](self.slots, self.close) as starters:
-                collections.deque(starters.map(_Worker.start, self._workers), maxlen=0)
+            self._divide(self.slots)
         except Exception:
             self.close()
             raise
-        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._free.put(worker)
-        self._holders: dict[Any, list[_Worker]] = {}
-        self._crowded: set[Any] = set()
-        self.hardware = chips.describe(**self._workers[0].facts)
+        self.hardware = chips.describe(**next(iter(self._living)).facts)
         self.environment = environment(driver=gpu.driver)
 
+    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+        what = operation, problem, l2
+        if what not in self._most:
+            _require_room(operation, problem, self._share(1))
+            needed = needed_bytes(problem, self.hardware, l2)
+            self._most[what] = next(n for n in _halves(self.slots) if n == 1 or needed <= self._share(n))
+        return self._most[what]
+
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        reply = self._request(task, "again" if again else "measure", where_compiled=again)
+        reply = self._request(task, "again" if again else "measure")
         if "failure" in reply:
             return Failure(*reply["failure"])
         fields = reply["measurement"]
@@ -187,13 +216,13 @@ class Pool:
         return measured
 
     def confirm(self, task: Task) -> Failure | None:
-        reply = self._request(task, "confirm", where_compiled=True)
+        reply = self._request(task, "confirm")
         return Failure(*reply["failure"]) if "failure" in reply else None
 
     def others(self) -> int:
         return self._gpu.others({pid for worker in self._workers if (pid := worker.pid) is not None})
 
-    def _request(self, task: Task, do: Do, *, where_compiled: bool) -> dict[str, Any]:
+    def _request(self, task: Task, do: Do) -> dict[str, Any]:
         name = locate(task.operation)
         if name is None:
             raise WorkerError(f"operation {task.operation.name!r} is defined where no other process can load it")
@@ -207,12 +236,28 @@ class Pool:
             "l2": task.l2,
             "incumbent_s": task.incumbent_s,
         }
+        what = task.operation, task.problem, task.l2
+        many = self.room(*what)
+        with self._divided(many):
+            reply = self._asked(task, do, message)
+        if not _lacks_memory(reply) or do == "again" or many == 1 or self._greedy[what] >= MOST_GREEDY:
+            return reply
+        with self._divided(1):
+            alone = self._asked(task, do, message)
+        if _lacks_memory(alone):
+            self._greedy[what] += 1
+        else:  # the problem needs more than was estimated
+            self._most[what] = min(self._most[what], many // 2)
+        return alone
+
+    def _asked(self, task: Task, do: Do, message: dict[str, Any]) -> dict[str, Any]:
+        """The reply of a worker that has compiled the candidate, where there is one and it is asked about it again."""
         what = (task.operation, task.problem, task.l2, task.backend, tuple(sorted(task.schedule.items())))
-        limits, holders = self._limits.of(task), self._holders.setdefault(what, [])
-        if where_compiled and holders:
+        limits, holders = self._limits.of(task), self._holders.get(what, [])
+        if do != "measure" and holders:
             several = do == "again" and task.operation.kernel(task.backend).library
-            if several and what not in self._crowded and len(holders) < min(LIBRARY_COMPILATIONS, self.slots):
-                newcomer = next(worker for worker in self._workers if worker not in holders)
+            newcomer = next((worker for worker in self._living if worker not in holders), None)
+            if several and newcomer and what not in self._crowded and len(holders) < LIBRARY_COMPILATIONS:
                 reply = newcomer.request(message, limits)
                 if "failure" not in reply:
                     holders.append(newcomer)
@@ -220,14 +265,78 @@ class Pool:
                 self._crowded.add(what)  # It may lack memory for the operands: those that have them go on.
             holders.append(holders.pop(0))  # in turns
             return holders[-1].request(message, limits)
-        worker = self._free.get()
-        try:
-            reply = worker.request(message, limits)
-            if "measurement" in reply:
+        while True:
+            worker = self._next_free()
+            reply = {}
+            try:
+                reply = worker.request(message, limits)
+            finally:
+                if "gone" not in reply:
+                    self._free.put(worker)
+            if "gone" in reply:
+                self._living.discard(worker)
+                self._holders.clear()
+                if reply.get("doubtful"):
+                    continue
+            elif "measurement" in reply:
                 self._holders[what] = [worker]
             return reply
+
+    def _next_free(self) -> _Worker:
+        """Waits for it.
+
+        Raises:
+          WorkerError: all processes were lost, and none could be started in the place of the last.
+        """
+        while self._living:
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=WAKE_S)
+        self._division = 0  # the next request tries to start them again
+        raise WorkerError("the worker processes were lost, and the device takes no new ones")
+
+    def _share(self, count: int) -> int:
+        """Bytes of the device's memory for each of `count` workers."""
+        return self._gpu.free_bytes // count - CONTEXT_BYTES
+
+    @contextlib.contextmanager
+    def _divided(self, count: int) -> Iterator[None]:
+        """Within it the memory is divided among `count` workers. Waits while requests are under way in another division."""
+        with self._idle:
+            while self._busy and self._division != count:
+                self._idle.wait(WAKE_S)
+            if self._division != count:
+                self._divide(count)
+            self._busy += 1
+        try:
+            yield
         finally:
-            self._free.put(worker)
+            with self._idle:
+                self._busy -= 1
+                self._idle.notify_all()
+
+    def _divide(self, count: int) -> None:
+        """Starts `count` workers in place of those there are, each with its share of the memory.
+
+        Raises:
+          WorkerError: none of them starts.
+        """
+        self._division = 0  # unless it succeeds, the next request tries again
+        self._living, self._free = set(), queue.SimpleQueue()
+        self._holders.clear()
+        self._crowded.clear()
+        for worker in self._workers:
+            worker.stop()
+        refusals = []
+        with Threads[_Worker, WorkerError | None](count, self.close) as starters:
+            for worker, refused in starters.map(lambda worker: worker.begin(self._share(count)), self._workers[:count]):
+                if refused is not None:
+                    refusals.append(refused)
+                else:
+                    self._living.add(worker)
+                    self._free.put(worker)
+        if not self._living:
+            raise refusals[0]
+        self._division = count
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -254,6 +363,7 @@ class Gpu:
     uuid: str
     driver: str
     free_bytes: int
+    total_bytes: int = 0  # where nothing limits what a process takes
 
     @classmethod
     def wanted(cls, device: int = 0) -> Gpu | None:
@@ -282,15 +392,20 @@ class Gpu:
         if smi is None:
             return None
         asked = subprocess.run(
-            [smi, f"--id={index}", "--query-gpu=uuid,driver_version,memory.free", "--format=csv,noheader,nounits"],
+            [
+                smi,
+                f"--id={index}",
+                "--query-gpu=uuid,driver_version,memory.free,memory.total",
+                "--format=csv,noheader,nounits",
+            ],
             capture_output=True,
             text=True,
             check=False,
         )
         parts = [part.strip() for part in asked.stdout.strip().split(",")]
-        if asked.returncode or len(parts) != 3:
+        if asked.returncode or len(parts) != 4:
             return None
-        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2)
+        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
 
     @classmethod
     def none(cls) -> Gpu:
@@ -322,6 +437,30 @@ class Gpu:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+# Of XLA's allocator: the share of a device's memory that a process may take, by its name and by an older one. A worker
+# gets its own, whatever the user's programs are to take.
+_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def _require_room(operation: Operation[Any], problem: Problem, free_bytes: int | None) -> None:
+    if free_bytes is not None and (least := least_bytes(problem)) > free_bytes:
+        raise NoCandidate(
+            f"{operation.name} {problem} needs {least / GIB:.3g} GiB for its operands and its result, and the device has "
+            f"{free_bytes / GIB:.3g} GiB for them"
+        )
+
+
+def _halves(count: int) -> Iterator[int]:
+    """`count`, half of it, and so on down to 1."""
+    while count:
+        yield count
+        count //= 2
+
+
+def _lacks_memory(reply: Mapping[str, Any]) -> bool:
+    return "failure" in reply and reply["failure"][0] == "memory"
 
 
 def _cores() -> int:
@@ -390,17 +529,43 @@ class _Worker:
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._abandoned = False
+        self._share_bytes = 0
         self.facts: dict[str, Any] = {}
+
+    def begin(self, share_bytes: int) -> WorkerError | None:
+        """Starts a process that gets so much of the device's memory; or why none starts.
+
+        Raises:
+          WorkerError: the pool was closed.
+        """
+        self._share_bytes = share_bytes
+        try:
+            self.start()
+        except WorkerError as refused:
+            if self._abandoned:
+                raise
+            return refused
+        return None
+
+    def stop(self) -> None:
+        """Ends the process, where there is one, and frees what it holds of the device."""
+        with self._lock:
+            if self._child is not None:
+                self._child.close()
+                self._child = None
 
     def request(self, message: dict[str, Any], limit_s: Limit) -> dict[str, Any]:
         """The reply to `message`; a failure where the process was lost over it.
 
+        It is `doubtful` where something else than the candidate may be at fault, and says why no process is left (`gone`)
+        where that one could not be replaced.
+
         Raises:
-          WorkerError: the worker met a defect of the program, not of the candidate, or could not be replaced.
+          WorkerError: the worker met a defect of the program, not of the candidate; or the pool was closed.
         """
         with self._lock:
             reply = self._attempt(message, limit_s)
-            return self._attempt(message, limit_s) if reply.get("doubtful") else reply
+            return self._attempt(message, limit_s) if reply.get("doubtful") and "gone" not in reply else reply
 
     @property
     def pid(self) -> int | None:
@@ -442,37 +607,34 @@ class _Worker:
                 self._child.close()
 
     def _attempt(self, message: dict[str, Any], limit_s: Limit) -> dict[str, Any]:
-        """The reply; it is `doubtful` where something else than the candidate may be at fault."""
-        if self._child is None:  # none could be started when the last one was lost
-            self.start()
-        assert self._child is not None
+        if self._child is None:
+            if self._abandoned:
+                raise WorkerError("the worker processes were stopped")
+            return {"failure": ["worker", "its process had ended"], "gone": "its process had ended", "doubtful": True}
         try:
             reply = self._child.ask(message, "prepare", limit_s, self._limits.ended)
         except TimeoutError as overrun:
-            self._replace()
-            return {"failure": ["timeout", str(overrun)]}
+            return {"failure": ["timeout", str(overrun)]} | self._replace()
         except EOFError as death:  # it may have been killed from outside
-            self._replace()
-            return {"failure": ["worker", str(death)], "doubtful": True}
+            return {"failure": ["worker", str(death)], "doubtful": True} | self._replace()
         if "error" in reply:
             raise WorkerError(f"a worker failed outside of any candidate:\n{reply['error']}")
-        if "leaving" in reply:
-            self._replace()
-        return reply
+        return reply | self._replace() if "leaving" in reply else reply
 
-    def _replace(self) -> None:
+    def _replace(self) -> dict[str, Any]:
+        """Starts a process in place of the one that was lost; what a reply says where none starts."""
         # What a killed process held of the device may come free only after a while.
-        for pause_s in RESTART_PAUSES_S:
-            try:
-                return self.start()
-            except WorkerError:
-                if self._abandoned:
-                    raise
-                time.sleep(pause_s)
-        return self.start()
+        for pause_s in (*RESTART_PAUSES_S, 0.0):
+            if (refused := self.begin(self._share_bytes)) is None:
+                return {}
+            time.sleep(pause_s)
+        return {"gone": str(refused)}
 
     def _environment(self) -> dict[str, str]:
-        return os.environ | {
+        own = {name: value for name, value in os.environ.items() if name not in _MEMORY_VARIABLES}
+        if self._gpu.total_bytes:
+            own[_MEMORY_VARIABLES[0]] = f"{self._share_bytes / self._gpu.total_bytes:.4f}"
+        return own | {
             "CUDA_VISIBLE_DEVICES": self._gpu.index,
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",

@@ -6,18 +6,25 @@ import abc
 import dataclasses
 import functools
 import json
+import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+from jax import lax
 
 from search_spaces.space import Column, Columns, Space, unknown
 
 P = TypeVar("P", bound="Problem")
 S = TypeVar("S")
+# How the operands of part of a problem are taken from those of all of it.
+TakeRows = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
+# Operands above so many elements are drawn in slabs: random bits and float32 numbers take six times a narrow operand.
+SLAB = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +109,18 @@ class Problem(abc.ABC):
         Whole numbers have a quarter of their dtype's range for a standard deviation.
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
-        return tuple(_drawn(key, s) for key, s in zip(keys, self.operands(), strict=True))
+        return tuple(_operand(key, s) for key, s in zip(keys, self.operands(), strict=True))
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        """The problem whose result is ``result[..., rows, :]`` of this one's, and what takes its operands from these.
+
+        So that a result of gigabytes is compared with a reference of some of its rows. None, the default, where rows of
+        the result do not follow from part of the operands: the reference is then as large as the result.
+
+        Args:
+          rows: which, along the last axis but one, in ascending order.
+        """
+        return None
 
     def neighbour(self) -> Problem | None:
         """A slightly smaller problem whose extents no tile divides, on which a schedule that wins must be right too.
@@ -160,12 +178,29 @@ class Problem(abc.ABC):
         return told
 
 
-def _drawn(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
-    normal = jax.random.normal(key, s.shape, jnp.float32)
-    if not jnp.issubdtype(s.dtype, jnp.integer):
-        return normal.astype(s.dtype)
-    least, most = jnp.iinfo(s.dtype).min, jnp.iinfo(s.dtype).max
-    return jnp.clip(jnp.round(normal * (most / 4)), least, most).astype(s.dtype)
+def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
+    if math.prod(s.shape) <= SLAB or len(s.shape) < 2:
+        return _drawn(key, s.shape, s.dtype)
+    return _in_slabs(key, s.shape, s.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _in_slabs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """`_drawn` with the temporary memory of one slab at a time."""
+    *lead, columns = shape
+    rows = math.prod(lead)
+    each = max(1, SLAB // columns)
+    keys = jax.random.split(key, -(-rows // each))
+    slabs = lax.map(lambda key: _drawn(key, (each, columns), dtype), keys)
+    return slabs.reshape(-1, columns)[:rows].reshape(shape)
+
+
+def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    normal = jax.random.normal(key, shape, jnp.float32)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return normal.astype(dtype)
+    least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return jnp.clip(jnp.round(normal * (most / 4)), least, most).astype(dtype)
 
 
 @functools.cache

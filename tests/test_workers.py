@@ -183,7 +183,7 @@ def test_no_worker_outlives_its_parent(then, status):
 
 def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_the_models_answer(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho GPU-full, 580.95, 100\n")
+    smi.write_text("#!/bin/sh\necho GPU-full, 580.95, 100, 81920\n")
     smi.chmod(0o755)
     (tmp_path / "jax_cuda13_plugin").mkdir()  # what tells that JAX could use a GPU
     (tmp_path / "jax_cuda13_plugin" / "__init__.py").touch()

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from jax import lax
 
-from search_spaces.kernel import Problem, Tolerance
+from search_spaces.kernel import Problem, TakeRows, Tolerance
 from search_spaces.matmul import epilogue
 
 _FLOATS = ("bfloat16", "float16", "float32")
@@ -208,6 +210,15 @@ class MatmulProblem(Problem):
         """
         a, *others = super().inputs(seed)
         return ((a * self.k**-0.5).astype(a.dtype) if self.fused else a), *others
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[MatmulProblem, TakeRows]:
+        def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            a, b, bias, residual = self.named(args)
+            a = jnp.take(a, rows, axis=-1 if self.transpose_a else -2)
+            residual = None if residual is None else jnp.take(residual, rows, axis=-2)
+            return tuple(x for x in (a, b, bias, residual) if x is not None)
+
+        return dataclasses.replace(self, m=len(rows)), take
 
     def neighbour(self) -> MatmulProblem | None:
         def odd_below(extent: int, less: int) -> int:

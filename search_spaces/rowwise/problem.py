@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
-from search_spaces.kernel import Problem, Tolerance
+from search_spaces.kernel import Problem, TakeRows, Tolerance
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -63,6 +65,13 @@ class RowProblem(Problem):
     @property
     def arithmetic(self) -> str:
         return "float32"
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[RowProblem, TakeRows]:
+        def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            x, *shared = args
+            return jnp.take(x, rows, axis=0), *shared
+
+        return dataclasses.replace(self, rows=len(rows)), take
 
     def neighbour(self) -> RowProblem | None:
         """Fewer rows, and columns that still divide into the same vectors but no longer into the same pieces."""
