@@ -157,8 +157,7 @@ class Bench:
 
     def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
-        if problem == self._problem:  # its results have buffers: one more might be one too many
-            self._results.clear()
+        self._results.clear()  # beside these, one more of gigabytes might be one too many
         poison = jax.block_until_ready(_poison(problem))
         with self._turn():
             try:
@@ -254,7 +253,7 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     """Device memory that a bench of `problem` takes at most, an estimate from above.
 
     It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
-    operands, the result and the reference of a second draw, and, while they are made, numbers and operands in float32.
+    operands and the reference of a second draw, and, while they are made, numbers and operands in float32.
     """
     sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
     operands, result = _operand_bytes(problem), _nbytes(problem.result())
@@ -265,7 +264,7 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     held = sets * operands + _rotating_results(problem, hardware, sets) * result + compared
     # Of a slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(_nbytes, problem.operands())), 4 * sum(elements))
-    return round(FRAGMENTED * (held + drawn + result + 2 * compared)) + SCRATCH_BYTES
+    return round(FRAGMENTED * (held + drawn + 2 * compared)) + SCRATCH_BYTES
 
 
 def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:

@@ -25,6 +25,7 @@ from scheduler.record import L2, Failure, Measurement, Outcome, Schedule, Sweep,
 
 if TYPE_CHECKING:
     from scheduler.workers import Task
+    from search_spaces.kernel import Operation, Problem
 
 T = TypeVar("T")
 Point = tuple[str, tuple[tuple[str, Any], ...]]

@@ -23,8 +23,8 @@ Rows = npt.NDArray[np.int32]
 def compared_rows(problem: Problem, seed: int = 0) -> Rows | None:
     """Which rows of the result are compared with the reference, in ascending order; None for all of them.
 
-    One of each run of rows of equal length, at random: a tile with as many rows as a run has is looked at in each of its
-    columns. The first and the last are always among them.
+    One of each run of rows of equal length, at random: a tile with as many rows as a run has is looked at in each of
+    its columns. The first and the last are always among them.
     """
     shape = problem.result().shape
     size = math.prod(shape)

@@ -146,10 +146,10 @@ class Pool:
     A worker that dies, overruns its time or loses its device is replaced at once, and only the candidate that it was
     running is blamed; where something else may have been at fault, after a second attempt in a fresh worker.
 
-    The device's memory is divided into equal shares, above which a worker gets nothing (XLA's own limit). A problem whose
-    bench needs more is held by fewer workers with larger shares, by one at least; a candidate that finds no memory
-    is tried once more with the device to itself. Processes are started anew for another division, so that nothing is
-    left of what the problem before had.
+    The device's memory is divided into equal shares, above which a worker gets nothing (XLA's own limit). A problem
+    whose bench needs more is held by fewer workers with larger shares, by one at least; a candidate that finds no
+    memory is tried once more with the device to itself. Processes are started anew for another division, so that
+    nothing is left of what the problem before had.
 
     Args:
       gpu: whose turn-taking, memory and visibility the processes share.
@@ -300,7 +300,7 @@ class Pool:
 
     @contextlib.contextmanager
     def _divided(self, count: int) -> Iterator[None]:
-        """Within it the memory is divided among `count` workers. Waits while requests are under way in another division."""
+        """Within it the memory is divided among `count` workers; waits for requests under way in another division."""
         with self._idle:
             while self._busy and self._division != count:
                 self._idle.wait(WAKE_S)
@@ -447,8 +447,8 @@ _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 def _require_room(operation: Operation[Any], problem: Problem, free_bytes: int | None) -> None:
     if free_bytes is not None and (least := least_bytes(problem)) > free_bytes:
         raise NoCandidate(
-            f"{operation.name} {problem} needs {least / GIB:.3g} GiB for its operands and its result, and the device has "
-            f"{free_bytes / GIB:.3g} GiB for them"
+            f"{operation.name} {problem} needs {least / GIB:.4g} GiB for its operands and its result, "
+            f"and the device has {free_bytes / GIB:.3g} GiB for them"
         )
 
 
@@ -557,8 +557,8 @@ class _Worker:
     def request(self, message: dict[str, Any], limit_s: Limit) -> dict[str, Any]:
         """The reply to `message`; a failure where the process was lost over it.
 
-        It is `doubtful` where something else than the candidate may be at fault, and says why no process is left (`gone`)
-        where that one could not be replaced.
+        It is `doubtful` where something else than the candidate may be at fault, and says why no process is left
+        (`gone`) where that one could not be replaced.
 
         Raises:
           WorkerError: the worker met a defect of the program, not of the candidate; or the pool was closed.

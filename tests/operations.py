@@ -282,3 +282,25 @@ class NotedLibrary(LibraryKernel[NotedProblem]):
 
 
 NOTED = Operation("noted", NotedProblem, (Noted(), NotedLibrary()))
+
+
+@dataclasses.dataclass(frozen=True)
+class CrowdedProblem(NotedProblem):
+    """Its kernels leave the ids of their processes in the directory `place`, and run only alone on the device."""
+
+    greedy: bool = False  # or not at all
+
+    def reserve(self) -> None:
+        self.note()
+        others = [int(path.name) for path in Path(self.place).iterdir() if int(path.name) != os.getpid()]
+        if self.greedy or any(Path(f"/proc/{pid}").exists() for pid in others):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+
+class Crowded(Noted):
+    def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
+        problem.reserve()
+        return args[0] * 2
+
+
+CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), NotedLibrary()))
