@@ -1,0 +1,126 @@
+"""Problems of gigabytes and of kilobytes in one job, in turns: none may fail, nor leave the next without memory.
+
+    python benchmarks/sizes.py --seconds 540     # as often as it says that problems are left
+
+A row says how many workers held the problem, what its bench was expected to need, and what became of each trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import RESULTS, ROOT, Kept, environment, paced, write_result
+from rich.console import Console
+from rich.table import Table
+
+from scheduler import jobs
+from scheduler.bench import least_bytes, needed_bytes
+from scheduler.hardware import GIB
+from scheduler.record import Failure
+from scheduler.store import Store
+from scheduler.workers import Gpu, Pool, Runner
+from search_spaces.matmul import MATMUL, MatmulProblem
+
+JOB = Path(__file__).with_suffix(".toml")
+# Where the interpreter rehearses: two workers, of which one at a time can hold the larger problems.
+CPU_BYTES = 2 * GIB
+CPU_SUITE = [
+    jobs.Task(MATMUL, MatmulProblem(m, n, 16, dtype="float32"), budget=2)
+    for m, n in ((4096, 8192), (16, 32), (8192, 4096), (33, 17))
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    started = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing that would end after these")
+    parser.add_argument("--first", type=int, default=None, help="only so many problems of the job")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "sizes", help="rows kept for the next command")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
+    options = parser.parse_args(arguments)
+
+    gpu = Gpu.wanted()
+    with contextlib.closing(Pool(gpu or Gpu("", "sizes", "", CPU_BYTES), slots=None if gpu else 2)) as runner:
+        suite = (jobs.parse(JOB.read_text()) if gpu else CPU_SUITE)[: options.first]
+        kept = Kept(options.work / "rows.jsonl")
+        conditions = [
+            {"problem": str(task), "device": runner.hardware.id, "jax": runner.environment.jax} for task in suite
+        ]
+        left = [
+            (task, condition) for task, condition in zip(suite, conditions, strict=True) if kept.get(condition) is None
+        ]
+        for task, condition in paced(left, "job", started + options.seconds):
+            kept.add(_row(task, runner), condition)
+        kept = Kept(options.work / "rows.jsonl")
+        rows = [row for condition in conditions if (row := kept.get(condition)) is not None]
+        summary = {
+            "problems": len(rows),
+            "large": sum(row["result_gb"] >= 1 for row in rows),
+            "largest_result_gb": max(row["result_gb"] for row in rows),
+            "problems_failed": sum(row["state"] == "failed" for row in rows),
+            "trials": sum(row["trials"] for row in rows),
+            "trials_failed": sum(sum(row["failures"].values()) for row in rows),
+        }
+        _print(rows)
+        Console().print(summary)
+        if len(rows) == len(suite):
+            made = environment(runner.environment, MATMUL)
+            write_result(
+                "sizes", runner.hardware, summary=summary, rows=rows, environment=made, directory=options.results
+            )
+
+
+def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
+    assert isinstance(task, jobs.Task), task
+    store = Store(":memory:")
+    started = time.perf_counter()
+    (result,) = jobs.run([task], store=store, runner=runner)
+    trials = [] if result.record is None else store.trials(result.record.key)
+    return {
+        "problem": str(task),
+        "result_gb": _gb(task),
+        "least_gb": least_bytes(task.problem) / 1e9,
+        "needed_gb": needed_bytes(task.problem, runner.hardware) / 1e9,
+        "workers": runner.room(task.operation, task.problem),
+        "state": result.state,
+        "reason": result.reason,
+        "trials": len(trials),
+        "failures": collections.Counter(str(t.outcome) for t in trials if isinstance(t.outcome, Failure)),
+        "winner": result.entry and result.entry.backend,
+        "winner_us": result.entry and result.entry.measurement.median_s * 1e6,
+        "xla_us": result.library and result.library.measurement.median_s * 1e6,
+        "elapsed_s": time.perf_counter() - started,
+    }
+
+
+def _gb(task: jobs.Task) -> float:
+    result = task.problem.result()
+    return float(result.size * result.dtype.itemsize / 1e9)
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="Problems of all sizes in one job", title_justify="left")
+    for column in ("problem", "result GB", "needs GB", "workers", "", "trials", "failed", "seconds"):
+        table.add_column(column, justify="left" if column in ("problem", "") else "right")
+    for row in rows:
+        table.add_row(
+            row["problem"],
+            f"{row['result_gb']:.3f}",
+            f"{row['needed_gb']:.2f}",
+            str(row["workers"]),
+            row["state"],
+            str(row["trials"]),
+            str(sum(row["failures"].values())),
+            f"{row['elapsed_s']:.1f}",
+        )
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
