@@ -144,8 +144,11 @@ class Bench:
             lowered = traced.lower()
         except COMPILER_ERRORS as error:
             return Failure("lower", first_line(error))
-        # XLA's own choice of an algorithm runs on the device while it compiles, and would disturb others' timing.
+        # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and has
+        # operands and results of its own.
         turn = self._turn if kernel.library else contextlib.nullcontext
+        if kernel.library:
+            self._results.clear()
         try:
             with turn():
                 # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
