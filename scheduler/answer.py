@@ -208,7 +208,8 @@ def recheck(
             return f"the {kernel.backend} kernel is now version {kernel.version}, and {then} was measured"
     entry = record.best(allowed)
     if entry is None:
-        return f"none of {', '.join(sorted(allowed))} ran when it was measured"
+        failed = "; ".join(str(lost) for lost in record.failed if lost.backend in allowed)
+        return failed or f"none of {', '.join(sorted(allowed))} ran when it was measured"
     if reason := illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
         return reason
     return entry

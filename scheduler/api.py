@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -256,22 +257,27 @@ def tune(
 ) -> Record:
     """Searches the best schedule of `problem` on this machine's device, stores it and lets calls use it.
 
+    Where `store` has a record already that still holds, that is the answer, and nothing is searched. A backend none of
+    whose schedules ran is warned of, and named in the record's `failed`; the next `tune` tries it again.
+
     Args:
       operation: an `Operation`, or its name as in `search_spaces.load`.
       problem: of that operation, or its fields.
       store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
-      search: `budget`, `seconds`, `seed`, `runner`, `progress`: as in `scheduler.tuner.tune`.
+      search: `force`, `first_error`, `budget`, `seconds`, `seed`, `runner`, `progress`: as in `scheduler.tuner.tune`.
       backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
 
     Raises:
       ValueError: an unknown operation, field or backend.
-      NoCandidate, WorkerError: as `scheduler.tuner.tune`.
+      NoCandidate, CandidateFailed, WorkerError: as `scheduler.tuner.tune`.
     """
     end_load()
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), tuner.Recorded)
     cache = decide.user_cache() if store is None and not recorded else store
     record = tuner.tune(operation, posed, store=cache, backends=decide.allowed(operation, backends), **search)
+    for lost in record.failed:
+        warnings.warn(str(lost), RuntimeWarning, stacklevel=2)
     reload()
     if store is None and not recorded:
         decide.user_cache().remember(record)

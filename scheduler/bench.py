@@ -5,20 +5,26 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib
+import numpy as np
 
 from scheduler import timer
 from scheduler.cost import MET_IN_CACHE, CostModel
+from scheduler.errors import CandidateFailed
 from scheduler.hardware import Hardware
 from scheduler.legal import illegal
-from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule
+from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
+from scheduler.text import schedule_to_text
 from scheduler.verify import Rows, compared_rows, comparison, mismatch
 from search_spaces import jax_compat
-from search_spaces.jax_compat import COMPILER_ERRORS
 from search_spaces.kernel import SLAB, Kernel, Operation, Problem
 
 Compiled = Callable[..., jax.Array]
@@ -87,15 +93,25 @@ class Bench:
         self._compiled: dict[tuple[str, tuple[Any, ...]], Compiled] = {}
 
     def measure(
-        self, backend: str, schedule: Schedule, repetitions: int, *, incumbent_s: float | None = None
+        self,
+        backend: str,
+        schedule: Schedule,
+        repetitions: int,
+        *,
+        incumbent_s: float | None = None,
+        raising: bool = False,
     ) -> Outcome:
         """Times one candidate once it has been found right, or says at which stage it failed and why.
 
         Args:
           repetitions: fewer are taken of a candidate that is clearly slower than `incumbent_s`, seconds.
+          raising: what is raised while the candidate is built is no `Failure` but raised.
+
+        Raises:
+          CandidateFailed: from what the candidate raised, where that was asked for.
         """
         kernel = self._operation.kernel(backend)
-        compiled = self._build(kernel, self._problem, schedule)
+        compiled = self._build(kernel, self._problem, schedule, raising=raising)
         if isinstance(compiled, Failure):
             return compiled
         if wrong := self._wrong(compiled, self._problem, self._draw):
@@ -131,31 +147,47 @@ class Bench:
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
-    def _build(self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule) -> Compiled | Failure:
-        """The candidate as a function of a buffer for its result, and of the operands."""
-        target, wanted = self._hardware.target, problem.result()
+    def _build(
+        self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
+    ) -> Compiled | Failure:
+        """The candidate as a function of a buffer for its result, and of the operands.
+
+        While JAX traces, lowers and compiles, no code runs but the kernel's and the compiler's: whatever is raised then
+        is the candidate's failure.
+        """
+        target, wanted, operands = self._hardware.target, problem.result(), problem.operands()
         point = kernel.space(problem, target).decode(schedule)
+
+        def failed(stage: Stage, error: Exception) -> Failure:
+            failure = Failure(stage, blamed(error))
+            if raising:
+                raise CandidateFailed(f"{kernel.backend} {schedule_to_text(schedule)}: {failure}") from error
+            return failure
+
         self._announce("lower")
+        run = jax_compat.writing_over(lambda *args: kernel.run(problem, point, target, *args))
         try:
-            run = jax_compat.writing_over(lambda *args: kernel.run(problem, point, target, *args))
-            traced = run.trace(wanted, *problem.operands())
-            if (found := _described(traced.out_info)) != _described(wanted):
-                return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
+            traced = run.trace(wanted, *operands)
+        except Exception as error:
+            return failed("lower", error)
+        if (found := _described(traced.out_info)) != _described(wanted):
+            return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
+        try:
             lowered = traced.lower()
-        except COMPILER_ERRORS as error:
-            return Failure("lower", first_line(error))
+        except Exception as error:
+            return failed("lower", error)
         # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and has
         # operands and results of its own.
         turn = self._turn if kernel.library else contextlib.nullcontext
         if kernel.library:
             self._results.clear()
-        try:
-            with turn():
-                # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
-                self._announce("compile")
+        with turn():
+            # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
+            self._announce("compile")
+            try:
                 compiled: Compiled = lowered.compile()
-        except COMPILER_ERRORS as error:
-            return Failure("compile", first_line(error))
+            except Exception as error:
+                return failed("compile", error)
         return compiled
 
     def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw) -> str | None:
@@ -305,10 +337,39 @@ def _key(backend: str, schedule: Schedule) -> tuple[str, tuple[Any, ...]]:
     return backend, tuple(sorted(schedule.items()))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an exception says first, its type where it says nothing."""
     try:
         text = str(error).strip()
     except Exception:  # an exception of a kernel's author may fail to say itself
         text = ""
     return (text or type(error).__name__).splitlines()[0][:300]
+
+
+def blamed(error: Exception) -> str:
+    """What a candidate raised, in a line: its type, what it says first, and where in the kernel's source that was."""
+    name, said = type(error).__name__, first_line(error)
+    place = _place(error)
+    return (name if said == name else f"{name}: {said}") + (f" ({place})" if place else "")
+
+
+def _place(error: BaseException | None) -> str:
+    """``file:line`` of the innermost call that is neither JAX's nor ours; "" where there is none."""
+    while error is not None:
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            file = frame.f_code.co_filename
+            if not file.startswith(_NO_KERNELS) and ("site-packages" in file or not file.startswith(_STANDARD)):
+                below = os.path.relpath(file)
+                return f"{file if below.startswith(os.pardir) else below}:{line}"
+        # Of what it lowers JAX tells the place in an exception of its own (`JaxStackTraceBeforeTransformation`).
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+# Whose calls stand in a traceback around a kernel's own, and below it; code without a file begins with "<".
+_NO_KERNELS = (
+    "<",
+    jax_compat.__file__,
+    *(f"{os.path.dirname(str(file))}{os.sep}" for file in (__file__, jax.__file__, jaxlib.__file__, np.__file__)),
+)
+_STANDARD = sysconfig.get_path("stdlib")

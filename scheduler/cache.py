@@ -63,7 +63,7 @@ class Cache:
 
     def get(self, key: Key) -> Record | None:
         self._open()
-        return self._try(lambda store: store.get(key), self._user)
+        return self._try(lambda store: store.get(key), self._user) or self._put.get(key)
 
     def lease(self, key: Key, owner: str, seconds: float) -> str:
         self._open()

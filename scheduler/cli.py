@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -17,7 +18,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from scheduler.errors import SchedulerError, StoreError
+from scheduler.errors import CandidateFailed, SchedulerError, StoreError
 
 if TYPE_CHECKING:
     from scheduler.hardware import Hardware
@@ -47,6 +48,8 @@ class _Commands(TyperGroup):
             with _terminable():
                 return super().invoke(ctx)
         except SchedulerError as error:
+            if isinstance(error, CandidateFailed) and error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
             print(f"tile-scheduler: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
@@ -121,6 +124,9 @@ def tune(
         str, typer.Option(help="Where candidates find operands: cold (in memory) or warm (in the cache).")
     ] = "cold",
     force: Annotated[bool, typer.Option("--force", help="Also what is tuned already.")] = False,
+    first_error: Annotated[
+        bool, typer.Option("--first-error", help="Stop at the first schedule that fails, with its traceback.")
+    ] = False,
     part: Part = None,
     workers: Annotated[
         int | None,
@@ -166,6 +172,7 @@ def tune(
                 seed=seed,
                 l2="warm" if l2 == "warm" else "cold",
                 force=force,
+                first_error=first_error,
                 workers=workers,
                 compile_timeout_s=compile_timeout,
                 run_timeout_s=run_timeout,
@@ -180,6 +187,8 @@ def tune(
     failed = sum(result.state == "failed" for result in results)
     if failed and job is not None:
         raise SchedulerError(f"{failed} of {len(results)} problems failed; each row says why")
+    if broken := [f"{result.task}: {lost}" for result in results for lost in result.broken]:
+        raise SchedulerError("; ".join(broken))
     unstored = ", ".join(str(result.task) for result in results if not result.stored)
     if unstored:
         raise SchedulerError(f"what was found could not be stored in {store.location}: {unstored}")

@@ -296,12 +296,14 @@ class _Deciding:
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
         try:
             record = in_fresh_thread(
-                lambda: tuner.tune(self.operation, self.problem, backends=backends, store=self.cache)
+                lambda: tuner.tune(self.operation, self.problem, backends=backends, store=self.cache, force=True)
             )
         except WorkerError as error:  # above all: this process holds the GPU's memory
             reason = str(error).splitlines()[0]
             warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
             return self._predicted(hardware)
+        for lost in record.failed:
+            warn_once(f"{self._question(hardware)}: {lost}")
         found = answer.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
         if isinstance(found, str):
             raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")

@@ -17,6 +17,17 @@ class NoCandidate(SchedulerError):
     """Nothing could run: every schedule was dropped or failed; the message counts the reasons."""
 
 
+class CandidateFailed(SchedulerError):
+    """The first candidate that failed, where the caller wants that rather than a search; its cause is what was raised."""
+
+
+class RemoteTrace(Exception):
+    """A traceback as another process wrote it: the cause of what is raised here for it."""
+
+    def __str__(self) -> str:
+        return f"\n{super().__str__()}"
+
+
 class RecordingError(SchedulerError):
     """A recorded sweep that cannot be read, or is one of something else."""
 

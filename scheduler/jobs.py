@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from scheduler.answer import key_of, predict, recheck
 from scheduler.decide import allowed
-from scheduler.errors import MalformedRecord, NoCandidate, SchedulerError, StoreError
+from scheduler.errors import CandidateFailed, NoCandidate, SchedulerError, StoreError
 from scheduler.hardware import Hardware
-from scheduler.record import L2, Entry, Measurement, Record, Schedule, Trial
+from scheduler.record import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
 from scheduler.store import Store, shipped
-from scheduler.tuner import Progress, start_runner, tune
+from scheduler.tuner import Progress, settled, start_runner, tune
 from scheduler.workers import Runner
 from search_spaces import load
 from search_spaces.kernel import Operation, Problem
@@ -104,6 +104,11 @@ class Result:
             return None
         return self.record.best(frozenset({self.task.operation.library.backend}))
 
+    @property
+    def broken(self) -> tuple[AllFailed, ...]:
+        """Backends of which nothing ran in the search, by their own fault."""
+        return () if self.record is None else tuple(lost for lost in self.record.failed if lost.own)
+
 
 def parse(text: str) -> list[Task | Malformed]:
     """The tasks of a job written in TOML.
@@ -169,6 +174,7 @@ def run(
     seed: int = 0,
     l2: L2 = "cold",
     force: bool = False,
+    first_error: bool = False,
     workers: int | None = None,
     compile_timeout_s: float | None = None,
     run_timeout_s: float | None = None,
@@ -181,11 +187,13 @@ def run(
       runner: where candidates run; by default one is started on `device` for all tasks and closed at the end.
       l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
       force: tune again what is tuned already.
+      first_error: as in `tuner.tune`; it ends the job.
       workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `tuner.start_runner`.
       progress: called after each trial, from the calling thread.
 
     Raises:
-      WorkerError: the workers cannot start at all. What goes wrong with one task is its `Result`.
+      CandidateFailed: as `tuner.tune`.
+      WorkerError: the workers cannot start at all. What else goes wrong with one task is its `Result`.
     """
     with contextlib.ExitStack() as stack:
         for task in tasks:
@@ -203,7 +211,9 @@ def run(
                 stack.callback(runner.close)
             started = time.perf_counter()
             try:
-                result = _run_one(task, store, runner, seed, l2, force, progress)
+                result = _run_one(task, store, runner, seed, l2, force, first_error, progress)
+            except CandidateFailed:
+                raise
             except SchedulerError as error:
                 result = Result(task, "failed", str(error), runner.hardware)
             yield dataclasses.replace(result, elapsed_s=time.perf_counter() - started)
@@ -216,19 +226,15 @@ def _run_one(
     seed: int,
     l2: L2,
     force: bool,
+    first_error: bool,
     progress: Callable[[Task, Progress], None] | None,
 ) -> Result:
     operation, problem, hardware = task.operation, task.problem, runner.hardware
-    held: Entry | str | None
-    try:
-        stored = store.get(key_of(operation, problem, hardware))
-        held = None if stored is None else recheck(operation, problem, hardware, stored, backends=task.backends)
-    except MalformedRecord as error:
-        stored, held = None, str(error)
-    # A device without a cold state says "warm" whatever was asked for.
-    as_asked = isinstance(held, Entry) and not (l2 == "warm" and held.measurement.l2 == "cold")
-    if isinstance(held, Entry) and as_asked and not force:
-        return Result(task, "known", "", hardware, stored, held)
+    known = settled(operation, problem, hardware, store, backends=task.backends, l2=l2)
+    if isinstance(known, Record) and not (force or first_error):
+        return Result(task, "known", "", hardware, known, _entry(task, known))
+    reason = known if isinstance(known, str) else ""
+    served = _served(task, hardware, store)
     resumed = 0
 
     def watch(step: Progress) -> None:
@@ -241,6 +247,8 @@ def _run_one(
         operation,
         problem,
         backends=task.backends,
+        force=True,
+        first_error=first_error,
         budget=task.budget,
         seconds=task.seconds,
         seed=seed,
@@ -249,17 +257,16 @@ def _run_one(
         runner=runner,
         progress=watch,
     )
-    entry = record.best(task.backends) if task.backends is not None else record.winner
+    entry = _entry(task, record)
     if entry is None:
         asked = ", ".join(sorted(task.backends or ()))
-        raise NoCandidate(f"no schedule of {asked} ran for {task}; `tile-scheduler explain` says what became of them")
-    reason = held if isinstance(held, str) else ""
+        why = "; ".join(map(str, record.failed)) or "`tile-scheduler explain` says what became of them"
+        raise NoCandidate(f"no schedule of {asked} ran for {task}: {why}")
     trials: list[Trial] = []
     kept = False
     with contextlib.suppress(StoreError):  # the search has warned of it
         kept = store.get(record.key) == record
         trials = store.trials(record.key, runner.environment)
-    served = held if isinstance(held, Entry) else _shipped(task, hardware)
     others: list[Record] = []
     with contextlib.suppress(StoreError):
         others = list(store.records(operation=record.key.operation, hardware=record.key.hardware))
@@ -267,15 +274,25 @@ def _run_one(
     return Result(task, "tuned", reason, hardware, record, entry, before, resumed, stored=kept)
 
 
-def _shipped(task: Task, hardware: Hardware) -> Entry | None:
-    """What a call gets from the records that come with this package, where the user's own have nothing that holds."""
-    with contextlib.suppress(StoreError):
-        if (store := shipped()) is not None:
-            with contextlib.closing(store):
-                stored = store.get(key_of(task.operation, task.problem, hardware))
-            if stored is not None:
-                held = recheck(task.operation, task.problem, hardware, stored, backends=task.backends)
-                return held if isinstance(held, Entry) else None
+def _entry(task: Task, record: Record) -> Entry | None:
+    """The fastest among the backends asked for."""
+    return record.winner if task.backends is None else record.best(task.backends)
+
+
+def _served(task: Task, hardware: Hardware, store: Store) -> Entry | None:
+    """What a call gets now: from the user's own records, or from those that come with this package."""
+    with contextlib.ExitStack() as stack:
+        stores = [store]
+        with contextlib.suppress(StoreError):
+            if (other := shipped()) is not None:
+                stores.append(stack.enter_context(contextlib.closing(other)))
+        for kept in stores:
+            with contextlib.suppress(StoreError):
+                record = kept.get(key_of(task.operation, task.problem, hardware))
+                if record is not None:
+                    held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
+                    if isinstance(held, Entry):
+                        return held
     return None
 
 

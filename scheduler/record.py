@@ -72,6 +72,32 @@ Outcome = Measurement | Failure
 
 
 @dataclasses.dataclass(frozen=True)
+class AllFailed:
+    """A backend none of whose candidates ran: there is no answer from it, and another search tries it again.
+
+    Attributes:
+      backend: its name.
+      tried: how many of its schedules were tried.
+      failure: why the most of them failed, in the words of one of those...
+      alike: ...which are so many.
+    """
+
+    backend: str
+    tried: int
+    failure: Failure
+    alike: int
+
+    @property
+    def own(self) -> bool:
+        """Whether its own code is to blame, rather than a lack of memory or a lost process."""
+        return self.failure.stage not in ("memory", "worker")
+
+    def __str__(self) -> str:
+        share = "" if self.alike == self.tried else f", {self.alike} of them alike"
+        return f"{self.tried} of {self.tried} schedules of {self.backend} failed{share}: {self.failure}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Trial:
     """One candidate that was tried.
 
@@ -179,6 +205,8 @@ class Record:
       confidence: how sure the winner is.
       excluded: schedules left untried because their lower bound exceeds the fastest time.
       stopped: why the search ended, in words; "" where a record is older than that.
+      failed: the backends that have no entry because each of their candidates failed; a record from before this was
+        kept names none.
     """
 
     key: Key
@@ -191,6 +219,7 @@ class Record:
     confidence: Verdict = Verdict()
     excluded: int = 0
     stopped: str = ""
+    failed: tuple[AllFailed, ...] = ()
 
     @property
     def winner(self) -> Entry:

@@ -115,6 +115,7 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "confidence": dataclasses.asdict(record.confidence),
         "excluded": record.excluded,
         "stopped": record.stopped,
+        "failed": [dataclasses.asdict(lost) for lost in record.failed],
     }
 
 
@@ -145,7 +146,8 @@ def entries_table(record: Record, problem: Problem | None, hardware: Hardware | 
 
 def verdict(record: Record) -> str:
     """The winner against XLA in a sentence, and how sure that is in a second one, where the record knows."""
-    return f"{_against_xla(record)}\n{_ended(record)}{_confidence(record)}".rstrip()
+    failed = "".join(f"{lost}.\n" for lost in record.failed)
+    return f"{_against_xla(record)}\n{failed}{_ended(record)}{_confidence(record)}".rstrip()
 
 
 def _ended(record: Record) -> str:
@@ -249,6 +251,7 @@ def results_table(results: Sequence[Result]) -> Table:
             if result.before is not None:
                 cells[0] = seconds_text(result.before.seconds) + ("" if result.before.measured else " predicted")
                 cells[3] = f"{result.before.seconds / after:.2f}x" if result.before.measured else ""
+            cells[-1] += "".join(f"; {lost}" for lost in result.broken)
             if result.library is not None:
                 cells[2] = seconds_text(result.library.measurement.median_s)
         made.add_row(*texts(result.task, states[result.state], *cells))

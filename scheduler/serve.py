@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from scheduler import hardware as chips
 from scheduler.bench import Bench, Step, first_line
+from scheduler.errors import CandidateFailed
 from scheduler.hardware import Hardware
 from scheduler.process import die_with_parent
 from scheduler.record import L2, Failure, Measurement, Outcome
@@ -51,6 +52,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             reply = desk.answer(json.loads(line))
+        except CandidateFailed as failed:  # as the task wanted
+            reply = {"raised": str(failed), "trace": "".join(traceback.format_exception(failed.__cause__))}
         except Exception:  # the parent raises it: a defect, with its whole trace
             reply = {"error": traceback.format_exc()}
         say(reply)
@@ -113,7 +116,13 @@ class _Desk:
         bench, backend, schedule = self._bench, message["backend"], message["schedule"]
         match message["do"]:
             case "measure":
-                return bench.measure(backend, schedule, message["repetitions"], incumbent_s=message["incumbent_s"])
+                return bench.measure(
+                    backend,
+                    schedule,
+                    message["repetitions"],
+                    incumbent_s=message["incumbent_s"],
+                    raising=message["raising"],
+                )
             case "again":
                 return bench.again(backend, schedule, message["repetitions"])
             case "confirm":

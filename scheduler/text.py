@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from scheduler.errors import StoreError
 from scheduler.record import (
     L2,
+    AllFailed,
     Calibration,
     Clock,
     Entry,
@@ -67,7 +68,8 @@ def record_to_text(record: Record) -> str:
             "space": record.space,
         }
         | ({"confidence": vars(record.confidence)} if record.confidence != Verdict() else {})
-        | ({"excluded": record.excluded, "stopped": record.stopped} if (record.excluded or record.stopped) else {}),
+        | ({"excluded": record.excluded, "stopped": record.stopped} if (record.excluded or record.stopped) else {})
+        | ({"failed": [vars(lost) | {"failure": vars(lost.failure)} for lost in record.failed]} if record.failed else {}),
         _record,
     )
 
@@ -349,6 +351,7 @@ def _record(value: object) -> Record:
         confidence=_field(fields, "confidence", _verdict) if "confidence" in fields else Verdict(),
         excluded=_field(fields, "excluded", _whole) if "excluded" in fields else 0,
         stopped=_field(fields, "stopped", _text) if "stopped" in fields else "",
+        failed=_field(fields, "failed", _list_of(_all_failed)) if "failed" in fields else (),
     )
 
 
@@ -439,6 +442,16 @@ def _verdict(value: object) -> Verdict:
 def _failure(value: object) -> Failure:
     fields = _object(value)
     return Failure(stage=_field(fields, "stage", _one_of(Stage)), detail=_field(fields, "detail", _text))
+
+
+def _all_failed(value: object) -> AllFailed:
+    fields = _object(value)
+    return AllFailed(
+        backend=_field(fields, "backend", _text),
+        tried=_field(fields, "tried", _whole),
+        failure=_field(fields, "failure", _failure),
+        alike=_field(fields, "alike", _whole),
+    )
 
 
 def _environment(value: object) -> Environment:

@@ -6,14 +6,15 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from scheduler.answer import allowed_backends, counted, key_of, recheck
 from scheduler.bench import condition
-from scheduler.errors import NoCandidate, StoreError
+from scheduler.errors import CandidateFailed, MalformedRecord, NoCandidate, StoreError
 from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.lease import Leases, leased
@@ -23,6 +24,7 @@ from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
 from scheduler.record import (
     L2,
+    AllFailed,
     Entry,
     Environment,
     Failure,
@@ -118,11 +120,47 @@ def start_runner(
     return Pool(gpu or Gpu.none(), slots=workers, compile_timeout_s=compile_timeout_s, run_timeout_s=run_timeout_s)
 
 
+def settled(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    store: Keeper,
+    *,
+    backends: frozenset[str] | None = None,
+    l2: L2 = "cold",
+) -> Record | str:
+    """The record in `store` that makes another search needless, or why one is needed, in words; "" for want of any.
+
+    Such a record holds (`recheck`), was measured as now asked for, and each backend that is asked for, and still
+    supports the problem, has run.
+    """
+    try:
+        record = store.get(key_of(operation, problem, hardware))
+    except MalformedRecord as error:
+        return str(error)
+    if record is None:
+        return ""
+    entry = recheck(operation, problem, hardware, record, backends=backends)
+    if isinstance(entry, str):
+        return entry
+    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
+        return "it was measured with its operands in memory"
+    asked = allowed_backends(operation, backends) | {operation.library.backend}
+    failed = [
+        str(lost)
+        for lost in record.failed
+        if lost.backend in asked and operation.kernel(lost.backend).supports(problem, hardware.target) is None
+    ]
+    return "; ".join(failed) or record
+
+
 def tune(
     operation: Operation[Any],
     problem: Problem,
     *,
     backends: frozenset[str] | None = None,
+    force: bool = False,
+    first_error: bool = False,
     budget: int = 64,
     seconds: float | None = None,
     seed: int = 0,
@@ -137,13 +175,16 @@ def tune(
 ) -> Record:
     """Searches the schedules of `problem` by timing them on the device; the library's answer is always among them.
 
-    Trials that `store` has of a search of this problem that was cut short, by the same kernels and under the same
-    conditions, are not made again: they count as trials of this one.
+    What `store` holds already is the answer where no search is needed (see `settled`). Trials that it has of a search
+    of this problem that was cut short, by the same kernels and under the same conditions, are not made again: they count
+    as trials of this one. Those that failed are, as the kernel may have been mended.
 
     Where another process that shares `store` is tuning `problem` now, its record is waited for, and is the answer.
 
     Args:
       backends: kernels to try beside the library; None tries all that support the problem.
+      force: search whatever `store` holds.
+      first_error: search, and raise the first failure of a candidate, the library's aside, rather than go on.
       budget: trials at most, the library's included. Fewer are made where nothing untried can win, or nothing has come
         of the last ones and nothing is expected: the record says which.
       seconds: stop proposing trials after so many seconds.
@@ -157,7 +198,8 @@ def tune(
 
     Raises:
       NoCandidate: nothing ran; the message counts why.
-      WorkerError: the workers cannot start, or met a defect of a kernel that is no compiler error.
+      CandidateFailed: the first failure, where that is wanted, from what the candidate raised, if it did.
+      WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
     """
     if budget < 1:
         raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
@@ -172,12 +214,15 @@ def tune(
             )
             stack.callback(runner.close)
         if store is not None:
+            known = settled(operation, problem, runner.hardware, store, backends=backends, l2=l2)
+            if isinstance(known, Record) and not (force or first_error):
+                return known
             made = stack.enter_context(leased(store, key_of(operation, problem, runner.hardware)))
             if made is not None and isinstance(
                 recheck(operation, problem, runner.hardware, made, backends=backends), Entry
             ):
                 return made
-        return _Tuning(operation, problem, runner, budget, l2, store).run(
+        return _Tuning(operation, problem, runner, budget, l2, store, first_error).run(
             allowed_backends(operation, backends), seconds, seed, progress
         )
 
@@ -193,9 +238,10 @@ class _Tuning:
         budget: int,
         l2: L2,
         store: Keeper | None,
+        first_error: bool,
     ) -> None:
         self.operation, self.problem, self.runner = operation, problem, runner
-        self.budget, self.l2, self.store = budget, l2, store
+        self.budget, self.l2, self.store, self.first_error = budget, l2, store, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.candidates: list[Candidate] = []
         self.trials: dict[int, Trial] = {}  # candidate -> its trial, in the order they ended
@@ -230,6 +276,7 @@ class _Tuning:
             confidence=verdict,
             excluded=self.excluded,
             stopped=self.stopped,
+            failed=tuple(self._failed({entry.backend for entry in entries})),
         )
         self._keep(lambda store: store.put(record))
         return record
@@ -253,7 +300,7 @@ class _Tuning:
         return {
             _point(trial): trial
             for trial in made
-            if isinstance(trial.outcome, Failure) or (trial.outcome.clock, trial.outcome.l2) == here
+            if isinstance(trial.outcome, Measurement) and (trial.outcome.clock, trial.outcome.l2) == here
         }
 
     def _collect(self, allowed: frozenset[str], told: Mapping[_Point, Trial]) -> None:
@@ -352,7 +399,16 @@ class _Tuning:
 
     def _task(self, index: int, repetitions: int) -> Task:
         c = self.candidates[index]
-        return Task(self.operation, self.problem, c.backend, c.schedule, repetitions, self.l2, self.incumbent_s)
+        return Task(
+            self.operation,
+            self.problem,
+            c.backend,
+            c.schedule,
+            repetitions,
+            self.l2,
+            self.incumbent_s,
+            raising=self.first_error and not c.library,
+        )
 
     def _measure(self, index: int) -> Outcome:
         return self.runner.measure(self._task(index, self.repetitions))
@@ -361,6 +417,7 @@ class _Tuning:
         return self.runner.confirm(self._task(index, self.repetitions))
 
     def _end_trial(self, index: int, outcome: Outcome) -> Trial:
+        self._raise_first(index, outcome)
         c = self.candidates[index]
         number = max((trial.number for trial in self.trials.values()), default=-1) + 1
         trial = Trial(number, c.backend, c.version, c.schedule, outcome, c.predicted_s)
@@ -400,9 +457,29 @@ class _Tuning:
                     if failure is not None:
                         self._refute(index, failure)
 
+    def _raise_first(self, index: int, outcome: Outcome) -> None:
+        c = self.candidates[index]
+        if self.first_error and isinstance(outcome, Failure) and not c.library:
+            raise CandidateFailed(f"{c.backend} {schedule_to_text(c.schedule)}: {outcome}")
+
     def _refute(self, index: int, failure: Failure) -> None:
+        self._raise_first(index, failure)
         trial = self.trials[index] = dataclasses.replace(self.trials[index], outcome=failure)
         self._keep(lambda store: store.replace_trial(self.key, trial))
+
+    def _failed(self, ran: Collection[str]) -> Iterable[AllFailed]:
+        """The backends that were tried and are not among those that `ran`, and why."""
+        failures: dict[str, list[Failure]] = {}
+        for trial in self.trials.values():
+            if isinstance(trial.outcome, Failure) and trial.backend not in ran:
+                failures.setdefault(trial.backend, []).append(trial.outcome)
+        for backend, each in failures.items():
+            alike: dict[tuple[str, str], list[Failure]] = {}
+            for failure in each:
+                alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
+            # What lacked memory, or a process, says less of the kernel than what its own code did.
+            most = max(alike.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
+            yield AllFailed(backend, len(each), most[0], len(most))
 
     def _best_of_each_backend(self, ranked: Sequence[int]) -> list[int]:
         best: dict[str, int] = {}
@@ -424,7 +501,10 @@ class _Tuning:
             seed=seed,
         )
         times = {labelled[label]: ended.times[label] for label in ended.order}
-        if not times:  # every finalist failed when it ran again: their trials are what is known
+        if times:
+            for label, failure in ended.failures.items():
+                self._refute(labelled[label], failure)
+        else:  # every finalist failed when it ran again: their trials are what is known
             times = {i: self.trials[i].outcome for i in finalists}  # type: ignore[misc]
         order = list(times)
         kept = dict.fromkeys([*order[:2], *self._best_of_each_backend(order)])
@@ -455,6 +535,10 @@ def run_off(
 def repetitions(hardware: Hardware) -> tuple[int, int]:
     """Of a trial and of one round of a run-off: times settle soon on a device; an interpreted kernel only rehearses."""
     return (10, 10) if hardware.platform == "cuda" else (3, 2)
+
+
+# What differs between failures for one reason: how large, where, by how much; but not the line that raised.
+_NUMBER = re.compile(r"(?<![:.\d])[-+]?(\d[\d.]*(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
 
 
 def _point(of: Candidate | Trial) -> _Point:

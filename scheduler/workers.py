@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler import hardware as chips
 from scheduler.bench import Bench, least_bytes, needed_bytes
-from scheduler.errors import NoCandidate, WorkerError
+from scheduler.errors import CandidateFailed, NoCandidate, RemoteTrace, WorkerError
 from scheduler.hardware import GIB, Hardware
 from scheduler.process import Child, Children, Limit
 from scheduler.record import L2, Environment, Failure, Measurement, Outcome, Schedule
@@ -59,6 +59,7 @@ class Task:
     Attributes:
       l2: what operands meet, as in `Bench`.
       incumbent_s: the fastest time so far, seconds: a candidate that is clearly slower gets fewer repetitions.
+      raising: as in `Bench.measure`.
     """
 
     operation: Operation[Any]
@@ -68,6 +69,7 @@ class Task:
     repetitions: int
     l2: L2 = "cold"
     incumbent_s: float | None = None
+    raising: bool = False
 
 
 class Runner(Protocol):
@@ -121,7 +123,9 @@ class InProcess:
         bench = self._bench_of(task)
         if again:
             return bench.again(task.backend, task.schedule, task.repetitions)
-        return bench.measure(task.backend, task.schedule, task.repetitions, incumbent_s=task.incumbent_s)
+        return bench.measure(
+            task.backend, task.schedule, task.repetitions, incumbent_s=task.incumbent_s, raising=task.raising
+        )
 
     def confirm(self, task: Task) -> Failure | None:
         return self._bench_of(task).confirm(task.backend, task.schedule)
@@ -235,6 +239,7 @@ class Pool:
             "repetitions": task.repetitions,
             "l2": task.l2,
             "incumbent_s": task.incumbent_s,
+            "raising": task.raising,
         }
         what = task.operation, task.problem, task.l2
         many = self.room(*what)
@@ -562,6 +567,7 @@ class _Worker:
 
         Raises:
           WorkerError: the worker met a defect of the program, not of the candidate; or the pool was closed.
+          CandidateFailed: of a task that is `raising`, from the worker's traceback.
         """
         with self._lock:
             reply = self._attempt(message, limit_s)
@@ -617,6 +623,8 @@ class _Worker:
             return {"failure": ["timeout", str(overrun)]} | self._replace()
         except EOFError as death:  # it may have been killed from outside
             return {"failure": ["worker", str(death)], "doubtful": True} | self._replace()
+        if "raised" in reply:
+            raise CandidateFailed(reply["raised"]) from RemoteTrace(reply["trace"])
         if "error" in reply:
             raise WorkerError(f"a worker failed outside of any candidate:\n{reply['error']}")
         return reply | self._replace() if "leaving" in reply else reply

@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxlib.mlir import ir
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
@@ -91,16 +90,6 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
-
-
-# What lowering and compiling raise for a kernel that cannot be built; anything else is a defect of the program.
-COMPILER_ERRORS: tuple[type[Exception], ...] = (
-    ValueError,
-    NotImplementedError,
-    AssertionError,  # SMEM tiles that a transform does not divide raise it bare
-    jax.errors.JaxRuntimeError,
-    ir.MLIRError,
-)
 
 
 def writing_over(run: Callable[..., jax.Array]) -> Any:
