@@ -1,17 +1,25 @@
 """What faults cost a search: each is injected several times among right candidates; every trial is accounted for.
 
-The candidates are scripted (`tests/operations.py`) and run through real worker processes: on the GPU where there is
-one, else on the CPU. A trial is lost that did not end as a measurement or a failure; an innocent is blamed where a
-right candidate failed, or a fault was taken for another one.
+The candidates run through real worker processes: on the GPU where there is one, else on the CPU. Most are scripted
+(`tests/operations.py`); on a GPU Pallas kernels that break it are among them (`tests/device/faulty_kernels.py`). Besides
+candidates, what surrounds them fails: problems that only some of the workers can hold, workers that are killed from
+outside, and a device whose memory another process has taken. A trial is lost that did not end as a measurement or a
+failure; an innocent is blamed where a right candidate failed, or a fault was taken for another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +27,55 @@ from harness import environment, write_result
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.record import Failure, Trial
+from scheduler.bench import needed_bytes
+from scheduler.hardware import GIB
+from scheduler.record import Failure, Record, Trial
 from scheduler.store import Store
-from scheduler.tuner import start_runner, tune
-from scheduler.workers import Runner
+from scheduler.tuner import Progress, tune
+from scheduler.workers import Gpu, Pool
+from search_spaces import Operation, Problem
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "device")]
 from operations import FAULTS, FAULTY, RIGHT, WALL_CLOCK_FAULTS, FaultyProblem
+
+# What a fault of the surroundings makes of a trial: nothing.
+HARMLESS = "right"
+# Left of a device whose memory another process has taken: enough for the contexts of workers that are replaced.
+LEFT_BYTES = 4 * GIB
+CPU_BYTES = 2 * GIB  # of a pool without a GPU, so that there are problems which not all workers can hold
+TAKE = (
+    "import sys, jax.numpy as jnp; x = jnp.zeros(int(sys.argv[1]), jnp.uint8); x.block_until_ready(); print(); input()"
+)
+
+Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=3, help="how often each fault is injected")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes")
+    parser.add_argument("--times", type=int, default=7, help="how often each fault is injected")
+    parser.add_argument("--workers", type=int, default=None, help="worker processes  [default: 4, on a CPU 2]")
     parser.add_argument("--run-timeout", type=float, default=10.0, help="seconds that a turn on the device may take")
+    parser.add_argument("--only", default="", help="only these faults, with commas between them")
     options = parser.parse_args(arguments)
 
-    runner = start_runner(FAULTY, workers=options.workers, compile_timeout_s=15.0, run_timeout_s=options.run_timeout)
-    faults = FAULTS if runner.hardware.platform == "cpu" else FAULTS.keys() - WALL_CLOCK_FAULTS
-    rows = [_row(fault, options.times, runner) for fault in FAULTS if fault in faults]
-    runner.close()
+    gpu = Gpu.wanted()
+    slots = options.workers or (4 if gpu else 2)
+    runner = Pool(
+        gpu or Gpu("", "faults", "", CPU_BYTES), slots=slots, compile_timeout_s=15.0, run_timeout_s=options.run_timeout
+    )
+    with contextlib.closing(runner):
+        scripted = FAULTS.keys() - (WALL_CLOCK_FAULTS if gpu else ())
+        searches: dict[str, Callable[[str, int, Pool], list[Row]]] = {
+            **{fault: _scripted for fault in FAULTS if fault in scripted},
+            "crowded": _scripted,
+            "large": _large,
+            "killed": _killed,
+            # A GPU's memory is nothing that a process can damage by an address, and no CPU's can be taken away.
+            **({"full": _full, "kernels": _kernels} if gpu else {"vandal": _scripted}),
+        }
+        wanted = options.only.split(",") if options.only else list(searches)
+        rows = [row for fault in wanted for row in searches[fault](fault, options.times, runner)]
     table = Table(title=f"Faults injected into searches on {runner.hardware.kind}", title_justify="left")
     for column in ("fault", "injected", "caught as", "lost", "innocent blamed", "right one won", "seconds"):
         table.add_column(
@@ -49,41 +86,177 @@ def main(arguments: Sequence[str] | None = None) -> None:
         counts = (str(row[name]) for name in ("lost", "innocent_blamed", "right_one_won"))
         table.add_row(row["fault"], str(row["injected"]), caught, *counts, f"{row['elapsed_s']:.1f}")
     Console().print(table)
+    summary = {name: sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed")}
+    summary["kinds"] = len(rows)
+    Console().print(summary)
     write_result(
-        "faults",
-        runner.hardware,
-        summary={name: sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed")},
-        rows=rows,
-        environment=environment(runner.environment, FAULTY),
+        "faults", runner.hardware, summary=summary, rows=rows, environment=environment(runner.environment, FAULTY)
     )
 
 
-def _row(fault: str, times: int, runner: Runner) -> dict[str, Any]:
+def _scripted(fault: str, times: int, runner: Pool) -> list[Row]:
     """One search over as many faulty candidates as right ones, in turns; the right one that is fastest comes second."""
     script = [word for i in range(times) for word in (fault, RIGHT[i % len(RIGHT)])]
-    problem, store = FaultyProblem(8, " ".join(script)), Store(":memory:")
+    return [_searched(fault, times, FaultyProblem(8, " ".join(script)), runner)]
+
+
+def _large(fault: str, times: int, runner: Pool) -> list[Row]:
+    """A problem that not all workers can hold, and a small one after it: neither takes the other's memory."""
+    n = next(
+        n
+        for n in itertools.count(2**22, 2**22)
+        if needed_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._share(runner.slots)
+    )
+    rows = [
+        _searched(fault, 1, problem, runner)
+        for _ in range(times)
+        for problem in (FaultyProblem(n, "ok ok"), FaultyProblem(8, "ok noise"))
+    ]
+    return [_sum(rows) | {"injected": times, "elements": n}]
+
+
+def _killed(fault: str, times: int, runner: Pool) -> list[Row]:
+    """A worker is killed from outside each time that a candidate ended, as by a system that is short of memory."""
+    left = times
+
+    def kill(step: Progress) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            process = random.choice([worker.pid for worker in runner._workers if worker.pid is not None])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    script = " ".join(RIGHT[i % len(RIGHT)] for i in range(2 * times))
+    return [_searched(fault, times, FaultyProblem(8, script), runner, kill)]
+
+
+def _full(fault: str, times: int, runner: Pool) -> list[Row]:
+    """Another process takes the device's memory: workers that end are replaced beside it."""
+    script = " ".join(word for i in range(times) for word in ("exit", RIGHT[i % len(RIGHT)]))
+    with _taken():
+        return [_searched(fault, times, FaultyProblem(8, script), runner)]
+
+
+def _kernels(fault: str, times: int, runner: Pool) -> list[Row]:
+    """Pallas kernels that break the device for real, beside one that is right."""
+    from faulty_kernels import DOUBLE, TILE, DoubleProblem
+
+    expected = {"out_of_bounds": "verify", "endless": "timeout", "skips_a_tile": "verify"}
+    rows = []
+    for behave, stage in expected.items():
+        searched = []
+        for i in range(times):
+            started = time.perf_counter()
+            store = Store(":memory:")
+            record = tune(DOUBLE, DoubleProblem(n=TILE * (64 + i)), budget=5, store=store, runner=runner)
+            trials = store.trials(record.key)
+            wanted = {name: stage for name, stage in expected.items()}
+            searched.append(
+                _row(
+                    f"kernel: {behave}",
+                    1,
+                    record,
+                    trials,
+                    lost=5 - len(trials),
+                    expected=lambda trial: wanted.get(trial.schedule.get("behave", "")),
+                    is_fault=lambda trial: trial.schedule.get("behave") == behave,
+                    won=(best := record.best(frozenset({"mosaic_gpu"}))) is not None
+                    and best.schedule["behave"] == "right",
+                    elapsed_s=time.perf_counter() - started,
+                )
+            )
+        rows.append(_sum(searched) | {"stage": stage})
+    return rows
+
+
+@contextlib.contextmanager
+def _taken() -> Iterator[None]:
+    """Within it a process holds all of the device's memory that is free now, but for `LEFT_BYTES`."""
+    gpu = Gpu.query()
+    assert gpu is not None
+    command = [sys.executable, "-c", TAKE, str(gpu.free_bytes - LEFT_BYTES)]
+    settings = {"XLA_CLIENT_MEM_FRACTION": "0.99", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    taker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | settings, text=True
+    )
+    try:
+        assert taker.stdout is not None
+        assert taker.stdout.readline(), "it could not take the memory"
+        yield
+    finally:
+        taker.kill()
+        taker.wait()
+
+
+def _searched(
+    fault: str,
+    injected: int,
+    problem: FaultyProblem,
+    runner: Pool,
+    progress: Callable[[Progress], None] | None = None,
+) -> Row:
+    """One search over the candidates of a script."""
+    script, store = problem.behaviours, Store(":memory:")
     started = time.perf_counter()
-    record = tune(FAULTY, problem, budget=len(script) + 1, store=store, runner=runner)
+    record = tune(FAULTY, problem, budget=len(script) + 1, store=store, runner=runner, progress=progress)
     elapsed_s = time.perf_counter() - started
     trials = store.trials(record.key)
     best = record.best(frozenset({"scripted"}))
-    faulty = [trial.outcome for trial in trials if _behaviour(trial, script) == fault]
+    surrounding = fault not in script  # every candidate meets it
+
+    def behaviour(trial: Trial) -> str:
+        return script[int(trial.schedule["number"])] if trial.backend == "scripted" else "library"
+
+    return _row(
+        fault,
+        injected,
+        record,
+        trials,
+        lost=len(script) + 1 - len(trials),
+        expected=lambda trial: FAULTS.get(behaviour(trial)),
+        is_fault=lambda trial: surrounding or behaviour(trial) == fault,
+        won=best is not None and best.schedule["number"] == problem.fastest,
+        elapsed_s=elapsed_s,
+        name=behaviour,
+    )
+
+
+def _row(
+    fault: str,
+    injected: int,
+    record: Record,
+    trials: Sequence[Trial],
+    *,
+    lost: int,
+    expected: Callable[[Trial], str | None],
+    is_fault: Callable[[Trial], bool],
+    won: bool,
+    elapsed_s: float,
+    name: Callable[[Trial], str] = lambda trial: str(trial.schedule.get("behave", "library")),
+) -> Row:
+    outcomes = [trial.outcome for trial in trials if is_fault(trial)]
     return {
         "fault": fault,
-        "injected": times,
-        "caught_as": collections.Counter(o.stage if isinstance(o, Failure) else "right" for o in faulty),
-        "lost": len(script) + 1 - len(trials),
-        "innocent_blamed": sum(
-            isinstance(t.outcome, Failure) and t.outcome.stage != FAULTS.get(_behaviour(t, script)) for t in trials
-        ),
-        "right_one_won": best is not None and best.schedule["number"] == problem.fastest,
+        "injected": injected,
+        "caught_as": collections.Counter(o.stage if isinstance(o, Failure) else HARMLESS for o in outcomes),
+        "lost": lost,
+        "innocent_blamed": sum(isinstance(t.outcome, Failure) and t.outcome.stage != expected(t) for t in trials),
+        "right_one_won": won,
         "elapsed_s": elapsed_s,
-        "trials": [f"{t.backend} {_behaviour(t, script)}: {t.outcome}" for t in trials],
+        "trials": [f"{t.backend} {name(t)}: {t.outcome}" for t in trials],
     }
 
 
-def _behaviour(trial: Trial, script: Sequence[str]) -> str:
-    return script[int(trial.schedule["number"])] if trial.backend == "scripted" else "library"
+def _sum(rows: Sequence[Row]) -> Row:
+    """Of several searches with the same fault."""
+    return {
+        "fault": rows[0]["fault"],
+        **{name: sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed", "elapsed_s")},
+        "caught_as": sum((row["caught_as"] for row in rows), collections.Counter()),
+        "right_one_won": all(row["right_one_won"] for row in rows),
+        "trials": [trial for row in rows for trial in row["trials"]],
+    }
 
 
 if __name__ == "__main__":

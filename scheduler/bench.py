@@ -176,8 +176,8 @@ class Bench:
             lowered = traced.lower()
         except Exception as error:
             return failed("lower", error)
-        # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and has
-        # operands and results of its own.
+        # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and it
+        # has operands and results of its own.
         turn = self._turn if kernel.library else contextlib.nullcontext
         if kernel.library:
             self._results.clear()
@@ -294,8 +294,8 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     operands, result = _operand_bytes(problem), _nbytes(problem.result())
     elements = [math.prod(x.shape) for x in problem.operands()]
     rows = compared_rows(problem)
-    size, each = math.prod(problem.result().shape), problem.result().shape[-2:][0]
-    compared = 4 * (size if rows is None else size // each * len(rows))
+    shape = problem.result().shape
+    compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
     held = sets * operands + _rotating_results(problem, hardware, sets) * result + compared
     # Of a slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(_nbytes, problem.operands())), 4 * sum(elements))

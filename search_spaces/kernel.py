@@ -179,20 +179,16 @@ class Problem(abc.ABC):
 
 
 def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
-    if math.prod(s.shape) <= SLAB or len(s.shape) < 2:
-        return _drawn(key, s.shape, s.dtype)
-    return _in_slabs(key, s.shape, s.dtype)
+    return (_drawn if math.prod(s.shape) <= SLAB else _in_slabs)(key, s.shape, s.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _in_slabs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """`_drawn` with the temporary memory of one slab at a time."""
-    *lead, columns = shape
-    rows = math.prod(lead)
-    each = max(1, SLAB // columns)
-    keys = jax.random.split(key, -(-rows // each))
-    slabs = lax.map(lambda key: _drawn(key, (each, columns), dtype), keys)
-    return slabs.reshape(-1, columns)[:rows].reshape(shape)
+    count = math.prod(shape)
+    keys = jax.random.split(key, -(-count // SLAB))
+    slabs = lax.map(lambda key: _drawn(key, (SLAB,), dtype), keys)
+    return slabs.ravel()[:count].reshape(shape)
 
 
 def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

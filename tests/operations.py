@@ -101,6 +101,8 @@ DOUBLE = Operation("double", DoubleProblem, (Double(), DoubleLibrary()))
 FAULTS = {
     "wrong": "verify",  # wrong numbers
     "nan": "verify",  # one element is left unwritten
+    "shifted": "verify",  # an index map that is off by one
+    "misshapen": "verify",  # another shape than the problem's
     "unpicklable": "lower",  # an exception that neither travels nor says itself
     "stuck": "timeout",  # a compiler that does not end
     "hang": "timeout",  # a kernel that does not end
@@ -165,6 +167,14 @@ class Faulty(Kernel[FaultyProblem, FaultySchedule]):
                 return x * 3
             case "nan":
                 return result.at[-1].set(jnp.nan)
+            case "shifted":
+                return jnp.roll(result, 1)
+            case "misshapen":
+                return result[:-1]
+            case "assertion":
+                raise AssertionError
+            case "crowded":
+                _require_to_be_alone()
             case "unpicklable":
                 raise Unpicklable
             case "stuck":
@@ -204,6 +214,31 @@ class Unpicklable(ValueError):
 
     def __str__(self) -> str:
         raise RuntimeError("it cannot even say what it is")
+
+
+def _require_to_be_alone() -> None:
+    """As a candidate fails that needs more memory than its share of a device that is divided among workers."""
+    company = [
+        path
+        for path in Path("/proc").glob("[0-9]*")
+        if int(path.name) != os.getpid() and _parent(path) == os.getppid() and _serves(path)
+    ]
+    if company:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory beside {len(company)} others")
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _serves(process: Path) -> bool:
+    try:
+        return b"scheduler.serve" in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _sleep_forever() -> None:
