@@ -69,7 +69,11 @@ def record_to_text(record: Record) -> str:
         }
         | ({"confidence": vars(record.confidence)} if record.confidence != Verdict() else {})
         | ({"excluded": record.excluded, "stopped": record.stopped} if (record.excluded or record.stopped) else {})
-        | ({"failed": [vars(lost) | {"failure": vars(lost.failure)} for lost in record.failed]} if record.failed else {}),
+        | (
+            {"failed": [vars(lost) | {"failure": vars(lost.failure)} for lost in record.failed]}
+            if record.failed
+            else {}
+        ),
         _record,
     )
 

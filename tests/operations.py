@@ -102,6 +102,7 @@ FAULTS = {
     "wrong": "verify",  # wrong numbers
     "nan": "verify",  # one element is left unwritten
     "unpicklable": "lower",  # an exception that neither travels nor says itself
+    "defect": "lower",  # a bug of the kernel's code
     "stuck": "timeout",  # a compiler that does not end
     "hang": "timeout",  # a kernel that does not end
     "exit": "worker",  # the process ends without a word
@@ -111,7 +112,7 @@ FAULTS = {
     "zero": "suspect",  # the clock does not advance
 }
 WALL_CLOCK_FAULTS = frozenset({"zero"})  # which a device's own clock does not have
-# Two more are no failure of a candidate: "vandal" is right and damages what others read, "defect" is a bug of a kernel.
+# One more is no failure of a candidate: "vandal" is right and damages what others read.
 # What is right, each with its own time.
 RIGHT = ("ok", "slow", "noise", "drift")
 STEP_S = 0.005
