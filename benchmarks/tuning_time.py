@@ -70,9 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _timed_search(problem: MatmulProblem, runner: Runner, budget: int) -> dict[str, Any]:
-    ended: list[Progress] = []
+    steps: list[Progress] = []
     started = time.perf_counter()
-    record = tune(MATMUL, problem, budget=budget, runner=runner, progress=ended.append)
+    record = tune(MATMUL, problem, budget=budget, runner=runner, progress=steps.append)
+    ended = [step for step in steps if step.last is not None]
     seconds = time.perf_counter() - started
     return {
         "problem": str(problem),
@@ -81,7 +82,7 @@ def _timed_search(problem: MatmulProblem, runner: Runner, budget: int) -> dict[s
         # The rest of the time is the finalists': confirmed, and raced.
         "seconds_of_trials": ended[-1].elapsed_s,
         "trial_ended_s": [round(step.elapsed_s, 3) for step in ended],
-        "failed": sum(isinstance(step.last.outcome, Failure) for step in ended),
+        "failed": sum(step.last is not None and isinstance(step.last.outcome, Failure) for step in ended),
         "run_off_rounds": record.confidence.rounds,
         "notes": list(record.confidence.notes),
     }

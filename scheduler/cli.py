@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from scheduler.errors import CandidateFailed, SchedulerError, StoreError
+from scheduler.threads import left_behind
 
 if TYPE_CHECKING:
     from scheduler.hardware import Hardware
@@ -86,7 +88,14 @@ RunTimeout = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+    except SystemExit as end:
+        if left_behind():  # an interrupted candidate of this process: JAX would wait for it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 def _print_version(asked: bool) -> None:
@@ -410,7 +419,7 @@ def show(operation: OperationName, fields: Fields, hardware: HardwareName = None
         op, problem = _problem(operation, fields)
     asked = _ask_stores(
         lambda store: [
-            (record, store.trials(record.key))
+            (record, store.last_trials(record.key))
             for record in _records(store, op.name, hardware)
             if record.key.problem == problem.canonical()
         ]
@@ -729,7 +738,7 @@ def _progress() -> Iterator[Callable[[Task, Progress], None]]:
     def said(progress: Progress) -> str:
         best = progress.best
         if best is None:
-            return "nothing ran yet"
+            return "building and checking the first" if progress.last is None else "nothing ran yet"
         time_s = getattr(best.outcome, "median_s", float("nan"))
         return f"best {report.seconds_text(time_s)}: {report.choice_text(best.backend, best.schedule)}"
 

@@ -24,11 +24,12 @@ from scheduler.errors import (
     CacheMiss,
     IllegalSchedule,
     SchedulerError,
+    TakesHours,
     WorkerError,
 )
 from scheduler.hardware import Hardware
 from scheduler.record import Schedule
-from scheduler.threads import WAKE_S
+from scheduler.threads import Threads
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat, locate
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
@@ -222,7 +223,8 @@ class _Deciding:
             return self._given(hardware, dict(self.options.schedule))
         if self.options.backends == frozenset({self.operation.library.backend}):
             return self._decision(hardware, self.operation.library.backend, {}, "no other backend is allowed")
-        return self._stored(hardware) or self._missed(hardware)
+        stored = self._stored(hardware)
+        return stored if isinstance(stored, Decision) else self._missed(hardware, stored)
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
         from scheduler.legal import illegal
@@ -240,25 +242,27 @@ class _Deciding:
         why = "; ".join(f"{kernel.backend}: {reason}" for kernel, reason in reasons.items())
         raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
 
-    def _stored(self, hardware: Hardware) -> Decision | None:
+    def _stored(self, hardware: Hardware) -> Decision | str:
+        """What the stores answer, or why what they have is of no use; "" where they have nothing."""
         from scheduler import answer  # the model behind it loads only where a new call needs it
 
         several = jax.process_count() > 1
         if several:
             _require_one_code()
-        key = answer.key_of(self.operation, self.problem, hardware)
+        key, useless = answer.key_of(self.operation, self.problem, hardware), ""
         for place, record in self.cache.find(key, shared_only=several):
             found = answer.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
             if not isinstance(found, str):
                 return self._decision(hardware, found.backend, found.schedule, f"measured, from {place}")
             _say_once(f"{self._question(hardware)}: the schedule in {place} no longer holds: {found}")
-        return None
+            useless = useless or f"what {place} has does not hold: {found}"
+        return useless
 
-    def _missed(self, hardware: Hardware) -> Decision:
-
+    def _missed(self, hardware: Hardware, useless: str) -> Decision:
         policy = self.options.on_miss
         if policy == "error":
-            raise CacheMiss(f"no schedule for {self._question(hardware)}; run: {self._command()}")
+            why = f" ({useless})" if useless else ""
+            raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {self._command()}")
         if policy == "xla":
             _say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             return self._decision(hardware, self.operation.library.backend, {}, "nothing stored, and on_miss='xla'")
@@ -298,7 +302,7 @@ class _Deciding:
             record = in_fresh_thread(
                 lambda: tuner.tune(self.operation, self.problem, backends=backends, store=self.cache, force=True)
             )
-        except WorkerError as error:  # above all: this process holds the GPU's memory
+        except (TakesHours, WorkerError) as error:  # above all: this process holds the GPU's memory
             reason = str(error).splitlines()[0]
             warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
             return self._predicted(hardware)
@@ -375,22 +379,8 @@ def _digest() -> str:
 
 def in_fresh_thread(function: Callable[[], T]) -> T:
     """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
-    result: list[T] = []
-    error: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(function())
-        except BaseException as raised:
-            error.append(raised)
-
-    thread = threading.Thread(target=run, name="scheduler-tune")
-    thread.start()
-    while thread.is_alive():
-        thread.join(WAKE_S)
-    if error:
-        raise error[0]
-    return result[0]
+    with Threads[None, T](1, lambda: None) as threads:
+        return threads.call(lambda _: function(), None)
 
 
 _said: set[str] = set()

@@ -18,7 +18,7 @@ class NoCandidate(SchedulerError):
 
 
 class CandidateFailed(SchedulerError):
-    """The first candidate that failed, where the caller wants that rather than a search; its cause is what was raised."""
+    """The first candidate that failed, where that is wanted rather than a search; its cause is what was raised."""
 
 
 class RemoteTrace(Exception):
@@ -26,6 +26,10 @@ class RemoteTrace(Exception):
 
     def __str__(self) -> str:
         return f"\n{super().__str__()}"
+
+
+class TakesHours(SchedulerError):
+    """A search that nobody would wait for: what it would take, and what to do instead."""
 
 
 class RecordingError(SchedulerError):

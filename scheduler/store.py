@@ -249,11 +249,26 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        query = sa.select(_TRIALS.c.id, _TRIALS.c.trial).where(*_is(_TRIALS, key)).order_by(_TRIALS.c.id)
+        wanted = [_TRIALS.c.finished == 0] if unfinished else []
         if environment is not None:
-            query = query.where(*(_TRIALS.c[n] == getattr(environment, n) for n in ("jax", "jaxlib", "driver")))
-        if unfinished:
-            query = query.where(_TRIALS.c.finished == 0)
+            wanted += [_TRIALS.c[n] == getattr(environment, n) for n in ("jax", "jaxlib", "driver")]
+        return self._trials(key, *wanted)
+
+    def last_trials(self, key: Key) -> list[Trial]:
+        """The trials of the last search of `key` that came to its end, or, for want of any, of the one cut short.
+
+        In the order they ended; of a schedule that was tried again, as after a failure, the last.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        trials = self._trials(key, _TRIALS.c.finished != 0) or self._trials(key)
+        begins = max((i for i, trial in enumerate(trials) if trial.number == 0), default=0)
+        last = {(t.backend, t.version, *sorted(t.schedule.items())): t for t in trials[begins:]}
+        return sorted(last.values(), key=lambda trial: trial.number)
+
+    def _trials(self, key: Key, *wanted: sa.ColumnElement[bool]) -> list[Trial]:
+        query = sa.select(_TRIALS.c.id, _TRIALS.c.trial).where(*_is(_TRIALS, key), *wanted).order_by(_TRIALS.c.id)
         trials: list[Trial] = []
         for number, line in self._select(query):
             try:

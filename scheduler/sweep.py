@@ -19,7 +19,7 @@ from scheduler.record import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.replay import Recorder, point, second_pass
 from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
-from scheduler.tuner import Progress
+from scheduler.tuner import Pace, Progress
 from scheduler.workers import Runner, Task
 from search_spaces.kernel import Operation, Problem
 
@@ -61,7 +61,7 @@ def sweep(
       seed: of the draw and the order.
       repetitions: of each measurement.
       again: how many of the fastest to measure once more in `ROUNDS` rounds, in random order within each.
-      progress: called after each trial, and first where a sweep is resumed.
+      progress: called before the first trial and after each.
 
     Returns:
       what was swept, and every trial of the first pass.
@@ -80,18 +80,18 @@ def sweep(
             (trial.outcome.median_s, n) for n, trial in enumerate(trials) if isinstance(trial.outcome, Measurement)
         ]
 
+        pace = Pace(runner.slots)
+
         def tell() -> None:
             if progress is not None:
-                elapsed_s, made = time.perf_counter() - started, len(trials) - resumed
-                eta_s = elapsed_s / made * (len(chosen) - len(trials)) if made else None
-                best = trials[min(times)[1]] if times else None
-                progress(Progress(len(trials), len(chosen), best, trials[-1], elapsed_s, eta_s, resumed))
+                elapsed_s, left_s = time.perf_counter() - started, pace.left_s(len(chosen) - len(trials))
+                best, last = trials[min(times)[1]] if times else None, trials[-1] if trials else None
+                progress(Progress(len(trials), len(chosen), best, last, elapsed_s, left_s, resumed))
 
-        if resumed:
-            tell()
+        tell()
 
         def measure(c: Candidate) -> Outcome:
-            return runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions))
+            return pace.timed(lambda: runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions)))
 
         with Threads[Candidate, Outcome](runner.room(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
@@ -112,16 +112,21 @@ def _measured_again(
     samples: list[list[Measurement]] = [[] for _ in trials]
     failed: dict[int, Failure] = {}
     order = random.Random(head.seed)
-    for _ in range(head.rounds):
-        for i in order.sample(range(len(trials)), len(trials)):
-            if i in failed:
-                continue
-            task = Task(operation, problem, trials[i].backend, trials[i].schedule, head.repetitions)
-            match runner.measure(task, again=True):
-                case Measurement() as measured:
-                    samples[i].append(measured)
-                case Failure() as failure:
-                    failed[i] = failure
+
+    def measure(i: int) -> Outcome:
+        task = Task(operation, problem, trials[i].backend, trials[i].schedule, head.repetitions)
+        return runner.measure(task, again=True)
+
+    with Threads[int, Outcome](1, runner.close) as threads:
+        for _ in range(head.rounds):
+            for i in order.sample(range(len(trials)), len(trials)):
+                if i in failed:
+                    continue
+                match threads.call(measure, i):
+                    case Measurement() as measured:
+                        samples[i].append(measured)
+                    case Failure() as failure:
+                        failed[i] = failure
 
     def outcome(i: int) -> Outcome:
         if i in failed:

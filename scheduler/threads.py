@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import math
+import os
 import queue
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -14,6 +20,26 @@ R = TypeVar("R")
 # A signal that comes just before the main thread blocks is seen when it wakes (signal(7); Python's handlers run between
 # its bytecodes): whoever waits for long wakes so often.
 WAKE_S = 0.2
+# Who interrupts waits no longer for calls that do not stop: what this process computes itself, nobody can.
+STOPPED_WITHIN_S = 1.0
+
+_left: list[threading.Thread] = []
+
+
+def left_behind() -> bool:
+    """Whether calls are under way still that were interrupted: a process that ends would wait for them in vain."""
+    return any(thread.is_alive() for thread in _left)
+
+
+def _end_at_once() -> None:
+    """Ends a process that Ctrl-C ends as it would end without JAX, which aborts it over calls left behind."""
+    if left_behind() and issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+atexit.register(_end_at_once)
 
 
 class Threads(Generic[T, R]):
@@ -21,11 +47,11 @@ class Threads(Generic[T, R]):
 
     What `concurrent.futures` does, but for two things. The thread that waits can be interrupted wherever it is: an
     executor takes its locks in Python code, where Ctrl-C can leave them locked for ever, while queues are C. And on
-    Ctrl-C, or another end of the program, `stop` is called before the threads are waited for.
+    Ctrl-C, or another end of the program, `stop` is called, and the threads are not waited for where that ends no call.
 
     Args:
       count: how many calls may run at once.
-      stop: makes calls under way return or raise soon.
+      stop: makes calls under way return or raise soon, where it can.
 
     Calls that have not begun when an exception leaves the block never begin.
     """
@@ -56,6 +82,11 @@ class Threads(Generic[T, R]):
             raise error
         return what, result  # type: ignore[return-value]  # no error, so a result
 
+    def call(self, call: Callable[[T], R], what: T) -> R:
+        """What `call` of it returns or raises, while nothing else is under way."""
+        self.start(what, lambda: call(what))
+        return self.next()[1]
+
     def map(self, call: Callable[[T], R], of: Iterable[T]) -> Iterator[tuple[T, R]]:
         """Each of `of` with its result, as they end."""
         for one in of:
@@ -80,10 +111,14 @@ class Threads(Generic[T, R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over = kind is not None
+        patience_s = math.inf
         if kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit)):
             self._stop()
+            patience_s = STOPPED_WITHIN_S
+        until = time.monotonic() + patience_s
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:
-            while thread.is_alive():
+            while thread.is_alive() and time.monotonic() < until:
                 thread.join(WAKE_S)
+        _left.extend(thread for thread in self._threads if thread.is_alive())

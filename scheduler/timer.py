@@ -15,6 +15,7 @@ from scheduler.record import L2, Clock, Measurement
 from search_spaces import jax_compat
 
 WARM_UP_S = 0.003
+WARM_UP_CALLS = 2
 # So many repetitions tell whether a candidate is worth more of them.
 FIRST_REPETITIONS = 3
 
@@ -43,7 +44,7 @@ def measure(
     """
     started = time.perf_counter()
     calls = 0
-    while calls < 2 or time.perf_counter() - started < WARM_UP_S:
+    while calls < WARM_UP_CALLS or time.perf_counter() - started < WARM_UP_S:
         jax.block_until_ready(call())
         calls += 1
     samples = _sample(call, repetitions if slow_s is None else min(FIRST_REPETITIONS, repetitions), clock)

@@ -6,17 +6,21 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import re
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from scheduler import timer
 from scheduler.answer import allowed_backends, counted, key_of, recheck
 from scheduler.bench import condition
-from scheduler.errors import CandidateFailed, MalformedRecord, NoCandidate, StoreError
+from scheduler.errors import CandidateFailed, MalformedRecord, NoCandidate, StoreError, TakesHours
 from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
+from scheduler.interpreter import search_seconds, smaller
 from scheduler.lease import Leases, leased
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, prune
@@ -43,6 +47,7 @@ from search_spaces import locate
 from search_spaces.kernel import Operation, Problem
 from search_spaces.space import Choice
 
+R = TypeVar("R")
 _Point = tuple[str, int, tuple[tuple[str, Choice], ...]]  # backend, version, schedule: what tells trials apart
 
 FINALISTS = 4
@@ -51,6 +56,10 @@ KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
 # A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
 PATIENCE = 24
+# Trials before the time left is told.
+FEWEST_TO_TELL = 3
+# A search that is longer where kernels are interpreted, in seconds, is wanted by nobody who has not bounded it.
+LONGEST_INTERPRETED_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +69,46 @@ class Progress:
     Attributes:
       done, budget: trials that ended, and that may be spent.
       best: the fastest trial so far, or None.
-      last: the trial that ended just now.
+      last: the trial that ended just now; None before one has.
       elapsed_s: since the first trial was started.
-      eta_s: the time left at this pace, None before the first trial ended.
+      eta_s: the time left at the pace of this run's trials, None while they are too few to tell.
       resumed: trials among `done` that an earlier run of this search made before it was cut short.
     """
 
     done: int
     budget: int
     best: Trial | None
-    last: Trial
+    last: Trial | None
     elapsed_s: float
     eta_s: float | None
     resumed: int = 0
+
+
+class Pace:
+    """How long trials take of which so many run at once."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._seconds: list[float] = []
+
+    def timed(self, call: Callable[[], R]) -> R:
+        """What `call` returns; a trial that ended."""
+        started = time.perf_counter()
+        result = call()
+        self._seconds.append(time.perf_counter() - started)
+        return result
+
+    def left_s(self, trials: int) -> float | None:
+        """The time that so many more take, in seconds; None where too few ended to tell.
+
+        By the median: the first trial of a process pays for what it imports and prepares, and one that hangs for its
+        limit. And of trials beside each other the quickest end first.
+        """
+        if trials == 0:
+            return 0.0
+        if len(self._seconds) < max(FEWEST_TO_TELL, self._slots):
+            return None
+        return statistics.median(self._seconds) * math.ceil(trials / self._slots)
 
 
 @runtime_checkable
@@ -175,9 +211,9 @@ def tune(
 ) -> Record:
     """Searches the schedules of `problem` by timing them on the device; the library's answer is always among them.
 
-    What `store` holds already is the answer where no search is needed (see `settled`). Trials that it has of a search
-    of this problem that was cut short, by the same kernels and under the same conditions, are not made again: they count
-    as trials of this one. Those that failed are, as the kernel may have been mended.
+    What `store` holds already is the answer where no search is needed (see `settled`). Times that it has from a search
+    of this problem that was cut short, by the same kernels and under the same conditions, are not taken again: they
+    count as trials of this one. What failed then is tried again, as the kernel may have been mended.
 
     Where another process that shares `store` is tuning `problem` now, its record is waited for, and is the answer.
 
@@ -187,17 +223,19 @@ def tune(
       first_error: search, and raise the first failure of a candidate, the library's aside, rather than go on.
       budget: trials at most, the library's included. Fewer are made where nothing untried can win, or nothing has come
         of the last ones and nothing is expected: the record says which.
-      seconds: stop proposing trials after so many seconds.
+      seconds: stop proposing trials after so many seconds. Where kernels are interpreted (on a CPU), a search without
+        this bound that would take more than `LONGEST_INTERPRETED_S` is refused.
       seed: of the search; the inputs are always the same.
       l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
       store: gets every trial as it ends, and the record; where it refuses one, a warning says so, and it gets no more.
       runner: where candidates run; by default one is started on `device` and closed at the end. A `replay.Replay` needs
         no device: then only what it holds is searched.
       workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `start_runner`.
-      progress: called after each trial, and first where a search is resumed, from the calling thread.
+      progress: called before the first trial and after each, from the calling thread.
 
     Raises:
       NoCandidate: nothing ran; the message counts why.
+      TakesHours: kernels are interpreted here, and that would take too long; the message says what to do.
       CandidateFailed: the first failure, where that is wanted, from what the candidate raised, if it did.
       WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
     """
@@ -262,6 +300,8 @@ class _Tuning:
         progress: Callable[[Progress], None] | None,
     ) -> Record:
         self._room()
+        if seconds is None and self.runner.hardware.platform == "cpu" and not isinstance(self.runner, Recorded):
+            self._refuse_hours(allowed)
         self._collect(allowed, self._told())
         self._search(seconds, seed, progress)
         entries, verdict = self._run_off(self._finalists(), seed)
@@ -290,6 +330,31 @@ class _Tuning:
         except StoreError as error:
             self.store = None
             warnings.warn(f"{error} (the search goes on without it)", RuntimeWarning, stacklevel=2)
+
+    def _refuse_hours(self, allowed: frozenset[str]) -> None:
+        """Raises TakesHours where the candidates take too long to interpret."""
+
+        def estimate_s(problem: Problem) -> float:
+            return search_seconds(
+                self.operation,
+                problem,
+                self.runner.hardware,
+                backends=allowed,
+                budget=self.budget - 1,
+                calls=1 + timer.WARM_UP_CALLS + self.repetitions,
+                finalists=FINALISTS,
+                calls_of_finalist=2 + FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
+            )
+
+        if (wanted_s := estimate_s(self.problem)) <= LONGEST_INTERPRETED_S:
+            return
+        fitting = smaller(self.problem, lambda problem: estimate_s(problem) <= LONGEST_INTERPRETED_S)
+        instead = "" if fitting is None else f"tune a smaller one ({fitting}), or "
+        time_s = f"{wanted_s / 60:.0f} minutes" if wanted_s < 7200 else f"{wanted_s / 3600:.0f} hours"
+        raise TakesHours(
+            f"{self.operation.name} {self.problem} takes {time_s} or more to tune on a CPU, where Pallas kernels are "
+            f"interpreted: {instead}say for how long to search (--seconds 600, seconds=600)"
+        )
 
     def _told(self) -> dict[_Point, Trial]:
         """The trials of an earlier run of this search that were made as this run would make them."""
@@ -360,9 +425,17 @@ class _Tuning:
         started = time.perf_counter()
         total = min(budget, len(self.candidates))
         best = min(filter(_seconds, self.trials.values()), key=_time, default=None)
-        if self.resumed and progress is not None:
-            last = list(self.trials.values())[-1]
-            progress(Progress(self.resumed, total, best, last, 0.0, None, self.resumed))
+        pace = Pace(self.runner.slots)
+
+        def tell(last: Trial | None) -> None:
+            if progress is not None:
+                elapsed, done = time.perf_counter() - started, len(self.trials)
+                left = pace.left_s(total - done)
+                if seconds is not None and left is not None:
+                    left = min(left, max(0.0, seconds - elapsed))
+                progress(Progress(done, total, best, last, elapsed, left, self.resumed))
+
+        tell(next(reversed(self.trials.values()), None))
         with self._threads() as threads:
             while True:
                 # The first trial, the library's, is taken in any case: there must be an answer.
@@ -372,7 +445,7 @@ class _Tuning:
                     and time.perf_counter() - started > seconds
                 )
                 while not late and threads.running < self._room() and (index := search.ask()) is not None:
-                    threads.start(index, functools.partial(self._measure, index))
+                    threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
                 if not threads.running:
                     self.stopped = f"the {seconds:g} s are over" if late else search.reason
                     self.excluded = search.excluded
@@ -383,12 +456,7 @@ class _Tuning:
                 search.tell(index, time_s)
                 if time_s is not None and (best is None or time_s < _time(best)):
                     best = trial
-                if progress is not None:
-                    elapsed, done = time.perf_counter() - started, len(self.trials)
-                    left = elapsed / (done - self.resumed) * (total - done)
-                    if seconds is not None:
-                        left = min(left, max(0.0, seconds - elapsed))
-                    progress(Progress(done, total, best, trial, elapsed, left, self.resumed))
+                tell(trial)
 
     def _threads(self) -> Threads[int, Any]:
         """Who interrupts a search waits for no candidate: its runner is closed."""
@@ -521,7 +589,9 @@ def run_off(
     """A race on the device of `runner`; its verdict also notes who failed, and whether others used the device."""
     others = runner.others()
     most_rounds = MOST_ROUNDS if runner.hardware.platform == "cuda" else FEWEST_ROUNDS
-    ended = race(rivals, time_again, seed=seed, most_rounds=most_rounds)
+    with Threads[Rival, Outcome](1, runner.close) as threads:  # which Ctrl-C need not wait for
+        one_by_one = functools.partial(threads.call, time_again)
+        ended = race(rivals, one_by_one, seed=seed, most_rounds=most_rounds)
     others = max(others, runner.others())
     notes = [
         *ended.verdict.notes,

@@ -104,6 +104,8 @@ FAULTS = {
     "shifted": "verify",  # an index map that is off by one
     "misshapen": "verify",  # another shape than the problem's
     "unpicklable": "lower",  # an exception that neither travels nor says itself
+    "defect": "lower",  # a bug of the kernel's code
+    "assertion": "lower",  # a check of the kernel's author, without a word
     "stuck": "timeout",  # a compiler that does not end
     "hang": "timeout",  # a kernel that does not end
     "exit": "worker",  # the process ends without a word

@@ -6,6 +6,7 @@ import values
 from hypothesis import strategies as st
 
 from scheduler.record import (
+    AllFailed,
     Calibration,
     Entry,
     Environment,
@@ -58,6 +59,7 @@ records = st.builds(
     confidence=_verdicts,
     excluded=_counts,
     stopped=_names,
+    failed=st.lists(st.builds(AllFailed, _names, _counts, _failures, _counts), max_size=2).map(tuple),
 )
 trials = st.builds(Trial, _counts, _names, _counts, _schedules, _measurements | _failures, _times)
 sweeps = st.builds(

@@ -251,7 +251,8 @@ def test_doctor_names_versions_caches_and_what_each_backend_can_do_here(store):
 def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(store):
     command = [sys.executable, "-m", "scheduler", "tune", "matmul", "m=128", "n=128", "k=128", "dtype=float32"]
     process = subprocess.Popen([*command, "--budget=500"], stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert "trials" in process.stderr.readline()
+    assert "0/108 trials" in process.stderr.readline()  # said before there is anything to say of them
+    assert "1/108 trials" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -268,6 +269,7 @@ def test_an_end_by_any_signal_is_prompt_keeps_the_trials_and_leaves_no_worker(st
     script = "script=" + " ".join(["stuck"] * 6)
     command = [sys.executable, "-m", "scheduler", "tune", "tests/operations.py:FAULTY", "n=8", script, "--workers=2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert "0/7 trials" in process.stderr.readline()
     assert "1/7 trials" in process.stderr.readline()  # the library's; both workers are on a candidate that hangs
     children = Path(f"/proc/{process.pid}/task").glob("*/children")
     workers = [int(word) for file in children for word in file.read_text().split()]

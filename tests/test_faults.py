@@ -1,5 +1,6 @@
 """A search through real workers whose candidates misbehave: each is caught for what it is, and nobody else pays."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ from scheduler.tuner import tune
 from scheduler.workers import Gpu, Pool, Task
 
 # Each of these costs the start of a process or two.
-CHEAP = ("wrong", "nan", "unpicklable", "zero", *RIGHT)
+CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", *RIGHT)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,10 @@ scripts = st.tuples(
 )
 @given(scripts.map(lambda drawn: drawn[2].sample([*drawn[0], drawn[1]], len(drawn[0]) + 1)))
 @example(
-    ["sticky", "drift", "zero", "hang", "wrong", "ok", "abort", "nan", "slow", "exit", "noise", "memory", "unpicklable"]
+    [
+        *("sticky", "drift", "zero", "hang", "wrong", "ok", "abort", "nan", "slow", "exit", "noise", "memory"),
+        *("unpicklable", "defect"),
+    ]
 )
 def test_every_trial_ends_once_no_innocent_is_blamed_and_the_fastest_right_one_wins(pool, behaviours):
     problem, store = FaultyProblem(8, " ".join(behaviours)), Store(":memory:")
@@ -87,7 +91,12 @@ def test_an_answer_is_wrong_only_if_it_is_wrong_on_operands_that_nobody_else_had
             assert isinstance(outcome, Measurement), outcome
 
 
-def test_a_defect_of_a_kernel_is_raised_with_its_trace_and_the_pool_goes_on(pool):
-    with pytest.raises(WorkerError, match="KeyError: 'no such behaviour"):
-        pool.measure(task("defect"))
+def test_a_defect_of_a_kernels_code_is_its_candidates_and_any_other_is_raised_with_its_trace(pool):
+    match pool.measure(task("defect")):
+        case Failure("lower", detail):
+            assert re.fullmatch(r"KeyError: 'no such behaviour' \(tests/operations.py:\d+\)", detail)
+        case other:
+            pytest.fail(str(other))
+    with pytest.raises(WorkerError, match=r"(?s)outside of any candidate.*Traceback.*nomber"):
+        pool.measure(Task(FAULTY, FaultyProblem(8, "ok"), "scripted", {"nomber": 0}, 3))
     assert isinstance(pool.measure(task("ok")), Measurement)

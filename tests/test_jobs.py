@@ -138,7 +138,7 @@ def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
     result = next(
         jobs.run([task], store=Store(":memory:"), runner=runner, progress=lambda task, step: seen.append(step.done))
     )
-    assert seen == [1, 2, 3]
+    assert seen == [0, 1, 2, 3]
     assert result.entry == result.record.winner
     assert result.library.backend == "xla"
     # On a CPU the answer on a miss is XLA's: before is its time in the same run-off.

@@ -52,7 +52,7 @@ class Counted(InProcess):
 def cut_short(store, trials=5, operation=PACED):
     runner = Counted(dies_after=trials)
     with pytest.raises(KeyboardInterrupt):
-        tune(operation, PROBLEM, budget=BUDGET, store=store, runner=runner)
+        tune(operation, PROBLEM, budget=BUDGET, store=store, runner=runner, force=True)
     return runner
 
 
@@ -134,11 +134,11 @@ def test_trials_of_a_finished_search_do_not_count_for_the_next():
     store = Store(":memory:")
     tune(PACED, PROBLEM, budget=BUDGET, store=store, runner=Counted())
     afresh = Counted()
-    tune(PACED, PROBLEM, budget=BUDGET, store=store, runner=afresh)
+    tune(PACED, PROBLEM, budget=BUDGET, store=store, runner=afresh, force=True)
     assert len(afresh.measured) == BUDGET
     cut_short(store)
     resumed = Counted()
-    tune(PACED, PROBLEM, budget=BUDGET, store=store, runner=resumed)
+    tune(PACED, PROBLEM, budget=BUDGET, store=store, runner=resumed, force=True)
     assert len(resumed.measured) == BUDGET - 5
 
 

@@ -69,7 +69,8 @@ def test_the_record_holds_the_winner_the_library_and_the_best_of_the_kernel(sear
 
 def test_progress_counts_every_trial_and_keeps_the_best_so_far(searched):
     _, _, seen = searched
-    assert [p.done for p in seen] == list(range(1, 18))
+    assert [p.done for p in seen] == list(range(18))
+    assert (seen[0].last, seen[0].best) == (None, None)
     best = [p.best.outcome.median_s for p in seen if p.best]
     assert best == sorted(best, reverse=True)
     assert seen[-1].eta_s == 0
@@ -108,7 +109,10 @@ def test_nothing_that_ran_is_an_error_that_counts_the_reasons():
             raise ValueError("no library today")
 
     broken = Operation("double", DoubleProblem, (Never(), NeverLibrary()))
-    with pytest.raises(NoCandidate, match=r"tile divides n: 1.*lower: no library today: 1.*verify: 8 of 8"):
+    with pytest.raises(
+        NoCandidate,
+        match=r"tile divides n: 1.*lower: ValueError: no library today .*test_tuner.py:\d+\): 1.*verify: 8 of 8",
+    ):
         tune(broken, PROBLEM, budget=8)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,7 +69,9 @@ def test_a_wrong_answer_is_never_timed(runner):
 
 
 def test_what_does_not_build_fails_with_the_compilers_words(runner):
-    assert runner.measure(task("unbuilt", tile=4)) == Failure("lower", "tile 4 cannot be built")
+    failure = runner.measure(task("unbuilt", tile=4))
+    assert failure.stage == "lower"
+    assert re.fullmatch(r"ValueError: tile 4 cannot be built \(tests/operations.py:\d+\)", failure.detail)
 
 
 def test_a_slow_candidate_measures_slow(runner):
