@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from modes import frozen
 
 import scheduler
 from scheduler import answer, decide, hardware, tuned, tuned_matmul, tuner
@@ -874,6 +875,33 @@ def test_a_cache_that_cannot_be_written_costs_one_warning_and_its_search_is_reme
     scheduler.tune("matmul", {"m": 8, "n": 8, "k": 16, "dtype": "float32"}, budget=1)
     c, d = normal(2, 8, 16), normal(3, 16, 8)
     close(tuned_matmul(c, d, on_miss="error"), c @ d)
+
+
+def test_a_read_only_cache_answers_without_a_word_and_what_is_tuned_beside_it_is_kept_by_the_process(
+    open_path, monkeypatch
+):
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(open_path))
+    a, b = normal(0, 64, 32), normal(1, 32, 48)
+    record_of()
+    scheduler.reload()
+    with frozen(open_path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        close(tuned_matmul(a, b, on_miss="error", backends="portable"), a @ b)
+        assert scheduler.predict("matmul", dataclasses.replace(P64, m=65)).neighbour == str(P64)
+    other = {"m": 8, "n": 8, "k": 8, "dtype": "float32"}
+    small = normal(0, 8, 8)
+    with frozen(open_path), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = []
+        record = scheduler.tune("matmul", other, budget=2, progress=lambda _: said.append(len(caught)))
+        assert said == [1, 1]  # before the first trial, and once
+        assert "set TILE_SCHEDULER_CACHE to a copy" in str(caught[0].message)
+        close(tuned_matmul(small, small, on_miss="error"), small @ small)
+        close(tuned_matmul(small[:4], small, on_miss="tune"), small[:4] @ small)
+        assert len(caught) == 1
+        with pytest.raises(scheduler.StoreError, match="may only be read"):
+            scheduler.tune("matmul", other, budget=2, store=Store(open_path))
+    assert record.tried == 2
 
 
 def python(program: str, **environment: str) -> str:
