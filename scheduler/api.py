@@ -66,7 +66,7 @@ def tuned_matmul(
     names an algorithm, and for operands other than two of one float32, bfloat16 or float16 dtype; or of one
     float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the sums and `preferred_element_type` is one of the
     former (for int8: int32, bfloat16 or float32). Under a derivative an activation is a pass of its own over float32
-    sums, and the backward pass keeps its slope.
+    sums, and the backward pass keeps its slope. To policies of `jax.checkpoint` a product is a dot.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.

@@ -160,3 +160,4 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):
 ad.primitive_jvps[tuned_call_p] = _differentiate
 ad.primitive_transposes[tuned_call_p] = _transpose
 batching.primitive_batchers[tuned_call_p] = _batch
+jax_compat.let_policies_see(tuned_call_p, lambda *, problem, **_: problem.dimension_numbers)
