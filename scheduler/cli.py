@@ -452,7 +452,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler import answer, report
+    from scheduler import answer, pose, report
     from scheduler import explain as accounts
     from scheduler import hardware as chips
 
@@ -486,6 +486,7 @@ def explain(
         _print(f"Winner, from {found[0][0]}:")
         _print(report.entries_table(record, problem, chip))
         _print(report.verdict(record))
+    _print(f"\n{pose.NOT_EVERY_CALL}")
 
 
 @app.command()

@@ -305,6 +305,11 @@ def test_what_needs_no_device_does_not_import_jax(arguments):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_explain_says_which_calls_are_xlas_whatever_is_stored():
+    out, _ = run("explain", "softmax", "rows=64", "columns=64")
+    assert "XLA answers calls on a mesh outside of jax.shard_map" in " ".join(out.split())
+
+
 def test_a_cache_that_may_only_be_read_answers_every_question_and_refuses_every_change(open_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(open_path))
     run("tune", "matmul", *SMALL, "--budget", 2)
