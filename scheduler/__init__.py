@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import tile_scheduler
+from tile_scheduler import __version__
+
 if TYPE_CHECKING:
     from scheduler.api import (
         predict,
@@ -26,6 +29,7 @@ __all__ = [
     "SchedulerError",
     "StoreError",
     "WorkerError",
+    "__version__",
     "predict",
     "reload",
     "target",
@@ -36,6 +40,8 @@ __all__ = [
     "tuned_silu_and_mul",
     "tuned_softmax",
 ]
+
+tile_scheduler.warn()
 
 _ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "StoreError", "WorkerError")
 

@@ -7,24 +7,22 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from scheduler import answer, decide, hardware, tuner
+from scheduler import answer, decide, hardware, pose, tuner
 from scheduler.decide import OnMiss, Options
 from scheduler.primitive import Params, tuned_call
 from scheduler.record import Record
-from search_spaces import end_load, jax_compat, load
+from search_spaces import end_load, load
 from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
-from search_spaces.matmul.problem import RESULTS, Operands
+from search_spaces.matmul.problem import Operands
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
-from search_spaces.rowwise.problem import DTYPES as ROW_DTYPES
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
@@ -66,8 +64,9 @@ def tuned_matmul(
     tuned calls too. On a mesh outside of manual axes XLA answers, as it does for empty operands, where `precision`
     names an algorithm, and for operands other than two of one float32, bfloat16 or float16 dtype; or of one
     float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the sums and `preferred_element_type` is one of the
-    former (for int8: int32, bfloat16 or float32). Under a derivative an activation is a pass of its own over float32
-    sums, and the backward pass keeps its slope.
+    former (for int8: int32, bfloat16 or float32). Why, the logger `scheduler` says (DEBUG); whoever leaves XLA out by
+    `backends`, or gives a `schedule`, gets an error that says it. Under a derivative an activation is a pass of its own
+    over float32 sums, and the backward pass keeps its slope. To policies of `jax.checkpoint` a product is a dot.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.
@@ -81,6 +80,7 @@ def tuned_matmul(
       residual: of the shape of the result.
       on_miss: where no schedule is stored: "model" answers with the cost model's first choice, "tune" searches now and
         stores what it finds, "xla" answers with XLA, "error" raises. None is TILE_SCHEDULER_ON_MISS, or else "model".
+        Where kernels cannot be asked at all there is nothing to store, and no miss.
       backends: "pallas" (all but XLA), a backend's name or several; None allows all.
       schedule: field -> value of the schedule to use, or an instance of a schedule type; overrides what is stored. It
         is one of the problem that remains when leading axes are folded into m, n or the batch; backward products do
@@ -93,6 +93,7 @@ def tuned_matmul(
       TypeError, ValueError: as `jnp.matmul`; an unknown policy, backend or activation; a bias or residual of another
         shape, or that the dtype of the result cannot hold.
       CacheMiss: nothing is stored and `on_miss` is "error"; names the command that would fill the cache.
+      NoCandidate: `backends` leaves XLA out and nothing else can answer, with the reason.
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
     question = (transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule)
@@ -129,10 +130,13 @@ def tuned_softmax(
       An array of the shape and dtype of `x`.
 
     Raises:
-      CacheMiss, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
     if axis not in (-1, jnp.ndim(x) - 1):
-        return jax.nn.softmax(x, axis)
+        options = decide.options(SOFTMAX, on_miss=on_miss, backends=backends, schedule=schedule)
+        result = jax.nn.softmax(x, axis)
+        decide.leave_to_library(SOFTMAX, options, f"{axis=} is not the last one of x {jnp.shape(x)}")
+        return result
     return _rows(SOFTMAX, (), (x,), on_miss, backends, schedule)
 
 
@@ -161,7 +165,7 @@ def tuned_rms_norm(
 
     Raises:
       ValueError: `weight` is not as long as a row.
-      CacheMiss, IllegalSchedule, TypeError: as `tuned_matmul`.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
     if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
         raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")
@@ -185,7 +189,7 @@ def tuned_silu_and_mul(
 
     Raises:
       ValueError: the last axis has no two halves.
-      CacheMiss, IllegalSchedule, TypeError: as `tuned_matmul`.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
     if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
         raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
@@ -364,89 +368,16 @@ def _matmul(question: Any) -> Callable[..., jax.Array]:
 
     def call(*arrays: Any) -> jax.Array:
         operands = Operands(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays))
-        posed = _pose(operands, transpose_a, transpose_b, precision, preferred_element_type, activation)
-        if posed is not None:
+        how = {"precision": precision, "preferred_element_type": preferred_element_type, "activation": activation}
+        posed = pose.matmul(operands, transpose_a=transpose_a, transpose_b=transpose_b, **how)
+        if not isinstance(posed, str):
             return _product(posed, operands, options)
         a, b = _swapped(operands.a, transpose_a, "a"), _swapped(operands.b, transpose_b, "b")
-        return xla.matmul(
-            operands._replace(a=a, b=b),
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            activation=activation,
-        )
+        result = xla.matmul(operands._replace(a=a, b=b), **how)  # first: what JAX refuses, it refuses in its own words
+        decide.leave_to_library(MATMUL, options, posed)
+        return result
 
     return call
-
-
-def _pose(
-    operands: Operands, transpose_a: bool, transpose_b: bool, precision: Any, preferred: Any, activation: Any
-) -> MatmulProblem | None:
-    """The problem of one matrix of each operand, or None where the product is for XLA to compute or refuse."""
-    a, b, bias, residual = operands
-    given = (a, b, *(x for x in (bias, residual) if x is not None))
-    if not all(isinstance(x, jax.Array) for x in given) or not (a.ndim and b.ndim):
-        return None
-    if a.dtype != b.dtype or str(a.dtype) not in RESULTS or a.weak_type or b.weak_type:
-        return None
-    if (transpose_a and a.ndim == 1) or (transpose_b and b.ndim == 1):
-        return None
-    if not all(isinstance(extent, int) and extent for extent in (*a.shape, *b.shape)):  # empty, or exported symbols
-        return None
-    out = str(a.dtype) if preferred is None else str(jnp.dtype(preferred))
-    rounding = _rounding(precision)
-    if out not in RESULTS[str(a.dtype)] or rounding is None or jax_compat.has_explicit_axes(given):
-        return None
-    m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
-    k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
-    try:
-        result = _result_shape(a, b, m, n)
-    except ValueError:
-        return None
-    if k != k_of_b or activation not in (None, *epilogue.ACTIVATIONS):
-        return None
-    if a.dtype.itemsize == 1 and (activation is not None or operands.added(result)):
-        return None
-    if any(x.shape != shape or str(x.dtype) not in epilogue.DTYPES for x, shape in operands.added(result).values()):
-        return None
-    return MatmulProblem(
-        m=m,
-        n=n,
-        k=k,
-        dtype=str(a.dtype),
-        out_dtype=out,
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        precision=rounding,
-        bias="" if bias is None else str(bias.dtype),
-        activation=activation or "",
-        residual="" if residual is None else str(residual.dtype),
-    )
-
-
-def _result_shape(a: jax.Array, b: jax.Array, m: int, n: int) -> tuple[int, ...]:
-    """Of ``jnp.matmul(a, b)``; raises ValueError where leading axes do not broadcast."""
-    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    return *lead, *(() if a.ndim == 1 else (m,)), *(() if b.ndim == 1 else (n,))
-
-
-_ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
-    lax.Precision.DEFAULT: "default",
-    lax.Precision.HIGH: "high",
-    lax.Precision.HIGHEST: "highest",
-}
-
-
-def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
-    """The `MatmulProblem.precision` of what `jnp.matmul` accepts, or None for what only XLA can express."""
-    if precision is None:
-        config: Any = jax.config  # its options are no attributes to a type checker in 0.10
-        precision = config.jax_default_matmul_precision or "default"
-    if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
-        precision = precision[0]
-    try:
-        return _ROUNDINGS[lax.Precision(precision)]
-    except (ValueError, TypeError):
-        return None
 
 
 def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Array:
@@ -454,7 +385,7 @@ def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Arra
         return tuned_call(MATMUL, problem, *args, options=options)
 
     a, b, bias, residual = operands
-    result = _result_shape(a, b, p.m, p.n)
+    result = pose.result_shape(a, b, p.m, p.n)
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     matrices = p.named([s.shape for s in p.operands()])
     many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
@@ -498,25 +429,16 @@ def _row_wise(question: Any) -> Callable[..., jax.Array]:
 
     def call(*arrays: Any) -> jax.Array:
         x, *shared = arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
-        if not _are_rows(arrays):
-            return _plain_rows(operation.problem, dict(params), *arrays)
+        problem = pose.rows(operation.problem, arrays)
+        if isinstance(problem, str):
+            result = _plain_rows(operation.problem, dict(params), *arrays)
+            decide.leave_to_library(operation, options, problem)
+            return result
         rows = x.reshape(-1, x.shape[-1])
-        problem = operation.problem.of(rows, *shared)
         out = tuned_call(operation, problem, rows, *shared, params=params, options=options)
         return out.reshape(*x.shape[:-1], problem.columns)
 
     return call
-
-
-def _are_rows(arrays: Sequence[Any]) -> bool:
-    """Whether kernels can be asked, rather than only the formula."""
-    return (
-        all(isinstance(x, jax.Array) and not x.weak_type for x in arrays)
-        and len({x.dtype for x in arrays}) == 1
-        and str(arrays[0].dtype) in ROW_DTYPES
-        and all(isinstance(extent, int) and extent for x in arrays for extent in x.shape)  # none empty or symbolic
-        and not jax_compat.has_explicit_axes(arrays)
-    )
 
 
 def _plain_rows(problem: type[RowProblem], params: Mapping[str, Any], *arrays: Any) -> jax.Array:

@@ -304,6 +304,8 @@ def calibrate(
     with _usage_errors():
         op = load(operation)
         chip = chips.find(hardware) if hardware is not None else None
+    if ship is None:
+        _user_store().require_writable()
     sweeps = [measured.recorded(op, path) for path in recordings or []]
     chip = chip or (sweeps[0].hardware if sweeps else _hardware_here(device))
     kept = [found for _, found in _ask_stores(lambda store: measured.stored(op, chip, store))]
@@ -354,6 +356,8 @@ def verify(
         op = load(operation) if operation is not None else None
         wanted = _texts(fields or [])
     user = _user_store()
+    if update:
+        user.require_writable()
     store = shipped_store() if shipped else user
     stored = list(_records(store, op.name if op else None, hardware)) if store is not None else []
     records = [record for record in stored if _has(record, op, wanted)]
@@ -466,7 +470,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler import answer, report
+    from scheduler import answer, pose, report
     from scheduler import explain as accounts
     from scheduler import hardware as chips
 
@@ -500,6 +504,7 @@ def explain(
         _print(f"Winner, from {found[0][0]}:")
         _print(report.entries_table(record, problem, chip))
         _print(report.verdict(record))
+    _print(f"\n{pose.NOT_EVERY_CALL}")
 
 
 @app.command()

@@ -13,7 +13,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -23,6 +23,7 @@ from scheduler.cache import Cache, warn_once
 from scheduler.errors import (
     CacheMiss,
     IllegalSchedule,
+    NoCandidate,
     SchedulerError,
     TakesHours,
     WorkerError,
@@ -34,9 +35,6 @@ from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat, locate
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
-
-if TYPE_CHECKING:
-    pass
 
 OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
@@ -142,10 +140,30 @@ def decide(operation: Operation[Any], problem: Problem, platform: str, options: 
     Raises:
       IllegalSchedule: `options.schedule` cannot run, with the reason.
       CacheMiss: nothing is stored and the policy is "error".
-      NoCandidate: the library was excluded and nothing else can run.
+      NoCandidate: the library was excluded and nothing else can run, with the reason.
       SchedulerError: the policy "tune" in a job of several processes.
     """
     return _answers.decide(operation, problem, platform, options)
+
+
+def leave_to_library(operation: Operation[Any], options: Options, reason: str) -> None:
+    """Says that the library answers a call for which no kernel can be asked, and why: `reason`, in words.
+
+    Raises:
+      NoCandidate: the library is not among the backends that may answer.
+      IllegalSchedule: a schedule was given, which nobody could run.
+    """
+    library = operation.library.backend
+    if options.backends is not None and library not in options.backends:
+        allowed = ", ".join(sorted(options.backends))
+        raise NoCandidate(
+            f"no kernel of {operation.name} can be asked: {reason}; only {library} could answer, which the backends "
+            f"allowed ({allowed}) leave out"
+        )
+    if options.schedule:
+        words = " ".join(f"{name}={value}" for name, value in options.schedule)
+        raise IllegalSchedule(f"{operation.name} cannot run the schedule {words}: {reason}")
+    logger.debug("%s: %s answers, and no kernel is asked: %s", operation.name, library, reason)
 
 
 def reload() -> None:
@@ -216,6 +234,7 @@ class _Deciding:
         hardware = _hardware(self.platform, self.options.target)
         if hardware is None:
             reason = f"no {self.platform} device is here and scheduler.target() names no chip of it"
+            leave_to_library(self.operation, self.options, reason)
             _say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
             target = Target(self.platform, self.platform, "", 1)
             return Decision(self.operation.library, Library(), target, reason)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import tile_scheduler
 from scheduler.errors import SchedulerError, StoreError
 from scheduler.hardware import CPU, TABLE, Hardware
 from scheduler.store import Store, default_url, shipped
@@ -42,6 +43,8 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     """
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
     yield Finding("versions", "ok", f"tile-scheduler {_version('tile-scheduler')}, python {platform.python_version()}")
+    if (reason := tile_scheduler.trouble()) is not None:
+        yield Finding("package", "broken", reason)
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
     yield from _caches()
     gpu = Gpu.query(device)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +93,8 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
     ),
 )
 _VERSION = sa.table("schema_version", sa.column("version"))
+# Tables of every schema since the first: a database that has these is one of ours.
+_OLDEST = frozenset({"schema_version", "schedules", "trials"})
 # What a transaction that migrates locks first; SQLite's BEGIN IMMEDIATE is such a lock already.
 _LOCK = {"postgresql": "SELECT pg_advisory_xact_lock(8090210118)"}
 _SERIAL = {"sqlite": "INTEGER", "postgresql": "BIGSERIAL"}
@@ -101,8 +104,11 @@ _INSERT: dict[str, Callable[[Any], Any]] = {"sqlite": sqlite.insert, "postgresql
 class Store:
     """Records and trials in an SQLite file, in memory, or in a PostgreSQL database.
 
-    Safe with several threads and processes. A file that is missing reads as empty and is made by the first write. Every
-    failure is a `StoreError` that says what to do; whether that stops anything is for the caller to decide.
+    Safe with several threads and processes. A file that is missing reads as empty and is made by the first write. One
+    that this process may not write, on a read-only mount, say, is read as it is. A database of another program is
+    refused: an SQLite file that has tables, and not ours; in PostgreSQL, where a schema is often shared, one that has
+    some of our tables' names, and not all. Every failure is a `StoreError` that says what to do; whether that stops
+    anything is for the caller to decide.
 
     Args:
       url: a path, ":memory:", or an SQLAlchemy URL.
@@ -124,6 +130,7 @@ class Store:
         self._migrations = migrations
         self._ready = False
         self.location = str(url)
+        self._path: Path | None = None
         with self._errors("opened"):
             target = _url(url)
             self.location = target.render_as_string(hide_password=True)
@@ -132,14 +139,28 @@ class Store:
                 raise StoreError(f"a cache may be SQLite or PostgreSQL, found {self.location}; set {CACHE_VARIABLE}")
             self.in_memory = self._dialect == "sqlite" and target.database in (None, "", ":memory:")
             self._shared = not self.in_memory and not readonly
-            self._path = Path(target.database or "") if self._dialect == "sqlite" and not self.in_memory else None
-            if self._path is not None:
+            if self._dialect == "sqlite" and not self.in_memory:
+                self._path = Path(target.database or "")
                 self.location = str(self._path)
             # A connection in memory is the database, so threads take turns with it.
             self._turn: contextlib.AbstractContextManager[Any] = (
                 threading.RLock() if self.in_memory else contextlib.nullcontext()
             )
             self._engine = _engine(target, self._path, readonly)
+
+    def require_writable(self) -> None:
+        """Asks before much is spent on what is then to be written here.
+
+        Raises:
+          StoreError: this store may only be read, and what to do.
+        """
+        if self.readonly:
+            raise StoreError(f"{self.location} was opened read-only; write to another cache (set {CACHE_VARIABLE})")
+        if self._path is not None and _frozen(self._path):
+            raise StoreError(
+                f"{self.location} may only be read (it, or its directory, is read-only for this user); to keep what is "
+                f"found, set {CACHE_VARIABLE} to a copy of it in a directory that can be written"
+            )
 
     def get(self, key: Key) -> Record | None:
         """The record of `key`, or None.
@@ -199,8 +220,9 @@ class Store:
         Raises:
           StoreError: the cache cannot be written.
         """
-        if self._missing():
-            return 0
+        with self._errors("read"):
+            if self._missing():
+                return 0
         with self._write() as connection:
             return sum(connection.execute(sa.delete(t).where(*_is(t, key))).rowcount for t in (_SCHEDULES, _TRIALS))
 
@@ -387,18 +409,17 @@ class Store:
                 _log.warning("%s: the record of %s is skipped, it is malformed (%s)", self.location, key, error)
 
     def _select(self, query: sa.Select[Any]) -> Sequence[Any]:
-        if self._missing():
-            return ()
         with self._turn, self._errors("read"):
+            if self._missing():
+                return ()
             self._prepare()
             with self._engine.connect() as connection:
                 return connection.execute(query).all()
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[sa.Connection]:
-        if self.readonly:
-            raise StoreError(f"{self.location} was opened read-only; write to another cache (set {CACHE_VARIABLE})")
         with self._turn, self._errors("written"):
+            self.require_writable()
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             self._prepare()
@@ -414,13 +435,15 @@ class Store:
         if self._ready and not self._missing():
             return
         today = len(self._migrations)
+        only_read = self.readonly or (self._path is not None and _frozen(self._path))
         with self._engine.connect() as connection:
-            version = _version(connection)
+            version = self._version(connection)
         if version < today:
-            if self.readonly:
+            if only_read:
                 raise StoreError(
-                    f"{self.location} has schema {version}, and only a writer may bring it to schema {today}; if it "
-                    "is a copy of a file in use, it lacks what that one's -wal file holds: copy with VACUUM INTO"
+                    f"{self.location} has schema {version}, and only a writer may bring it to schema {today}: set "
+                    f"{CACHE_VARIABLE} to a copy that can be written; if it is itself a copy of a file in use, it "
+                    "lacks what that one's -wal file holds: copy with VACUUM INTO"
                 )
             version = self._migrate()
         if version > today:
@@ -428,7 +451,7 @@ class Store:
                 f"{self.location} has schema {version}, made by a newer tile-scheduler than this one, which knows "
                 f"schema {today}; it was left as it is: upgrade tile-scheduler, or set {CACHE_VARIABLE} to another file"
             )
-        if self._path is not None and not self.readonly:
+        if self._path is not None and not only_read:
             _set_journal(self._engine, self._path)
         self._ready = True
 
@@ -438,13 +461,31 @@ class Store:
         with _writing(self._engine) as connection:
             if self._dialect in _LOCK:
                 connection.exec_driver_sql(_LOCK[self._dialect])
-            version = _version(connection)  # Another process may have been first, even a newer one.
+            version = self._version(connection)  # Another process may have been first, even a newer one.
             if version >= today:
                 return version
             for statement in itertools.chain(*self._migrations[version:]):
                 connection.exec_driver_sql(statement.format(serial=_SERIAL[self._dialect]))
             connection.execute(sa.update(_VERSION).values(version=today))
             return today
+
+    def _version(self, connection: sa.Connection) -> int:
+        """The schema's version; 0 where there is none of our tables.
+
+        Raises:
+          StoreError: the tables are those of another program.
+        """
+        inspector = sa.inspect(connection)
+        found = {*inspector.get_table_names(), *inspector.get_view_names()}
+        if found >= _OLDEST:
+            return int(connection.execute(sa.select(_VERSION.c.version)).scalar_one())
+        if foreign := found if self._dialect == "sqlite" else found & _OLDEST:
+            raise StoreError(
+                f"{self.location} is no cache but a database of another program, with the "
+                f"table{'s' if len(foreign) > 1 else ''} {_some(sorted(foreign))}; it was left as it is: set "
+                f"{CACHE_VARIABLE} to a file of its own, which need not exist"
+            )
+        return 0
 
     @contextlib.contextmanager
     def _errors(self, verb: str) -> Iterator[None]:
@@ -453,7 +494,7 @@ class Store:
             yield
         except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError) as error:
             reason = getattr(error, "orig", None) or error
-            raise StoreError(f"{self.location} cannot be {verb} ({reason}): {_advice(reason)}") from error
+            raise StoreError(f"{self.location} cannot be {verb} ({reason}): {_advice(reason, self._path)}") from error
 
 
 def default_url() -> str:
@@ -543,22 +584,34 @@ def _url(url: str | Path) -> sa.URL:
 def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
     if url.get_backend_name() != "sqlite":
         return sa.create_engine(url, poolclass=sa.NullPool)
-    if path is not None and readonly:
-        # `immutable` needs no locks and no journal, so that the file opens where nothing may be written; it would miss
-        # what a -wal file holds. `as_uri` quotes: after a bare `#` SQLite silently opens another file.
-        query = {"mode": "ro", "uri": "true"} | ({} if _has_wal(path) else {"immutable": "1"})
-        url = sa.URL.create("sqlite", database=path.absolute().as_uri(), query=query)
-    # isolation_level None: Python's sqlite3 begins no transactions on its own, the listener below does.
-    settings: dict[str, Any] = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None}
     if path is None:
-        engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args=settings | {"check_same_thread": False})
+        # isolation_level None: Python's sqlite3 begins no transactions on its own, the listener below does.
+        settings = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None, "check_same_thread": False}
+        engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args=settings)
     else:
         # No pool: a connection that is carried across a fork corrupts files.
-        engine = sa.create_engine(url, poolclass=sa.NullPool, connect_args=settings)
+        connect = functools.partial(_connect, path, readonly)
+        engine = sa.create_engine("sqlite://", poolclass=sa.NullPool, creator=connect)
     if not readonly:
         sa.event.listen(engine, "connect", _set_synchronous)
     sa.event.listen(engine, "begin", _begin)
     return engine
+
+
+def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
+    """A connection to a file: one that only reads, where it should or may not write."""
+    place, uri = str(path), readonly or _frozen(path)
+    if uri:
+        # `immutable` needs no locks and no files beside this one, so that it opens where nothing may be written; it
+        # would miss what a log holds. `as_uri` quotes: after a bare `#` SQLite silently opens another file.
+        place = f"{path.absolute().as_uri()}?mode=ro{'' if _log_of(path) else '&immutable=1'}"
+    return sqlite3.connect(place, timeout=BUSY_TIMEOUT_S, isolation_level=None, uri=uri)
+
+
+def _frozen(path: Path) -> bool:
+    """Whether there is a file that this process may read only. A log is made and removed in the file's directory."""
+    effective = os.access in os.supports_effective_ids
+    return path.is_file() and not all(os.access(p, os.W_OK, effective_ids=effective) for p in (path, path.parent))
 
 
 def _set_synchronous(connection: Any, _: Any) -> None:
@@ -576,13 +629,6 @@ def _begin(connection: sa.Connection) -> None:
 def _writing(engine: sa.Engine) -> Iterator[sa.Connection]:
     with engine.connect().execution_options(begin="BEGIN IMMEDIATE") as connection, connection.begin():
         yield connection
-
-
-def _version(connection: sa.Connection) -> int:
-    """The schema's version; 0 is an empty database."""
-    if not sa.inspect(connection).has_table("schema_version"):
-        return 0
-    return int(connection.execute(sa.select(_VERSION.c.version)).scalar_one())
 
 
 # File systems of this host alone, where a write-ahead log's shared memory works (SQLite, "Write-Ahead Logging", 9).
@@ -614,9 +660,15 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     return kind
 
 
-def _has_wal(path: Path) -> bool:
-    wal = path.with_name(f"{path.name}-wal")
-    return wal.exists() and wal.stat().st_size > 0
+def _log_of(path: Path) -> Path | None:
+    """The log beside a file, of which it is incomplete: one written ahead, or one to undo what was cut short."""
+    logs = (path.with_name(f"{path.name}{ending}") for ending in ("-wal", "-journal"))
+    return next((log for log in logs if log.exists() and log.stat().st_size > 0), None)
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
 # By the start of the name of SQLite's result code.
@@ -630,9 +682,14 @@ _ADVICE = {
 }
 
 
-def _advice(reason: object) -> str:
+def _advice(reason: object, path: Path | None) -> str:
     if isinstance(reason, ImportError):
         return "pip install 'tile-scheduler[postgres]'"
+    if path is not None and isinstance(reason, sqlite3.Error) and _frozen(path) and (log := _log_of(path)):
+        return (
+            f"what {log.name} holds can be taken over only where both may be written: open it there once, or set "
+            f"{CACHE_VARIABLE} to a copy of both"
+        )
     code = getattr(reason, "sqlite_errorname", "")
     otherwise = f"see that it exists and may be written, or set {CACHE_VARIABLE} to another place"
     return next((advice for name, advice in _ADVICE.items() if code.startswith(name)), otherwise)

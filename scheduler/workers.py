@@ -589,7 +589,7 @@ class _Worker:
             self._child = None
         try:
             if not self._abandoned:
-                self._child = self._children.start(["-m", "scheduler.serve"], self._environment())
+                self._child = self._children.start(["-P", "-m", "scheduler.serve"], self._environment())
             if self._abandoned or self._child is None:
                 self.abandon()
                 raise WorkerError("the worker processes were stopped")
@@ -647,5 +647,5 @@ class _Worker:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }

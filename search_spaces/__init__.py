@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tile_scheduler
+
 if TYPE_CHECKING:
     from search_spaces.kernel import (
         Footprint,
@@ -38,6 +40,8 @@ __all__ = [
     "Tolerance",
     "load",
 ]
+
+tile_scheduler.warn()
 
 _OWN = {
     "matmul": "search_spaces.matmul:MATMUL",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax import lax
+from jax import ad_checkpoint, lax
 from jax.experimental.pallas import mosaic_gpu
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, partial_eval
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
@@ -178,6 +180,55 @@ def lower(run: Callable[..., jax.Array], ctx: Any, args: Sequence[Any]) -> Any:
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     with config._check_vma(False):
         return mlir.lower_fun(run, multiple_results=False)(ctx.replace(avals_in=plain), *args)
+
+
+def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensionNumbers | None]) -> None:
+    """Makes policies of `jax.checkpoint` take applications of `primitive` for the `dot_general` that they are.
+
+    JAX's policies know dots by their primitive. So the rule by which `jax.checkpoint` divides an application asks the
+    policy about that one instead, and is JAX's own otherwise. A JAX without a table of such rules asks about
+    `primitive`, which no policy for dots saves: products are then computed once more, and nothing else changes.
+
+    Args:
+      primitive: has one result and no effects.
+      product: of an application's parameters; what is multiplied are its first two operands. None where it is no dot.
+    """
+    if (rules := getattr(partial_eval, "partial_eval_jaxpr_custom_rules", None)) is None:
+        return
+
+    def divide(policy: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Any) -> tuple[Any, ...]:
+        """What runs forwards, what backwards; whether the result is unknown, is there; what is kept in between."""
+        missing = [x for x, is_there in zip(eqn.invars, there, strict=True) if not is_there]
+        if any(unknown):
+            return None, eqn, [True], [True], missing
+        seen, operands = eqn, [x.aval for x in eqn.invars]
+        if (numbers := product(**eqn.params)) is not None:
+            operands = operands[:2]
+            (seen,) = jax.make_jaxpr(functools.partial(lax.dot_general, dimension_numbers=numbers))(*operands).eqns
+        answer = policy(seen.primitive, *operands, **seen.params)
+        if isinstance(answer, ad_checkpoint.Offloadable):
+            away, back, kept = _moved(eqn, answer)
+            return away, back, [False], [True], [kept]
+        if answer is True or isinstance(answer, type(ad_checkpoint.Saveable)):
+            return eqn, None, [False], [False], []
+        return eqn, eqn, [False], [True], missing
+
+    rules[primitive] = divide
+
+
+def _moved(eqn: Any, to: Any) -> tuple[Any, Any, Any]:
+    """`eqn` with its result also in the memory that is named; the way back from there; and what is kept there."""
+    away, back = (jax.memory.Space.Host if "host" in kind else jax.memory.Space.Device for kind in (to.dst, to.src))
+
+    def both(*args: Any) -> tuple[jax.Array, jax.Array]:
+        result = eqn.primitive.bind(*args, **eqn.params)
+        return result, jax.device_put(result, away)
+
+    (computed,) = jax.make_jaxpr(jax.jit(both))(*(x.aval for x in eqn.invars)).eqns
+    _, kept = computed.outvars
+    (fetched,) = jax.make_jaxpr(lambda x: jax.device_put(x, back))(kept.aval).eqns
+    computed = computed.replace(invars=eqn.invars, outvars=[*eqn.outvars, kept])
+    return computed, fetched.replace(invars=[kept], outvars=eqn.outvars), kept
 
 
 def value_of_first_process(name: str, own: str, *, timeout_s: float = 60.0) -> str:

@@ -97,6 +97,14 @@ class Problem(abc.ABC):
         """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
         return str(self.operands()[0].dtype)
 
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers | None:
+        """As `jax.lax.dot_general` wants them, where this is a product of its first two operands; None elsewhere.
+
+        What is one, policies of `jax.checkpoint` take for a dot: `dots_saveable` saves it, and so on.
+        """
+        return None
+
     def tolerance(self) -> Tolerance:
         """How far from `reference` a right answer may be; follows from dtype and length of reductions."""
         dtype = self.result().dtype

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +20,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.delenv("TILE_SCHEDULER_ON_MISS", raising=False)
+
+
+@pytest.fixture
+def open_path():
+    """A place for a cache that every user may reach, as they may not reach `tmp_path`."""
+    with tempfile.TemporaryDirectory(prefix="tile scheduler#") as name:
+        Path(name).chmod(0o755)
+        yield Path(name) / "cache.db"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,34 +90,56 @@ def test_vmap_and_scan_inside_shard_map_agree_with_jnp_matmul():
 @pytest.mark.parametrize("jitted", [True, False])
 def test_operands_sharded_over_an_automatic_mesh_go_to_xla(jitted):
     x = jax.device_put(X, NamedSharding(mesh(AxisType.Auto), P("x")))
-    result = (jax.jit(pallas) if jitted else pallas)(x, W)
+    result = (jax.jit(tuned_matmul) if jitted else tuned_matmul)(x, W)
     close(result, X @ W)
     assert not result.sharding.is_fully_replicated
-    assert not used_kernels(pallas, x, W)
+    assert not used_kernels(tuned_matmul, x, W)
 
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_an_explicit_mesh_gets_the_sharding_that_jnp_matmul_gives(jitted):
     x = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("x")))
-    result = (jax.jit(pallas) if jitted else pallas)(x, W)
+    result = (jax.jit(tuned_matmul) if jitted else tuned_matmul)(x, W)
     close(result, X @ W)
     assert jax.typeof(result).sharding.spec == jax.typeof(jnp.matmul(x, W)).sharding.spec
 
 
 def test_under_set_mesh_with_explicit_axes_the_numbers_agree():
     with jax.set_mesh(mesh(AxisType.Explicit)):
-        close(jax.jit(pallas)(X, W), X @ W)
-        close(jax.jit(jax.vmap(pallas, (0, None)))(X.reshape(4, 8, 24), W), (X @ W).reshape(4, 8, 40))
+        close(jax.jit(tuned_matmul)(X, W), X @ W)
+        close(jax.jit(jax.vmap(tuned_matmul, (0, None)))(X.reshape(4, 8, 24), W), (X @ W).reshape(4, 8, 40))
         x = jax.device_put(X, P("x"))
-        gradient = jax.jit(jax.grad(lambda w: (pallas(x, w) ** 2).sum()))(W)
+        gradient = jax.jit(jax.grad(lambda w: (tuned_matmul(x, w) ** 2).sum()))(W)
         np.testing.assert_allclose(gradient, 2 * X.T @ (X @ W), rtol=1e-4, atol=1e-3)
 
 
 def test_a_mesh_with_only_some_manual_axes_goes_to_xla():
     square = mesh(AxisType.Auto, (2, 2), ("x", "y"))
-    f = jax.shard_map(pallas, mesh=square, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
+    f = jax.shard_map(tuned_matmul, mesh=square, in_specs=(P("x"), P()), out_specs=P("x"), axis_names={"x"})
     close(jax.jit(f)(X, W), X @ W)
     assert not used_kernels(f, X, W)
+
+
+def sharded(kind):
+    return jax.device_put(X, NamedSharding(mesh(kind), P("x")))
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(AxisType.Auto, "divided over the devices of a mesh"), (AxisType.Explicit, "on a mesh with explicit axes")],
+)
+def test_on_a_mesh_who_leaves_xla_out_is_told_why_and_others_may_read_it(kind, why, jitted, caplog):
+    strict = jax.jit(pallas) if jitted else pallas
+    with pytest.raises(scheduler.NoCandidate, match=rf"{why} \(inside `jax.shard_map` kernels are asked\); only xla"):
+        strict(sharded(kind), W)
+    with pytest.raises(scheduler.NoCandidate, match=why):
+        jax.grad(lambda w: strict(sharded(kind), w).sum())(W)
+    with pytest.raises(scheduler.IllegalSchedule, match=why):
+        tuned_matmul(sharded(kind), W, schedule={"tile_m": 16})
+    with caplog.at_level(logging.DEBUG, "scheduler"):
+        close(tuned_matmul(sharded(kind), W, on_miss="error"), X @ W)  # no schedule could be served, so none is missing
+    assert why in caplog.text
 
 
 def test_a_product_whose_contraction_is_split_sums_over_the_shards():
@@ -137,8 +162,11 @@ def test_an_array_on_another_device_is_answered_there():
 BIAS, RESIDUAL = jnp.linspace(-1, 1, 40), jnp.flip(X @ W)
 
 
-def layer(x, w, bias, residual):
-    return tuned_matmul(x, w, bias=bias, activation="gelu", residual=residual, backends="pallas")
+def layer(x, w, bias, residual, **how):
+    return tuned_matmul(x, w, bias=bias, activation="gelu", residual=residual, **how)
+
+
+strict_layer = functools.partial(layer, backends="pallas")
 
 
 def formula(x, w, bias, residual):
@@ -155,9 +183,9 @@ def test_a_fused_call_inside_shard_map_has_the_numbers_and_gradients_of_all_shar
     def gradients(f):
         return jax.jit(jax.grad(lambda *args: (shards(f)(*args) ** 2).sum(), (0, 1, 2, 3)))(X, W, BIAS, RESIDUAL)
 
-    close(jax.jit(shards(layer))(X, W, BIAS, RESIDUAL), formula(X, W, BIAS, RESIDUAL))
-    assert used_kernels(shards(layer), X, W, BIAS, RESIDUAL)
-    for ours, theirs in zip(gradients(layer), gradients(formula), strict=True):
+    close(jax.jit(shards(strict_layer))(X, W, BIAS, RESIDUAL), formula(X, W, BIAS, RESIDUAL))
+    assert used_kernels(shards(strict_layer), X, W, BIAS, RESIDUAL)
+    for ours, theirs in zip(gradients(strict_layer), gradients(formula), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-2)
 
 

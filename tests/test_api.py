@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import runpy
 import socket
 import sqlite3
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from modes import frozen
 
 import scheduler
 from scheduler import answer, decide, hardware, tuned, tuned_matmul, tuner
@@ -512,6 +514,56 @@ def test_an_error_policy_raises_with_the_command_that_fills_the_cache():
         jax.jit(functools.partial(tuned_matmul, on_miss="error"))(A, B)
 
 
+def half(x):
+    return x.astype("bfloat16")
+
+
+# What no kernel can be asked about -> the arguments of a call, and why.
+LEFT_TO_XLA = {
+    "mixed dtypes": ((half(A), B), {}, "a is bfloat16 and b is float32; kernels take two of one dtype"),
+    "unsupported dtypes": ((A.astype("int32"), B.astype("int32")), {}, "dtype='int32' is not one of"),
+    "an unsupported result": (
+        (A, B),
+        {"preferred_element_type": "float8_e5m2"},
+        "out_dtype='float8_e5m2' is not one of",
+    ),
+    "empty operands": ((A[:0], B), {}, r"a is empty: \(0, 24\)"),
+    "an algorithm": (
+        (A, B),
+        {"precision": "BF16_BF16_F32"},
+        "precision='BF16_BF16_F32' is not default, high or highest",
+    ),
+    "weak types": ((jnp.full((4, 24), 1.0), B), {}, "weakly typed"),
+    "a wide bias": ((A, B), {"bias": jnp.ones(56, "int8")}, "bias='int8' is not one of"),
+}
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("case", LEFT_TO_XLA)
+def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked_and_others_may_read_it(case, jitted, caplog):
+    operands, how, why = LEFT_TO_XLA[case]
+
+    def call(**strict):
+        matmul = functools.partial(tuned_matmul, **how, **strict)
+        return (jax.jit(matmul) if jitted else matmul)(*operands)
+
+    for strict in ({"backends": "pallas"}, {"backends": ["portable"], "on_miss": "error"}):
+        with pytest.raises(scheduler.NoCandidate, match=rf"no kernel of matmul can be asked: .*{why}.* only xla could"):
+            call(**strict)
+    with pytest.raises(scheduler.IllegalSchedule, match=rf"matmul cannot run the schedule tile_m=16: .*{why}"):
+        call(schedule={"tile_m": 16})
+    with caplog.at_level(logging.DEBUG, "scheduler"):
+        expected = formula(*operands, bias=how.get("bias")) if case != "an unsupported result" else call()
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (call(on_miss="error"), expected)), rtol=0.05)
+    assert re.search(f"matmul: xla answers, and no kernel is asked: .*{why}", caplog.text)
+
+
+def test_what_jax_refuses_it_refuses_in_its_own_words_whatever_backends_are_left_out():
+    for call in (lambda: pallas(A, A), lambda: pallas([[1.0]], B), lambda: pallas(A, B, bias=RESIDUAL)):
+        with pytest.raises((TypeError, ValueError)):
+            call()
+
+
 def test_the_environment_sets_the_default_policy_and_a_wrong_one_is_named(monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_ON_MISS", "error")
     with pytest.raises(scheduler.CacheMiss):
@@ -710,9 +762,11 @@ def test_an_export_for_a_platform_that_is_not_here_is_answered_for_it():
     args = [jax.ShapeDtypeStruct((128, 64), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)]
     exported = jax.export.export(jax.jit(tuned_matmul), platforms=["cuda"])(*args)
     assert "dot_general" in exported.mlir_module()
-    both = jax.export.export(jax.jit(pallas), platforms=["cpu", "cuda"])(*args)
+    both = jax.export.export(jax.jit(tuned_matmul), platforms=["cpu", "cuda"])(*args)
     a, b = normal(0, 128, 64), normal(1, 64, 128)
     close(both.call(a, b), a @ b)
+    with pytest.raises(scheduler.NoCandidate, match=r"no cuda device is here .* only xla could answer"):
+        jax.export.export(jax.jit(pallas), platforms=["cpu", "cuda"])(*args)
 
 
 def test_a_gpu_kernel_is_one_branch_of_an_export_for_several_platforms():
@@ -874,6 +928,33 @@ def test_a_cache_that_cannot_be_written_costs_one_warning_and_its_search_is_reme
     scheduler.tune("matmul", {"m": 8, "n": 8, "k": 16, "dtype": "float32"}, budget=1)
     c, d = normal(2, 8, 16), normal(3, 16, 8)
     close(tuned_matmul(c, d, on_miss="error"), c @ d)
+
+
+def test_a_read_only_cache_answers_without_a_word_and_what_is_tuned_beside_it_is_kept_by_the_process(
+    open_path, monkeypatch
+):
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(open_path))
+    a, b = normal(0, 64, 32), normal(1, 32, 48)
+    record_of()
+    scheduler.reload()
+    with frozen(open_path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        close(tuned_matmul(a, b, on_miss="error", backends="portable"), a @ b)
+        assert scheduler.predict("matmul", dataclasses.replace(P64, m=65)).neighbour == str(P64)
+    other = {"m": 8, "n": 8, "k": 8, "dtype": "float32"}
+    small = normal(0, 8, 8)
+    with frozen(open_path), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = []
+        record = scheduler.tune("matmul", other, budget=2, progress=lambda _: said.append(len(caught)))
+        assert said == [1, 1]  # before the first trial, and once
+        assert "set TILE_SCHEDULER_CACHE to a copy" in str(caught[0].message)
+        close(tuned_matmul(small, small, on_miss="error"), small @ small)
+        close(tuned_matmul(small[:4], small, on_miss="tune"), small[:4] @ small)
+        assert len(caught) == 1
+        with pytest.raises(scheduler.StoreError, match="may only be read"):
+            scheduler.tune("matmul", other, budget=2, store=Store(open_path))
+    assert record.tried == 2
 
 
 def python(program: str, **environment: str) -> str:

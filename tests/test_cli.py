@@ -12,12 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from modes import frozen
 from processes import gone
 from typer.testing import CliRunner
 from values import ENVIRONMENT, KEY, record
 
+from scheduler import doctor
 from scheduler.cli import app
 from scheduler.errors import StoreError
+from scheduler.hardware import CPU
 from scheduler.record import Key
 from scheduler.store import Store
 
@@ -302,3 +305,34 @@ def test_what_needs_no_device_does_not_import_jax(arguments):
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_explain_says_which_calls_are_xlas_whatever_is_stored():
+    out, _ = run("explain", "softmax", "rows=64", "columns=64")
+    assert "XLA answers calls on a mesh outside of jax.shard_map" in " ".join(out.split())
+
+
+def test_a_cache_that_may_only_be_read_answers_every_question_and_refuses_every_change(open_path, monkeypatch):
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(open_path))
+    run("tune", "matmul", *SMALL, "--budget", 2)
+    carried, _ = run("export")
+    file = open_path.with_name("records.jsonl")
+    file.write_text(carried)
+    with frozen(open_path):
+        assert len(own_list()) == 1
+        assert run("export")[0] == carried
+        assert len(json.loads(run("show", "matmul", *SMALL, "--json")[0])[0]["trials"]) == 2
+        assert json.loads(run("explain", "matmul", *SMALL, "--json")[0])["holds"]
+        assert "Already tuned" in run("tune", "matmul", *SMALL)[0]
+        cache = next(finding for finding in doctor.examine(lambda: CPU) if finding.what == "cache")
+        assert (cache.state, cache.detail) == ("ok", f"{open_path}: 1 records")
+        for change in (
+            ("tune", "matmul", *SMALL, "--force"),
+            ("import", file),
+            ("forget", "--all"),
+            ("verify", "--update"),
+            ("calibrate", "matmul"),
+        ):
+            out, err = run(*change, status=1)
+            assert "may only be read" in out + err
+            assert "trials" not in err  # nothing was measured

@@ -1,5 +1,8 @@
 """Calls of the row-wise operations: what they mean, and under which transformations."""
 
+import logging
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +128,34 @@ def test_what_kernels_do_not_take_is_answered_by_the_formula():
         mixed = tuned_rms_norm(X.astype(jnp.bfloat16), W)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_allclose(mixed.astype(jnp.float32), rms_norm(X), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda **how: tuned_softmax(X, 0, **how), r"axis=0 is not the last one of x \(3, 6, 40\)"),
+        (lambda **how: tuned_softmax(X[:0], **how), "x is empty"),
+        (lambda **how: tuned_softmax(X.astype("int32"), **how), "dtype='int32' is not one of bfloat16"),
+        (lambda **how: tuned_rms_norm(X, W.astype("float64"), **how), "weight.*float64"),
+        (lambda **how: tuned_silu_and_mul(jnp.full((4, 4), 2.0), **how), "weakly typed"),
+    ],
+)
+def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked(call, why, caplog):
+    with jax.enable_x64(True):
+        for run in (call, lambda **how: jax.jit(lambda: call(**how))()):
+            with pytest.raises(scheduler.NoCandidate, match=rf"{why}.*only xla could answer"):
+                run(backends="pallas", on_miss="error")
+            with pytest.raises(scheduler.IllegalSchedule, match=why):
+                run(schedule={"rows": 4})
+            caplog.clear()
+            with caplog.at_level(logging.DEBUG, "scheduler"):
+                run(on_miss="error")
+            assert re.search(f"xla answers, and no kernel is asked: .*{why}", caplog.text)
+
+
+def test_a_scalar_has_no_rows():
+    with pytest.raises(ValueError, match="axis"):
+        tuned_softmax(jnp.float32(1))
 
 
 def test_wrong_operands_raise_one_sentence():

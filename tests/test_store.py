@@ -17,6 +17,7 @@ import pytest
 import strategies
 import values
 from hypothesis import HealthCheck, given, settings
+from modes import frozen, with_modes
 
 from scheduler import store as store_module
 from scheduler import text
@@ -544,6 +545,133 @@ def test_the_shipped_file_opens_in_a_directory_that_cannot_be_written(tmp_path):
         assert Store(place / "cache.db", readonly=True).get(values.KEY) == values.record()
     finally:
         place.chmod(0o755)
+
+
+# Files that may be read only.
+
+
+def test_a_filled_cache_that_may_only_be_read_answers_as_before_and_leaves_nothing_behind(open_path):
+    writer = Store(open_path)
+    writer.put(values.record())
+    writer.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
+    before = open_path.read_bytes()
+    assert before[18:20] == b"\x02\x02"  # it is written ahead: read as usual, it would want two more files
+    with frozen(open_path):
+        for store in (Store(open_path), writer):
+            assert store.get(values.KEY) == values.record()
+            assert store.trials(values.KEY) == [values.trial()]
+            assert list(store.records()) == [values.record()]
+            assert store.keys() == [values.KEY]
+            assert store.calibrations() == []
+    assert open_path.read_bytes() == before
+    assert [file.name for file in open_path.parent.iterdir()] == ["cache.db"]
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+def test_every_write_to_a_cache_that_may_only_be_read_is_one_error_that_says_what_to_do(open_path, opened):
+    Store(open_path).put(values.record())
+    store = Store(open_path)
+    if opened == "before":
+        assert store.get(values.KEY)
+    calibration = Calibration("one chip", "matmul", "xla", 1, {"p": 5.0}, 7, 900, 0.04, values.ENVIRONMENT)
+    writes = (
+        lambda: store.require_writable(),
+        lambda: store.put(values.record()),
+        lambda: store.forget(values.KEY),
+        lambda: store.finish(values.KEY),
+        lambda: store.lease(values.KEY, "me", 1),
+        lambda: store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT),
+        lambda: store.put_calibration(calibration),
+    )
+    with frozen(open_path):
+        for write in writes:
+            with pytest.raises(StoreError, match=r"may only be read.*set TILE_SCHEDULER_CACHE to a copy"):
+                write()
+    store.put(values.record(measurement=values.SLOW))
+    assert store.get(values.KEY) == values.record(measurement=values.SLOW)
+
+
+def written_ahead(path):
+    """A connection to a cache at `path` that keeps its log from being folded into the file, and so from going away."""
+    path.parent.mkdir(exist_ok=True)
+    execute(path, "PRAGMA journal_mode=WAL")
+    other = sqlite3.connect(path)
+    other.execute("SELECT * FROM sqlite_master").fetchall()
+    Store(path).put(values.record())
+    return contextlib.closing(other)
+
+
+def test_what_only_the_log_of_a_frozen_cache_holds_is_read_or_missed_with_words(path, open_path):
+    with written_ahead(path):
+        for ending in ("", "-wal", "-shm"):
+            shutil.copy(f"{path}{ending}", f"{open_path}{ending}")
+    log, index = (open_path.with_name(f"cache.db{ending}") for ending in ("-wal", "-shm"))
+    with frozen(open_path, log, index):
+        assert Store(open_path).get(values.KEY) == values.record()
+    index.unlink()
+    with frozen(open_path, log), pytest.raises(StoreError, match=r"what cache.db-wal holds .* to a copy of both"):
+        Store(open_path).get(values.KEY)
+    assert Store(open_path).get(values.KEY) == values.record()
+
+
+def test_a_frozen_cache_of_an_older_schema_says_who_can_bring_it_up_to_date(open_path):
+    with contextlib.closing(sqlite3.connect(open_path)) as connection:
+        connection.executescript((Path(__file__).parent / "schemas" / "2.sql").read_text())
+    with frozen(open_path), pytest.raises(StoreError, match=r"schema 2, and only a writer .* a copy that can be wr"):
+        Store(open_path).get(values.KEY)
+    assert Store(open_path).get(values.KEY) == values.record()
+
+
+def test_a_directory_that_may_not_be_entered_is_an_error_that_names_the_setting(open_path):
+    Store(open_path).put(values.record())
+    with with_modes({open_path.parent: 0o600}):
+        for use in (lambda s: s.get(values.KEY), lambda s: s.put(values.record()), lambda s: s.forget(values.KEY)):
+            with pytest.raises(StoreError, match="TILE_SCHEDULER_CACHE"):
+                use(Store(open_path))
+
+
+# Databases of other programs.
+
+
+def test_the_file_of_another_program_is_refused_and_never_touched(path):
+    path.parent.mkdir()
+    execute(path, *(f"CREATE TABLE {name} (id INTEGER)" for name in ("places", "bookmarks", "schema_version")))
+    before = path.read_bytes()
+    uses = (lambda s: s.get(values.KEY), lambda s: s.put(values.record()), lambda s: s.lease(values.KEY, "me", 1))
+    for use in uses:
+        with pytest.raises(StoreError, match=r"tables bookmarks, places, schema_version; .* set TILE_SCHEDULER_CACHE"):
+            use(Store(path))
+    assert path.read_bytes() == before
+    execute(
+        path, "DROP TABLE bookmarks", "DROP TABLE schema_version", *(f"CREATE VIEW v{i} AS SELECT 1" for i in range(9))
+    )
+    with pytest.raises(StoreError, match=r"places, v0, v1, v2, v3 and 5 more"):
+        Store(path).get(values.KEY)
+
+
+def test_an_empty_file_is_a_new_cache(path):
+    path.parent.mkdir()
+    path.touch()
+    Store(path).put(values.record())
+    assert Store(path).get(values.KEY) == values.record()
+
+
+def test_a_database_that_is_shared_with_others_is_ours_by_our_tables_names(postgres):
+    import psycopg
+
+    def run(*statements):
+        with psycopg.connect(postgres) as connection:
+            for statement in ("DROP TABLE IF EXISTS schedules, trials, leases, constants, schema_version", *statements):
+                connection.execute(statement)
+
+    run("CREATE TABLE orders (id BIGINT)")
+    with contextlib.closing(Store(postgres)) as store:
+        store.put(values.record())
+        assert store.get(values.KEY) == values.record()
+    run("DROP TABLE orders", "CREATE TABLE schedules (id BIGINT)")
+    with contextlib.closing(Store(postgres)) as store, pytest.raises(StoreError, match="with the table schedules;"):
+        store.get(values.KEY)
+    run()
 
 
 # Where a cache is.
