@@ -30,7 +30,7 @@ AGAIN, ROUNDS = 20, 10
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
     """What a sweep's file is called where many are kept: ``matmul-m64-n64-k64.jsonl.gz``."""
-    words = f"{operation.name} {problem}".replace("=", "")
+    words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.told().items())])
     return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
 
 
