@@ -9,8 +9,10 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -53,10 +55,32 @@ class _Commands(TyperGroup):
         except SchedulerError as error:
             print(f"tile-scheduler: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except Exception as error:
+            if (place := _of_a_user(error)) is None:
+                raise
+            print(f"tile-scheduler: {place}: {type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
             kept = "what was measured so far is kept, and the same command goes on from there"
             print(f"tile-scheduler: interrupted; {kept}", file=sys.stderr)
             raise typer.Exit(143 if isinstance(interrupt, _Terminated) else 130) from None
+
+
+def _of_a_user(error: BaseException) -> str | None:
+    """File, line and function of an operation of one's own that raised this; None where it is a defect of this program.
+
+    Libraries raise for whoever called them: to blame is the innermost function that is in none of them.
+    """
+    root = Path(__file__).parents[1]
+    ours = [root / "scheduler", root / "search_spaces"]
+    libraries = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib", "scripts")]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if any(file.is_relative_to(package) for package in ours):
+            return None
+        if not frame.filename.startswith("<") and not any(file.is_relative_to(library) for library in libraries):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return None
 
 
 app = typer.Typer(
@@ -88,6 +112,7 @@ RunTimeout = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
     app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
 
 

@@ -17,6 +17,7 @@ from scheduler.errors import NoCandidate, StoreError
 from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.lease import Leases, leased
+from scheduler.legal import too_large
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
@@ -171,6 +172,8 @@ def tune(
                 run_timeout_s=run_timeout_s,
             )
             stack.callback(runner.close)
+        if not isinstance(runner, Recorded) and (reason := too_large(problem, runner.hardware)):
+            raise NoCandidate(f"{operation.name} {problem}: {reason}")
         if store is not None:
             made = stack.enter_context(leased(store, key_of(operation, problem, runner.hardware)))
             if made is not None and isinstance(
