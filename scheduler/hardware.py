@@ -251,7 +251,8 @@ def _first_device() -> jax.Device:
     except (RuntimeError, AssertionError) as error:  # an assertion of its own, where it is asked a second time
         wanted = os.environ.get("JAX_PLATFORMS")
         cause = f"of JAX_PLATFORMS={wanted}" if wanted else "at all"
-        reason = str(error).partition("\n")[0].partition(" (you may need")[0] or "it says no more"
+        reason = str(error).partition("\n")[0].partition(" (you may need")[0]
         raise SchedulerError(
-            f"JAX finds no device {cause} ({reason}); unset JAX_PLATFORMS, or set JAX_PLATFORMS=cpu to rehearse"
+            f"JAX finds no device {cause}{f' ({reason})' if reason else ''}; unset JAX_PLATFORMS, or set "
+            "JAX_PLATFORMS=cpu to rehearse"
         ) from error

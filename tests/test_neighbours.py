@@ -98,7 +98,7 @@ def test_every_shipped_record_helps_its_neighbours_as_far_as_it_can_run_there():
     for one in records:
         problem = MatmulProblem.from_canonical(one.key.problem)
         grown = dataclasses.replace(problem, m=2 * problem.m)
-        told = predict(MATMUL, grown, H200, records=records)
+        told = predict(MATMUL, grown, H200, records=[r for r in records if r.key != key_of(MATMUL, grown, H200)])
         assert told.neighbour
         assert told.predicted_s > 0
 
