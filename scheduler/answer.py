@@ -90,13 +90,13 @@ def predict(
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
     allowed, records = allowed_backends(operation, backends), list(records)
-    if (measured := _measured(operation, problem, hardware, records, allowed)) is not None:
-        return measured
     near = nearest(operation, problem, records, within=TELLING)
     library = operation.library
     best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
     assert not isinstance(best, str), "a library kernel has its one schedule for every problem"
     library_s, told = best.predicted_s, best.neighbour
+    if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
+        return measured
     found: _Choice | None = None
     refused: dict[str, str] = {}
     for kernel in operation.kernels:
@@ -134,19 +134,19 @@ def _measured(
     hardware: Hardware,
     records: Iterable[Record],
     allowed: frozenset[str],
+    library_s: float,
 ) -> Answer | None:
-    """What the problem's own record says, where there is one that holds."""
+    """What the problem's own record says, where there is one that holds; `library_s` counts where that did not run."""
     key = key_of(operation, problem, hardware)
     for record in records:
-        if record.key != key:
+        entry = recheck(operation, problem, hardware, record, backends=allowed) if record.key == key else "another's"
+        if isinstance(entry, str):
             continue
-        entry = recheck(operation, problem, hardware, record, backends=allowed)
-        library = record.best(frozenset({operation.library.backend}))
-        if not isinstance(entry, str) and library is not None:
-            library_s, ours_s = library.measurement.median_s, entry.measurement.median_s
-            gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
-            reason = f"measured on {record.environment.date[:10]}{gain}"
-            return Answer(entry.backend, entry.schedule, ours_s, library_s, reason)
+        library, ours_s = record.best(frozenset({operation.library.backend})), entry.measurement.median_s
+        library_s = library_s if library is None else library.measurement.median_s
+        gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
+        reason = f"measured on {record.environment.date[:10]}{gain}"
+        return Answer(entry.backend, entry.schedule, ours_s, library_s, reason)
     return None
 
 

@@ -258,6 +258,7 @@ class _Deciding:
 
         policy = self.options.on_miss
         if policy == "error":
+            end_load()  # the command loads the script that made this call
             raise CacheMiss(
                 f"no schedule for {self._question(hardware)}; run: {hints.tune(self.operation, self.problem)}"
             )

@@ -324,7 +324,8 @@ def _against_xla(record: Record) -> str:
         return f"{said}; the best Pallas schedule takes {stands.ratio:.3g} times as long."
     stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"
     if stands.state == "ahead":
-        return f"{stands.ratio:.3g} times as fast as {xla}."
+        digits = ".3f" if stands.ratio < 1.1 else ".3g"
+        return f"{stands.ratio:{digits}} times as fast as {xla}."
     if stands.state == "tie":
         return f"As fast as {xla}, within 1 %."
     return f"Undecided against {xla}" + (f", which is {stands.interval}." if stands.interval else ".")

@@ -126,7 +126,7 @@ def end_load() -> None:
     """Ends the run of a script that is being loaded, with what it has defined so far; else does nothing.
 
     Workers load the script that an operation is defined in, and one without a `__main__` guard goes on to the call that
-    started them: whoever would search for schedules asks here first.
+    started them; so does who gives the command that a miss tells. Whoever would search, or miss, asks here first.
     """
     if _loading.get():
         raise _EndOfLoad
