@@ -561,7 +561,7 @@ def reverified_json(verdict: Reverified) -> Json:
 
 def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
     """What became of each stored winner, a row each."""
-    states = {"holds": "holds", "slower": "is slower", "broken": "is broken", "elsewhere": "not timed"}
+    states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
     told = _abbreviated([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts], min(width, WIDEST))
     rows = []
     for verdict, schedule in zip(verdicts, told.texts, strict=True):
@@ -570,11 +570,11 @@ def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[Renderabl
         rows.append(
             Row(
                 f"{record.key.operation} {spelled(record.key.operation, record.key.problem)}",
-                (record.environment.jax, then, seconds_text(now.median_s) if now else "", states[verdict.state]),
-                [schedule, verdict.reason],
+                (record.environment.jax, then, seconds_text(now.median_s) if now else ""),
+                [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
             )
         )
-    yield from ledger("problem, and its winner", ("jax then", "then", "now", ""), [(told.base, rows)], width)
+    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(told.base, rows)], width)
 
 
 def trial_json(trial: Trial) -> Json:
