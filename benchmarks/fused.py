@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import suite
+from harness import posed
 from jax import lax
 from judge import REPETITIONS, conditions, judge, start_judge
 from problems import FUSED, FUSED_REHEARSED, Product
@@ -96,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = judged(products, judges, store, options.work, options.rounds, deadline)
     Console(width=180).print(table(rows))
     Console().print(figures := summary(rows))
-    done = {row["problem"] for row in rows}
-    missing = [str(product) for product in products if str(product.problem) not in done]
+    done = {posed(MatmulProblem, row["problem"]) for row in rows}
+    missing = [str(product) for product in products if product.problem not in done]
     conclude("fused", judges, rows, figures, WRITTEN, missing=missing, chosen=options, partly=False)
 
 

@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 from scheduler.hardware import Hardware
 from scheduler.record import Environment
-from search_spaces import Operation
+from search_spaces import Operation, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 T = TypeVar("T")
+P = TypeVar("P", bound=Problem)
 
 
 def environment(measured: Environment, *operations: Operation[Any]) -> dict[str, Any]:
@@ -59,6 +60,16 @@ def paced(of: Sequence[T], step: str, deadline: float, clock: Callable[[], float
         longest_s = max(longest_s, ended - started)
         left_s = (ended - began) / (done + 1) * (len(of) - done - 1)
         print(f"{step}: {done + 1} of {len(of)} in {ended - began:.0f} s, about {left_s:.0f} s left", flush=True)
+
+
+def told(problem: Problem) -> str:
+    """What kept rows are found by: fields at their defaults left out, however a problem is printed."""
+    return " ".join(f"{name}={value}" for name, value in problem.told().items())
+
+
+def posed(kind: type[P], text: str) -> P:
+    """The problem of a row, however much of it the text tells that was written then."""
+    return kind.parse(dict(field.split("=", 1) for field in text.split()))
 
 
 class Kept:

@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from harness import told
+
 from scheduler import timer
 from scheduler.record import Entry, Failure, Measurement, Outcome, Trial
 from scheduler.threads import Threads
@@ -50,7 +52,7 @@ def conditions(
     """All that a judgement depends on."""
     return {
         "operation": operation.name,
-        "problem": str(problem),
+        "problem": told(problem),
         "device": judges.hardware.id,
         "jax": judges.environment.jax,
         "jaxlib": judges.environment.jaxlib,

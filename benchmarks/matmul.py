@@ -20,7 +20,7 @@ from pathlib import Path
 
 import suite
 from comparison import Case, Draw, Row, row, summarize, table
-from harness import paced
+from harness import paced, posed
 from jax_hopper import JAX_HOPPER, RIVALS
 from judge import REPETITIONS, judge, start_judge
 from problems import MATMULS, REHEARSED, Product
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if rows:
         Console(width=180).print(table(rows, judges.hardware))
         Console().print(summarize(rows))
-    done = {one["problem"] for one in rows}
-    missing = [str(product) for product in products if str(product.problem) not in done]
+    done = {posed(MatmulProblem, one["problem"]) for one in rows}
+    missing = [str(product) for product in products if product.problem not in done]
     partly = options.problems is not None
     conclude("matmul", judges, rows, summarize(rows), RIVALS, missing=missing, chosen=options, partly=partly)
 

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import RESULTS, ROOT
+from harness import RESULTS, ROOT, posed
 from problems import MATMULS, Product
 
 from scheduler import hardware
 from scheduler.hardware import Hardware
+from search_spaces.matmul import MatmulProblem
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 RESULT = RESULTS / "matmul-nvidia-h200.json"
@@ -36,10 +37,10 @@ def main() -> None:
 
 def written(document: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The document with today's table in its place."""
-    measured = {row["problem"]: row for row in rows}
+    measured = {posed(MatmulProblem, row["problem"]): row for row in rows}
     titles = ["problem", "from", "floor", "by", *COLUMNS, "Pallas tile"]
     lines = [titles, ["---"] * 2 + ["---:"] * (len(titles) - 2)]
-    lines += [_line(product, measured.get(str(product.problem), {}), H200) for product in MATMULS]
+    lines += [_line(product, measured.get(product.problem, {}), H200) for product in MATMULS]
     return PLACE.sub(lambda _: "".join(f"| {' | '.join(line)} |\n" for line in lines), document)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import comparison
 import fused
 import rows
-from harness import RESULTS, ROOT, Kept, write_result
+from harness import RESULTS, ROOT, Kept, told, write_result
 from jax_hopper import RIVALS
 from problems import FUSED, MATMULS
 
@@ -35,7 +35,7 @@ class Benchmark:
     """One that keeps rows.
 
     Attributes:
-      suite: its problems on a chip, each as the name of its operation and its own text, in their order.
+      suite: its problems on a chip, each as the name of its operation and what its row is kept by, in their order.
       summarize: the figures to speak of.
       operations: whose kernels' versions a result names.
     """
@@ -47,13 +47,13 @@ class Benchmark:
 
 BENCHMARKS = {
     "matmul": Benchmark(
-        lambda _: [("matmul", str(product.problem)) for product in MATMULS], comparison.summarize, [RIVALS]
+        lambda _: [("matmul", told(product.problem)) for product in MATMULS], comparison.summarize, [RIVALS]
     ),
     "fused": Benchmark(
-        lambda _: [(fused.WRITTEN.name, str(product.problem)) for product in FUSED], fused.summary, [fused.WRITTEN]
+        lambda _: [(fused.WRITTEN.name, told(product.problem)) for product in FUSED], fused.summary, [fused.WRITTEN]
     ),
     "rows": Benchmark(
-        lambda chip: [(task.operation.name, str(task.problem)) for task in rows.tasks(chip, None)],
+        lambda chip: [(task.operation.name, told(task.problem)) for task in rows.tasks(chip, None)],
         rows.summary,
         [SOFTMAX, RMS_NORM, SILU_AND_MUL],
     ),

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import suite
+from harness import posed
 from judge import REPETITIONS, conditions, judge, start_judge
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,7 @@ from scheduler.record import Record
 from scheduler.store import Store, default_url
 from scheduler.tuner import start_runner
 from scheduler.workers import Runner, Task
-from search_spaces import LibraryKernel, Operation
+from search_spaces import LibraryKernel, Operation, load
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
@@ -86,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = summary(rows)
     _print(rows, judges.hardware)
     Console().print(figures)
-    done = {f"{row['operation']} {row['problem']}" for row in rows}
-    missing = [str(task) for task in chosen if str(task) not in done]
+    done = {(row["operation"], posed(load(row["operation"]).problem, row["problem"])) for row in rows}
+    missing = [str(task) for task in chosen if (task.operation.name, task.problem) not in done]
     operations = (SOFTMAX, RMS_NORM, SILU_AND_MUL)
     conclude("rows", judges, rows, figures, *operations, missing=missing, chosen=options, partly=bool(options.only))
 

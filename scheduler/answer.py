@@ -29,8 +29,8 @@ class Answer:
 
     Attributes:
       backend, schedule: what to run.
-      predicted_s: its predicted time, seconds.
-      library_s: the predicted time of the library's answer, seconds.
+      predicted_s: its predicted time, seconds; what was measured, where that is known.
+      library_s: the same of the library's answer, seconds.
       reason: why this one, in words.
       neighbour: the similar problem whose record told about this one; "" where there was none.
     """
@@ -73,6 +73,8 @@ def predict(
 ) -> Answer:
     """The model's first choice, without measuring anything, among the schedules that were verified on the architecture.
 
+    Where one of `records` is of this problem and still holds, it is the answer, as it is for a call.
+
     A kernel that competes with the library must have been verified on this architecture, and promise at least
     `MODEL_GAIN` over it, or less where a similar problem's record vouches for both; where `backends` leaves the library
     out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
@@ -87,12 +89,14 @@ def predict(
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
-    allowed = allowed_backends(operation, backends)
+    allowed, records = allowed_backends(operation, backends), list(records)
     near = nearest(operation, problem, records, within=TELLING)
     library = operation.library
     best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
     assert not isinstance(best, str), "a library kernel has its one schedule for every problem"
     library_s, told = best.predicted_s, best.neighbour
+    if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
+        return measured
     found: _Choice | None = None
     refused: dict[str, str] = {}
     for kernel in operation.kernels:
@@ -122,6 +126,28 @@ def predict(
         return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
     reason = f"the model expects less than {wanted:.0%} over the library" if found is not None else _words(refused)
     return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", told)
+
+
+def _measured(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    records: Iterable[Record],
+    allowed: frozenset[str],
+    library_s: float,
+) -> Answer | None:
+    """What the problem's own record says, where there is one that holds; `library_s` counts where that did not run."""
+    key = key_of(operation, problem, hardware)
+    for record in records:
+        entry = recheck(operation, problem, hardware, record, backends=allowed) if record.key == key else "another's"
+        if isinstance(entry, str):
+            continue
+        library, ours_s = record.best(frozenset({operation.library.backend})), entry.measurement.median_s
+        library_s = library_s if library is None else library.measurement.median_s
+        gain = "" if entry == library else f", at {library_s / ours_s:.2f}x the library's speed"
+        reason = f"measured on {record.environment.date[:10]}{gain}"
+        return Answer(entry.backend, entry.schedule, ours_s, library_s, reason)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

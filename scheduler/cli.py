@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import sys
+import sysconfig
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +25,11 @@ from scheduler.errors import CandidateFailed, SchedulerError, StoreError
 from scheduler.threads import left_behind
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from scheduler.hardware import Hardware
     from scheduler.jobs import Result, Task
-    from scheduler.record import Record
+    from scheduler.record import Key, Record, Trial
     from scheduler.store import Store
     from scheduler.tuner import Progress
     from search_spaces.kernel import Operation, Problem
@@ -54,10 +58,32 @@ class _Commands(TyperGroup):
                 traceback.print_exception(error.__cause__)
             print(f"tile-scheduler: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except Exception as error:
+            if (place := _of_a_user(error)) is None:
+                raise
+            print(f"tile-scheduler: {place}: {type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
             kept = "what was measured so far is kept, and the same command goes on from there"
             print(f"tile-scheduler: interrupted; {kept}", file=sys.stderr)
             raise typer.Exit(143 if isinstance(interrupt, _Terminated) else 130) from None
+
+
+def _of_a_user(error: BaseException) -> str | None:
+    """File, line and function of an operation of one's own that raised this; None where it is a defect of this program.
+
+    Libraries raise for whoever called them: to blame is the innermost function that is in none of them.
+    """
+    root = Path(__file__).parents[1]
+    ours = [root / "scheduler", root / "search_spaces"]
+    libraries = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib", "scripts")]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if any(file.is_relative_to(package) for package in ours):
+            return None
+        if not frame.filename.startswith("<") and not any(file.is_relative_to(library) for library in libraries):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return None
 
 
 app = typer.Typer(
@@ -72,7 +98,8 @@ app = typer.Typer(
 OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
 Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
-HardwareName = Annotated[str | None, typer.Option("--hardware", help='A chip by its driver\'s name: "NVIDIA H200".')]
+HardwareName = Annotated[str | None, typer.Option("--hardware", help="A chip by a part of its name: h200.")]
+Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips whose name contains this, in any case.")]
 Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
 Part = Annotated[
     str | None,
@@ -88,6 +115,7 @@ RunTimeout = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
     except SystemExit as end:
@@ -274,9 +302,7 @@ def sweep(
                     again=again,
                     progress=functools.partial(progress, task),
                 )
-            for line in report.sweep_lines(head, trials):
-                _print(line)
-            _print(f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)\n")
+            _print(*report.sweep_lines(head, trials), f"Written to {path} ({path.stat().st_size / 1000:.0f} kB)", "")
     if failed:
         raise SchedulerError(f"{failed} of {len(tasks)} problems of the job cannot be read")
 
@@ -321,8 +347,7 @@ def calibrate(
     if as_json:
         _print_json([report.calibration_json(calibration) for calibration in fitted])
         return
-    _print(f"{op.name} on {chip.id}\n")
-    _print(report.calibrations_table(fitted))
+    _print(f"{op.name} on {chip.id}", "", report.calibrations_table(fitted))
     _print(f"Written to {where}" if ship is not None else f"Stored in {where}")
 
 
@@ -332,7 +357,7 @@ def verify(
     operation: Annotated[
         str | None, typer.Option(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
     ] = None,
-    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    hardware: Chips = None,
     shipped: Annotated[bool, typer.Option("--shipped", help="The records shipped with this package.")] = False,
     within: Annotated[float, typer.Option(min=0, help="By how many percent a winner may be behind.")] = 3.0,
     update: Annotated[bool, typer.Option("--update", help="Store today's times and order.")] = False,
@@ -359,7 +384,7 @@ def verify(
     if update:
         user.require_writable()
     store = shipped_store() if shipped else user
-    stored = list(_records(store, op.name if op else None, hardware)) if store is not None else []
+    stored = _records(store, op.name if op else None, hardware) if store is not None else []
     records = [record for record in stored if _has(record, op, wanted)]
     if not records:
         raise SchedulerError(f"nothing of that is {'shipped' if shipped else f'in {user.location}'}")
@@ -380,7 +405,7 @@ def verify(
     if as_json:
         _print_json([report.reverified_json(verdict) for verdict in verdicts])
     else:
-        _print(report.reverified_table(verdicts))
+        _print(*report.reverified(verdicts, _console().width))
         if update:
             renewed = sum(verdict.refreshed is not None for verdict in verdicts)
             _print(f"{renewed} records with today's times are stored in {user.location}")
@@ -396,68 +421,66 @@ def verify(
 @app.command("list")
 def list_(
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    hardware: Chips = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the stored schedules: the user's own, then those shipped with this package."""
+    """List the stored schedules, the user's own and those shipped with this package, and searches cut short."""
     from scheduler import report
 
-    asked = _ask_stores(lambda store: list(_records(store, operation, hardware)))
-    rows = [(where, record) for where, records in asked for record in records]
+    kept = list(_ask_stores(lambda store: (list(store.records()), store.unfinished())))
+    keys = [key for _, (records, cut) in kept for key in (*(record.key for record in records), *cut)]
+    wanted = _wanted(keys, operation, hardware)
+    rows = [(where, record) for where, (records, _) in kept for record in records if wanted(record.key)]
     if as_json:
         _print_json([{"where": where, **report.record_json(record)} for where, record in rows])
-    elif rows:
-        _print(report.records_table(rows))
-    else:
+        return
+    if rows:
+        _print(*report.records(rows, _console().width))
+    for where, (_, cut) in kept:
+        for key, trials in cut.items():
+            if wanted(key):
+                _print("", f"{key}, {where}: {report.unfinished_text(trials)}")
+                _print_goes_on(key)
+    if not any(map(wanted, keys)):
         from scheduler.store import default_url
 
-        _print(f"no schedules in {default_url()} or shipped; fill it with: tile-scheduler tune OPERATION FIELDS...")
+        _print(f"nothing of that is in {default_url()} or shipped; to search a problem:")
+        _print_command(f"tile-scheduler tune {operation or 'matmul'} {'m=256 n=256 k=256' if not operation else ''}")
 
 
 @app.command()
-def show(operation: OperationName, fields: Fields, hardware: HardwareName = None, as_json: AsJson = False) -> None:
-    """Show one problem's record on each chip, with its trials."""
-    from scheduler import report
+def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
+    """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
+    from scheduler import hints, report
 
     with _usage_errors():
         op, problem = _problem(operation, fields)
-    asked = _ask_stores(
-        lambda store: [
-            (record, store.last_trials(record.key))
-            for record in _records(store, op.name, hardware)
-            if record.key.problem == problem.canonical()
-        ]
-    )
-    found = [(where, record, trials) for where, pairs in asked for record, trials in pairs]
+    command, canonical = hints.tune(op, problem), problem.canonical()
+
+    def ask(store: Store) -> list[tuple[Key, Record | None, list[Trial], list[Trial]]]:
+        cut = store.unfinished(op.name)
+        records = {record.key: record for record in store.records(operation=op.name)}
+        keys = [key for key in dict.fromkeys((*records, *cut)) if key.problem == canonical]
+        return [(key, records.get(key), store.last_trials(key), cut.get(key, [])) for key in keys]
+
+    kept = [(where, *row) for where, rows in _ask_stores(ask) for row in rows]
+    wanted = _wanted([key for _, key, *_ in kept], None, hardware)
+    found = [row for row in kept if wanted(row[1])]
     if not found:
-        where = f" on {hardware}" if hardware else ""
-        raise SchedulerError(
-            f"nothing is stored for {op.name} {problem}{where}; run: tile-scheduler tune {operation} {problem}"
-        )
+        on = f" on {hardware}" if hardware else ""
+        raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {command}")
     if as_json:
-        _print_json(
-            [
-                {
-                    "where": where,
-                    **report.record_json(record, problem, _row(record.key.hardware)),
-                    "trials": [report.trial_json(trial) for trial in trials],
-                }
-                for where, record, trials in found
-            ]
-        )
+        _print_json([report.kept_json(*row, problem, _row(row[1].hardware)) for row in found])
         return
-    for where, record, trials in found:
-        env = record.environment
-        driver = f", driver {env.driver}" if env.driver else ""
-        _print(f"{op.name} {problem} on {record.key.hardware}, from {where}")
-        _print(f"measured {env.date} with jax {env.jax}{driver}{', unconfirmed' if report.unconfirmed(record) else ''}")
-        versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
-        _print(f"{record.tried} trials (budget {record.budget}) of {record.space} schedules; {versions}\n")
-        _print(report.entries_table(record, problem, _row(record.key.hardware)))
-        _print(report.verdict(record))
+    for where, key, record, trials, cut in found:
+        if record is not None:
+            _print(f"{key}, {where}", *report.record_head(record, trials_kept=bool(trials)), "")
+            _print(*report.entries(record, problem, _row(key.hardware)), "", *report.verdict(record))
+        if cut:
+            _print(*([""] * (record is not None)), f"{key}, {where}: {report.unfinished_text(cut)}")
+            _print_goes_on(key, command)
         if trials:
-            _print("")
-            _print(report.trials_table(trials))
+            _print("", *report.trials_told(trials, record, _console().width))
 
 
 @app.command()
@@ -470,7 +493,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler import answer, pose, report
+    from scheduler import answer, hints, pose, report
     from scheduler import explain as accounts
     from scheduler import hardware as chips
 
@@ -480,7 +503,7 @@ def explain(
     chip = chip or _hardware_here(device)
     key = answer.key_of(op, problem, chip)
     asked = list(_ask_stores(lambda store: (store.get(key), store.trials(key))))
-    found = [(where, record) for where, (record, _) in asked if record is not None]
+    found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
     trials = [trial for _, (_, tried) in asked for trial in tried]
     explained = accounts.explain(op, problem, chip, trials, top=top)
     stored = _ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
@@ -490,20 +513,19 @@ def explain(
     if as_json:
         _print_json(report.explanation_json(explained, model, record, held, problem, chip))
         return
-    _print(f"{op.name} {problem} on {chip.id}\n")
+    _print(f"{op.name} {problem} on {chip.id}", "")
+    kept = record is None or bool(trials)
     for account in explained:
-        for part in report.account_parts(account):
-            _print(part)
-        _print("")
+        _print(*report.account_parts(account, _console().width, trials_kept=kept), "")
     if isinstance(held, str) or record is None:
         choice = report.choice_text(model.backend, model.schedule)
         why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
         _print(f"Without measuring, a call gets {choice}: {model.reason}.")
-        _print(f"{why[0].upper()}{why[1:]}; run: tile-scheduler tune {operation} {problem}")
+        _print(f"{why[0].upper()}{why[1:]}; run:")
+        _print_command(hints.tune(op, problem))
     else:
-        _print(f"Winner, from {found[0][0]}:")
-        _print(report.entries_table(record, problem, chip))
-        _print(report.verdict(record))
+        _print(f"Winner, from {found[0][0]}:", *report.record_head(record, trials_kept=bool(found[0][2])), "")
+        _print(*report.entries(record, problem, chip), "", *report.verdict(record))
     _print(f"\n{pose.NOT_EVERY_CALL}")
 
 
@@ -513,12 +535,12 @@ def export(
         Path | None, typer.Argument(help="A file, or a directory such as records/; standard output.")
     ] = None,
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    hardware: Chips = None,
 ) -> None:
     """Write the user's own records as text, a JSON object a line; into a directory, a file per chip and operation."""
     from scheduler import text
 
-    records = list(_records(_user_store(), operation, hardware))
+    records = _records(_user_store(), operation, hardware)
     if file is None:
         sys.stdout.write(text.export_text(records))
     elif file.is_dir():
@@ -548,7 +570,7 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is s
 def forget(
     operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
     fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
-    hardware: Annotated[str | None, typer.Option(help="Only chips whose name contains this.")] = None,
+    hardware: Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Every problem (of the operation, on the chip).")] = False,
 ) -> None:
     """Delete records and trials from the user's own cache, those of searches that were cut short among them."""
@@ -562,12 +584,9 @@ def forget(
     elif fields:
         raise typer.BadParameter("--all and the fields of one problem exclude each other")
     store = _user_store()
-    gone = [
-        key
-        for key in store.keys(operation=operation)
-        if (problem is None or key.problem == problem)
-        and (hardware is None or hardware.lower() in key.hardware.lower())
-    ]
+    keys = store.keys()
+    wanted = _wanted(keys, operation, hardware)
+    gone = [key for key in keys if wanted(key) and problem in (None, key.problem)]
     for key in gone:
         store.forget(key)
         _say(f"forgot {key}")
@@ -596,10 +615,7 @@ def doctor(device: Device = 0, as_json: AsJson = False) -> None:
     if as_json:
         _print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
     else:
-        made = report.table("", "", "")
-        for finding in findings:
-            made.add_row(*report.texts(finding.state, finding.what, finding.detail))
-        _print(made)
+        _print(report.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)
 
@@ -688,10 +704,37 @@ def _ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
             yield where, answer
 
 
-def _records(store: Store, operation: str | None, hardware: str | None) -> Iterator[Record]:
-    for record in store.records(operation=operation):
-        if hardware is None or hardware.lower() in record.key.hardware.lower():
-            yield record
+def _records(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
+    """Those of a store that the words of a command line name."""
+    records = list(store.records())
+    wanted = _wanted([record.key for record in records], operation, hardware)
+    return [record for record in records if wanted(record.key)]
+
+
+def _wanted(keys: Sequence[Key], operation: str | None, hardware: str | None) -> Callable[[Key], bool]:
+    """Whether a key is of that operation, and on a chip that `hardware` may mean; None leaves either open.
+
+    Raises:
+      BadParameter: neither `keys` nor this program know an operation or a chip of that name.
+    """
+    from search_spaces import OPERATIONS, load
+    from search_spaces.space import unknown
+
+    if operation is not None:
+        if ":" in operation:
+            with _usage_errors():
+                operation = load(operation).name
+        elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
+            raise typer.BadParameter(f"no operation {unknown(operation, known)}")
+    if hardware is not None and not any(hardware.lower() in key.hardware.lower() for key in keys):
+        from scheduler.hardware import CPU, TABLE, named
+
+        kinds = dict.fromkeys((*(row.kind for row in (*TABLE, CPU)), *(key.hardware for key in keys)))
+        if not named(hardware, kinds):
+            raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
+    return lambda key: (
+        operation in (None, key.operation) and (hardware is None or hardware.lower() in key.hardware.lower())
+    )
 
 
 @contextlib.contextmanager
@@ -787,14 +830,13 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
     record, problem = result.record, getattr(result.task, "problem", None)
     _print(f"{result.task} on {record.key.hardware}")
     if result.state == "known":
-        _print(f"Already tuned on {record.environment.date[:10]}, and it still holds; --force tunes it again.\n")
+        _print(f"Already tuned on {record.environment.date[:10]}, and it still holds; --force tunes it again.", "")
     else:
         if result.reason:
             _print(f"Tuned again: {result.reason}.")
         earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
-        _print(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.\n")
-    _print(report.entries_table(record, problem, result.hardware))
-    _print(report.verdict(record))
+        _print(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
+    _print(*report.entries(record, problem, result.hardware), "", *report.verdict(record))
     if result.stored:
         _print("Nothing is stored of a replay without --store" if store.in_memory else f"Stored in {store.location}")
 
@@ -805,15 +847,44 @@ def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
     if as_json:
         _print_json({"results": [report.result_json(result) for result in results], "cache": store.location})
     else:
-        _print(report.results_table(results))
+        _print(*report.results(results, _console().width))
         if all(result.stored for result in results):
             _print(f"Stored in {store.location}")
 
 
-def _print(what: Any) -> None:
-    # A terminal folds what does not fit; a file or a pipe gets whole lines.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
-    console.print(what, markup=False, soft_wrap=isinstance(what, str))
+def _print_goes_on(key: Key, command: str | None = None) -> None:
+    """How an unfinished search goes on; where its operation is defined, only whoever began it knows."""
+    from search_spaces import OPERATIONS, spelled
+
+    if command is None and key.operation in OPERATIONS:
+        command = f"tile-scheduler tune {key.operation} {spelled(key.operation, key.problem)}"
+    if command is None:
+        _print("the command that began it goes on from there")
+    else:
+        _print("it goes on from there with:")
+        _print_command(command)
+
+
+def _console() -> Console:
+    """As wide as the terminal or as COLUMNS says; where neither is there, as most terminals can be."""
+    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if told else 120)
+
+
+def _print(*what: RenderableType) -> None:
+    """Sentences and tables, folded between words to the width of the console."""
+    console = _console()
+    for one in what:
+        if isinstance(one, str):
+            lines = textwrap.wrap(one, console.width, break_long_words=False, break_on_hyphens=False) or [""]
+            console.print("\n".join(lines), markup=False, soft_wrap=True)
+        else:
+            console.print(one, markup=False)
+
+
+def _print_command(command: str) -> None:
+    """On a line of its own, which is not folded: it is there to be copied."""
+    print(f"  {command}")
 
 
 def _print_json(value: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from scheduler import fitted
+from scheduler import fitted, hints
 from scheduler import hardware as chips
 from scheduler.cache import Cache, warn_once
 from scheduler.errors import (
@@ -32,7 +32,7 @@ from scheduler.hardware import Hardware
 from scheduler.record import Schedule
 from scheduler.threads import Threads
 from search_spaces import __file__ as search_spaces_file
-from search_spaces import end_load, jax_compat, locate
+from search_spaces import end_load, jax_compat
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
 
@@ -280,8 +280,11 @@ class _Deciding:
     def _missed(self, hardware: Hardware, useless: str) -> Decision:
         policy = self.options.on_miss
         if policy == "error":
+            end_load()  # the command loads the script that made this call
             why = f" ({useless})" if useless else ""
-            raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {self._command()}")
+            raise CacheMiss(
+                f"no schedule for {self._question(hardware)}{why}; run: {hints.tune(self.operation, self.problem)}"
+            )
         if policy == "xla":
             _say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             return self._decision(hardware, self.operation.library.backend, {}, "nothing stored, and on_miss='xla'")
@@ -310,9 +313,10 @@ class _Deciding:
         from scheduler import answer, tuner
 
         if jax.process_count() > 1:
+            command = hints.tune(self.operation, self.problem)
             raise SchedulerError(
                 f"on_miss='tune' in a job of {jax.process_count()} processes, which would choose apart; "
-                f"tune beforehand ({self._command()}) and ship the record, or use on_miss='model'"
+                f"tune beforehand ({command}) and ship the record, or use on_miss='model'"
             )
         end_load()
         _say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
@@ -339,11 +343,6 @@ class _Deciding:
 
     def _question(self, hardware: Hardware) -> str:
         return f"{self.operation.name} {self.problem} on {hardware.kind}"
-
-    def _command(self) -> str:
-        place = locate(self.operation)
-        own = place is None or place.startswith("search_spaces.")
-        return f"tile-scheduler tune {self.operation.name if own else place} {self.problem}"
 
 
 def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:

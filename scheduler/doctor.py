@@ -6,14 +6,16 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import tile_scheduler
+from scheduler.decide import ENVIRONMENT, ON_MISS, options
 from scheduler.errors import SchedulerError, StoreError
 from scheduler.hardware import CPU, TABLE, Hardware
-from scheduler.store import Store, default_url, shipped
+from scheduler.store import CACHE_VARIABLE, Store, default_url, shipped
 from scheduler.workers import Gpu
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import cuda_wanted
@@ -47,6 +49,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
         yield Finding("package", "broken", reason)
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
     yield from _caches()
+    yield from _on_miss()
     gpu = Gpu.query(device)
     if gpu is None:
         yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
@@ -72,9 +75,11 @@ def _caches() -> Iterator[Finding]:
     try:
         store = Store(default_url())
         count = sum(1 for _ in store.records())
-        yield Finding("cache", "ok", f"{store.location}: {count} records")
-        if not _writable(store.location):
-            yield Finding("cache", "broken", f"{store.location} cannot be written; set TILE_SCHEDULER_CACHE")
+        if reason := _unwritable(store.location):
+            kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to keep what is tuned here"
+            yield Finding("cache", "note" if count else "broken", f"{count} records; {kept}")
+        else:
+            yield Finding("cache", "ok", f"{store.location}: {count} records")
     except StoreError as error:
         yield Finding("cache", "broken", str(error))
     try:
@@ -86,14 +91,34 @@ def _caches() -> Iterator[Finding]:
         yield Finding("shipped cache", "broken", str(error))
 
 
-def _writable(location: str) -> bool:
-    """Whether a file is or could be written there; anything else, a database server's URL, is asked when it is used."""
-    if "://" in location:  # which a Path would not keep
-        return True
+def _unwritable(location: str) -> str:
+    """Why no file can be written there, "" where one can; any other place, a database server's URL, is not tried.
+
+    It is tried, and leaves no trace: permissions say little of what root may, of mounts, and of /proc.
+    """
+    if "://" in location:
+        return ""
     path = Path(location)
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return os.access(path, os.W_OK)
+    place = path.parent
+    while not place.exists():
+        place = place.parent
+    try:
+        if path.exists():
+            path.open("r+b").close()
+        tempfile.TemporaryFile(dir=place).close()  # a journal, or the whole, comes beside it
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _on_miss() -> Iterator[Finding]:
+    """What the environment says of calls for which nothing is stored."""
+    try:
+        policy = options(load(OPERATIONS[0])).on_miss
+    except ValueError as error:
+        yield Finding("on a miss", "broken", f"{error}; every call fails")
+    else:
+        yield Finding("on a miss", "ok", f"{policy} (of {', '.join(ON_MISS)}; set {ENVIRONMENT} for another)")
 
 
 def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:

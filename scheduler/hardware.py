@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import jax
 
+from scheduler.errors import SchedulerError
 from search_spaces.kernel import Target
 
 KIB = 1024
@@ -185,15 +187,23 @@ CPU = Hardware(
 
 
 def find(kind: str) -> Hardware:
-    """The row of a chip by its driver's name, as ``scheduler.target("NVIDIA H200")`` needs it.
+    """The row of a chip by its driver's name or a part of it, in any case: "NVIDIA H200", "h200".
 
     Raises:
-      ValueError: no such row; the message names those there are.
+      ValueError: no such row, or several; the message names those there are.
     """
-    for row in (*TABLE, CPU):
-        if row.kind == kind:
-            return row
-    raise ValueError(f"no hardware {kind!r} (known: {', '.join(row.kind for row in (*TABLE, CPU))})")
+    rows = {row.kind: row for row in (*TABLE, CPU)}
+    found = [kind] if kind in rows else named(kind, rows)
+    if len(found) == 1:
+        return rows[found[0]]
+    if found:
+        raise ValueError(f"hardware {kind!r} is several: {', '.join(found)}")
+    raise ValueError(f"no hardware {kind!r} (known: {', '.join(rows)})")
+
+
+def named(text: str, kinds: Iterable[str]) -> list[str]:
+    """Those of `kinds` that a person means by `text`: a part of the name, in any case."""
+    return [kind for kind in kinds if text.lower() in kind.lower()]
 
 
 def describe(platform: str, kind: str, architecture: str, cores: int) -> Hardware:
@@ -221,11 +231,28 @@ def describe(platform: str, kind: str, architecture: str, cores: int) -> Hardwar
 
 
 def detect(device: jax.Device | None = None) -> Hardware:
-    """The chip of `device`, by default the one JAX would use."""
-    device = device or jax.devices()[0]
+    """The chip of `device`, by default the one JAX would use.
+
+    Raises:
+      SchedulerError: JAX finds no device at all.
+    """
+    device = device or _first_device()
     if device.platform == "cpu":
         return CPU
     platform = "cuda" if "NVIDIA" in device.device_kind else device.platform
     capability = str(getattr(device, "compute_capability", ""))
     architecture = f"sm_{capability.replace('.', '')}" if platform == "cuda" else device.device_kind
     return describe(platform, device.device_kind, architecture, int(getattr(device, "core_count", None) or 1))
+
+
+def _first_device() -> jax.Device:
+    try:
+        return jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:  # an assertion of its own, where it is asked a second time
+        wanted = os.environ.get("JAX_PLATFORMS")
+        cause = f"of JAX_PLATFORMS={wanted}" if wanted else "at all"
+        reason = str(error).partition("\n")[0].partition(" (you may need")[0]
+        raise SchedulerError(
+            f"JAX finds no device {cause}{f' ({reason})' if reason else ''}; unset JAX_PLATFORMS, or set "
+            "JAX_PLATFORMS=cpu to rehearse"
+        ) from error

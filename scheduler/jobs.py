@@ -269,7 +269,8 @@ def _run_one(
         trials = store.trials(record.key, runner.environment)
     others: list[Record] = []
     with contextlib.suppress(StoreError):
-        others = list(store.records(operation=record.key.operation, hardware=record.key.hardware))
+        stored_now = store.records(operation=record.key.operation, hardware=record.key.hardware)
+        others = [other for other in stored_now if other.key != record.key]
     before = _before(task, hardware, served, record, trials, others)
     return Result(task, "tuned", reason, hardware, record, entry, before, resumed, stored=kept)
 

@@ -1,10 +1,11 @@
-"""Whether one schedule of a kernel can run for a problem on a chip, and why not."""
+"""Whether a problem, and one schedule of a kernel for it, can run on a chip, and why not."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from scheduler.hardware import Hardware
+from scheduler.hardware import GIB, Hardware
 from scheduler.record import Schedule
 from search_spaces.kernel import Kernel, Problem
 from search_spaces.space import Columns
@@ -24,6 +25,16 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
     if (asked := onchip_bytes(kernel, problem, hardware, schedule)) > hardware.onchip_bytes:
         return f"it needs {asked} bytes of on-chip memory and a block of {hardware.kind} has {hardware.onchip_bytes}"
     return None
+
+
+def too_large(problem: Problem, hardware: Hardware) -> str | None:
+    """Why the chip's memory cannot hold the problem's operands and result, in words; None where it can."""
+    arrays = (*problem.operands(), problem.result())
+    wanted = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    if wanted <= hardware.memory_bytes:
+        return None
+    has = f"{hardware.kind} has {hardware.memory_bytes / GIB:.0f} GiB"
+    return f"its operands and result take {wanted / GIB:.0f} GiB of memory, and {has}"
 
 
 def onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> int:

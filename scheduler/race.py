@@ -161,6 +161,22 @@ class Margin:
     high: float
 
 
+def margin(one: Measurement, other: Measurement, rounds: int) -> Margin | None:
+    """The margin of two that a run-off of so many rounds measured, from the samples that its record keeps of them.
+
+    One that left early was there in the first rounds. None where these samples are not those of a run-off.
+    """
+    repetitions, rest = divmod(len(one.samples_s), rounds) if rounds else (0, 1)
+    if rest or not repetitions or not other.samples_s or len(other.samples_s) % repetitions:
+        return None
+    medians = [
+        [statistics.median(samples[start : start + repetitions]) for start in range(0, len(samples), repetitions)]
+        for samples in (one.samples_s, other.samples_s)
+    ]
+    ratios = [theirs / mine - 1 for mine, theirs in zip(*medians, strict=False)]
+    return Margin(*_interval(ratios))
+
+
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Between which two of `values` their distribution's median lies; infinite where they are too few to say.
 
@@ -180,8 +196,12 @@ def _margin(one: str, other: str, rounds: Sequence[Round]) -> Margin:
     ratios = [r[other].median_s / r[one].median_s - 1 for r in rounds if one in r and other in r]
     if not ratios:
         return Margin(-math.inf, math.inf, math.inf)
+    return Margin(*_interval(ratios))
+
+
+def _interval(ratios: Sequence[float]) -> tuple[float, float, float]:
     low, high = median_interval(ratios)
-    return Margin(low, statistics.median(ratios), high)
+    return low, statistics.median(ratios), high
 
 
 def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from search_spaces import spelled
 from search_spaces.space import Choice
 
 Clock = Literal["cupti", "wall"]
@@ -31,7 +32,7 @@ class Key:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.problem} on {self.hardware}"
+        return f"{self.operation} {spelled(self.operation, self.problem)} on {self.hardware}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +225,13 @@ class Record:
     @property
     def winner(self) -> Entry:
         return self.entries[0]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the run-off ended before anybody was the fastest, or as fast as another, beyond doubt."""
+        low = self.confidence.margin_low
+        raced = self.confidence.rounds > 0 and len(self.entries) > 1
+        return raced and not self.confidence.tied and (low is None or low <= 0)
 
     def best(self, backends: frozenset[str]) -> Entry | None:
         """The fastest entry among `backends`, or None where none of them ran."""

@@ -14,7 +14,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +291,21 @@ class Store:
 
     def _trials(self, key: Key, *wanted: sa.ColumnElement[bool]) -> list[Trial]:
         query = sa.select(_TRIALS.c.id, _TRIALS.c.trial).where(*_is(_TRIALS, key), *wanted).order_by(_TRIALS.c.id)
-        trials: list[Trial] = []
-        for number, line in self._select(query):
-            try:
-                trials.append(text.trial_from_text(line))
-            except ValueError as error:
-                _log.warning("%s: trial %s of %s is skipped, it is malformed (%s)", self.location, number, key, error)
-        return trials
+        return [trial for _, trial in self._decoded_trials((key, *row) for row in self._select(query))]
+
+    def unfinished(self, operation: str | None = None) -> dict[Key, list[Trial]]:
+        """The trials of every search that goes on, or was cut short, by key in the order of their names.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        query = sa.select(*(_TRIALS.c[name] for name in (*_KEY, "id", "trial"))).where(_TRIALS.c.finished == 0)
+        query = query if operation is None else query.where(_TRIALS.c.operation == operation)
+        rows = ((Key(*row[:3]), *row[3:]) for row in sorted(tuple(row) for row in self._select(query)))
+        found: dict[Key, list[Trial]] = {}
+        for key, trial in self._decoded_trials(rows):
+            found.setdefault(key, []).append(trial)
+        return found
 
     def lease(self, key: Key, owner: str, seconds: float) -> str:
         """Takes or renews the lease of `key`: for so many seconds `owner` is the one that tunes it.
@@ -399,6 +407,13 @@ class Store:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def _decoded_trials(self, rows: Iterable[tuple[Key, int, str]]) -> Iterator[tuple[Key, Trial]]:
+        for key, number, line in rows:
+            try:
+                yield key, text.trial_from_text(line)
+            except ValueError as error:
+                _log.warning("%s: trial %s of %s is skipped, it is malformed (%s)", self.location, number, key, error)
 
     def _decoded(self, rows: list[tuple[Any, ...]]) -> Iterator[Record]:
         for *names, line in rows:

@@ -14,6 +14,7 @@ from typing import Any
 
 from scheduler import answer
 from scheduler.errors import NoCandidate
+from scheduler.legal import too_large
 from scheduler.prune import Candidate
 from scheduler.record import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.replay import Recorder, point, second_pass
@@ -30,7 +31,7 @@ AGAIN, ROUNDS = 20, 10
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
     """What a sweep's file is called where many are kept: ``matmul-m64-n64-k64.jsonl.gz``."""
-    words = f"{operation.name} {problem}".replace("=", "")
+    words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.told().items())])
     return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
 
 
@@ -70,6 +71,8 @@ def sweep(
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
+    if reason := too_large(problem, runner.hardware):
+        raise NoCandidate(f"{operation.name} {problem}: {reason}")
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)

@@ -22,6 +22,7 @@ from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.interpreter import search_seconds, smaller
 from scheduler.lease import Leases, leased
+from scheduler.legal import too_large
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
@@ -251,6 +252,8 @@ def tune(
                 run_timeout_s=run_timeout_s,
             )
             stack.callback(runner.close)
+        if not isinstance(runner, Recorded) and (reason := too_large(problem, runner.hardware)):
+            raise NoCandidate(f"{operation.name} {problem}: {reason}")
         if store is not None:
             known = settled(operation, problem, runner.hardware, store, backends=backends, l2=l2)
             if isinstance(known, Record) and not (force or first_error):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +84,24 @@ def load(name: str) -> Operation[Any]:
         raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {error}") from error
     if not isinstance(operation, Operation):
         raise ValueError(f"{name!r} is a {type(operation).__name__}, not an Operation")
+    _loaded[operation.name] = operation
     return operation
+
+
+_loaded: dict[str, Operation[Any]] = {}
+
+
+def spelled(operation: str, canonical: str) -> str:
+    """The problem of a key as it is typed, ``m=64 n=64 k=64 dtype=bfloat16``: the text that `Problem` itself gives.
+
+    Of an operation that is neither one of these here nor loaded, nobody knows the defaults: its text has the fields
+    that the key has.
+    """
+    with contextlib.suppress(ValueError):
+        known = load(operation) if operation in _OWN else _loaded.get(operation)
+        if known is not None:
+            return str(known.problem.from_canonical(canonical))
+    return " ".join(f"{name}={value}" for name, value in json.loads(canonical).items())
 
 
 def locate(operation: Operation[Any]) -> str | None:
@@ -111,7 +130,7 @@ def end_load() -> None:
     """Ends the run of a script that is being loaded, with what it has defined so far; else does nothing.
 
     Workers load the script that an operation is defined in, and one without a `__main__` guard goes on to the call that
-    started them: whoever would search for schedules asks here first.
+    started them; so does who gives the command that a miss tells. Whoever would search, or miss, asks here first.
     """
     if _loading.get():
         raise _EndOfLoad

@@ -139,7 +139,7 @@ class Problem(abc.ABC):
 
     def canonical(self) -> str:
         """The problem as JSON with sorted names, fields at their defaults left out: what a cache is keyed by."""
-        return json.dumps(self._told(), sort_keys=True, separators=(",", ":"))
+        return json.dumps(self.told(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_canonical(cls: type[P], text: str) -> P:
@@ -173,9 +173,12 @@ class Problem(abc.ABC):
         return cls(**values)
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self._told().items())
+        """As it is typed: fields without a default, `dtype`, and what else is not at its default, in their order."""
+        always = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name == "dtype"}
+        told = always | self.told()
+        return " ".join(f"{field.name}={told[field.name]}" for field in dataclasses.fields(self) if field.name in told)
 
-    def _told(self) -> dict[str, int | bool | str]:
+    def told(self) -> dict[str, int | bool | str]:
         """The fields that differ from their defaults; one problem has one spelling, whether 1, a NumPy bool or True."""
         types = _types(type(self))
         told: dict[str, int | bool | str] = {}

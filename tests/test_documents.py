@@ -40,7 +40,7 @@ def test_the_ten_lines_of_the_readme_run_and_are_ten():
     assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) <= 10
     out = run("-c", code)
     error, shape = re.search(r"^(\S+) \((\d+, \d+)\)$", out, re.MULTILINE).groups()
-    assert float(error) < 1e-3
+    assert float(error) <= 0.5  # one rounding to bfloat16 of sums below 128
     assert shape == "256, 512"
 
 

@@ -8,11 +8,12 @@ from invented import H200, NOW, Alone
 
 import scheduler
 from scheduler import decide
-from scheduler.answer import key_of, predict
+from scheduler.answer import key_of, predict, recheck
 from scheduler.neighbours import distance, nearest
 from scheduler.record import Entry, Key, Measurement, Record
 from scheduler.store import Store, shipped
 from scheduler.tuner import tune
+from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 PALLAS = frozenset({"mosaic_gpu"})
@@ -93,12 +94,34 @@ def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_ne
     assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)
 
 
+@pytest.mark.parametrize("one", list(shipped().records()), ids=lambda one: str(one.key))
+def test_a_prediction_says_what_the_problem_s_own_record_says(one):
+    operation = load(one.key.operation)
+    problem = operation.problem.from_canonical(one.key.problem)
+    told = predict(operation, problem, H200, records=shipped().records(operation=operation.name))
+    if isinstance(held := recheck(operation, problem, H200, one), str):  # neither is it what a call gets
+        assert "measured on" not in told.reason
+        return
+    assert (told.backend, dict(told.schedule)) == (held.backend, dict(held.schedule))
+    assert told.predicted_s == held.measurement.median_s
+    if (library := one.best(frozenset({"xla"}))) is not None:
+        assert told.library_s == library.measurement.median_s
+    assert "measured on" in told.reason
+
+
+def test_what_no_longer_holds_is_no_prediction_but_the_neighbours_are():
+    old = record(version=TODAY - 1)
+    told = predict(MATMUL, WIDE, H200, backends=PALLAS, records=[old, record(MatmulProblem(128, 8192, 7168))])
+    assert "measured on" not in told.reason
+    assert told.neighbour
+
+
 def test_every_shipped_record_helps_its_neighbours_as_far_as_it_can_run_there():
     records = list(shipped().records(operation="matmul", hardware=H200.id))
     for one in records:
         problem = MatmulProblem.from_canonical(one.key.problem)
         grown = dataclasses.replace(problem, m=2 * problem.m)
-        told = predict(MATMUL, grown, H200, records=records)
+        told = predict(MATMUL, grown, H200, records=[r for r in records if r.key != key_of(MATMUL, grown, H200)])
         assert told.neighbour
         assert told.predicted_s > 0
 

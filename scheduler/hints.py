@@ -1,0 +1,43 @@
+"""Commands that messages tell to run, as a shell takes them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from search_spaces import locate
+from search_spaces.kernel import Operation, Problem
+
+
+def tune(operation: Operation[Any], problem: Problem) -> str:
+    """The command that searches `problem`, to be given where this process runs."""
+    return f"tile-scheduler tune {shlex.quote(name(operation))} {shlex.join(str(problem).split())}"
+
+
+def name(operation: Operation[Any]) -> str:
+    """How a command line names an operation: one of those here by its own name, any other by where it is defined.
+
+    A module that is not installed is named by its file, because it is found only from where it lies. One of a package,
+    which may import its siblings, is named as a module: the command line looks for it in the directory it is given in.
+    """
+    place = locate(operation)
+    if place is None or place.startswith("search_spaces."):
+        return operation.name
+    module, _, attribute = place.rpartition(":")
+    file = Path(module) if module.endswith(".py") else _file(module)
+    if file is None:
+        return place
+    here = Path.cwd()
+    return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{attribute}"
+
+
+def _file(module: str) -> Path | None:
+    """The file of a module that lies alone and is not installed."""
+    origin = getattr(sys.modules[module], "__file__", None)
+    if "." in module or origin is None:
+        return None
+    file, installed = Path(origin).resolve(), sysconfig.get_paths()
+    return None if any(file.is_relative_to(installed[kind]) for kind in ("purelib", "platlib", "stdlib")) else file

@@ -1,0 +1,89 @@
+"""A command that a message tells to run, runs when it is pasted into a shell."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OWN = """
+import jax
+from search_spaces import LibraryKernel, Operation
+from search_spaces.matmul import MatmulProblem
+
+class Plain(LibraryKernel):
+    def run(self, problem, schedule, target, /, a, b):
+        return a @ b
+
+OWN = Operation("own_product", MatmulProblem, (Plain(),))
+"""
+CALL = """
+import jax.numpy as jnp, scheduler
+x = jnp.ones((8, 8))
+scheduler.tuned(OWN)(x, x, on_miss="error")
+"""
+
+
+def shell(line, cwd):
+    """As a terminal in `cwd` does: nothing of the directory is on the path of a command that is installed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = re.sub("^ *tile-scheduler", f"{sys.executable} -P -c 'from scheduler.cli import main; main()'", line)
+    return subprocess.run(line, shell=True, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def hinted(text):
+    return re.search(r"tile-scheduler tune .*", text)[0]
+
+
+def places(tmp_path):
+    (tmp_path / "my ops" / "package").mkdir(parents=True)
+    for file in ("own.py", "my ops/own.py", "my ops/package/own.py"):
+        (tmp_path / file).write_text(OWN)
+    (tmp_path / "my ops" / "package" / "__init__.py").touch()
+    (tmp_path / "my ops" / "package" / "use.py").write_text("from .own import OWN")
+    return {
+        "module": (tmp_path, "from own import OWN", "own.py:OWN"),
+        "script": (tmp_path, OWN, "use.py:OWN"),
+        "package": (tmp_path / "my ops", "from package.use import OWN", "package."),
+        "elsewhere": (
+            tmp_path / "my ops" / "package",
+            f"import sys; sys.path.insert(0, {str(tmp_path / 'my ops')!r})\nfrom own import OWN",
+            f"'{tmp_path}/my ops/own.py:OWN'",
+        ),
+    }
+
+
+@pytest.mark.parametrize("place", ["module", "script", "package"])
+def test_what_a_cache_miss_tells_to_run_fills_the_cache(tmp_path, place):
+    cwd, source, name = places(tmp_path)[place]
+    (cwd / "use.py").write_text(source + CALL)
+    missed = shell(f"{sys.executable} use.py", cwd)
+    assert f"tile-scheduler tune {name}" in missed.stderr
+    assert shell(f"{hinted(missed.stderr)} --budget 1", cwd).returncode == 0
+    assert shell(f"{sys.executable} use.py", cwd).returncode == 0
+
+
+def test_a_path_with_blanks_is_quoted(tmp_path):
+    cwd, source, name = places(tmp_path)["elsewhere"]
+    (tmp_path / "use.py").write_text(source + CALL)
+    missed = shell(f"{sys.executable} ../../use.py", cwd)
+    assert f"tile-scheduler tune {name}" in missed.stderr or "'../" in missed.stderr
+    assert shell(f"{hinted(missed.stderr)} --budget 1", cwd).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["own.py:OWN", "'my ops/own.py:OWN'", "matmul"])
+def test_what_show_and_explain_tell_to_run_fills_the_cache(tmp_path, name):
+    places(tmp_path)
+    told = shell(f"tile-scheduler show {name} m=8 n=8 k=8", tmp_path).stderr
+    explained = shell(f"tile-scheduler explain {name} m=8 n=8 k=8", tmp_path).stdout
+    assert hinted(told) == hinted(explained)
+    assert shell(f"{hinted(explained)} --budget 1", tmp_path).returncode == 0
+    assert shell(f"tile-scheduler show {name} m=8 n=8 k=8", tmp_path).returncode == 0
+
+
+def test_what_an_empty_list_tells_to_run_can_be_pasted(tmp_path):
+    told = shell("tile-scheduler list --hardware A100", tmp_path).stdout
+    assert shell(f"{hinted(told)} --budget 1", tmp_path).returncode == 0
