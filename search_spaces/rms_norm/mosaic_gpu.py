@@ -41,6 +41,9 @@ class RmsNorm(Reduction):
     def join(self, statistics: Statistics, together: Together) -> Statistics:
         return (together.total(statistics[0]),)
 
+    def merge(self, one: Statistics, other: Statistics) -> Statistics:
+        return (one[0] + other[0],)
+
     def settle(self, statistics: Statistics) -> Statistics:
         return (lax.rsqrt(statistics[0] / self.columns + self.eps),)
 
