@@ -23,7 +23,6 @@ from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
 from search_spaces.matmul.problem import RESULTS, Operands
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
-from search_spaces.rowwise.problem import DTYPES as ROW_DTYPES
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
@@ -146,12 +145,13 @@ def tuned_rms_norm(
 ) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule, computed in float32.
 
-    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight of another dtype than `x`,
-    for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight that is neither of the dtype
+    of `x` nor float32, for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of
+    manual axes.
 
     Args:
       x: ``[..., columns]``.
-      weight: ``[columns]``.
+      weight: ``[columns]``, of the dtype of `x` or float32.
       eps: keeps rows of zeros finite; a number, no array.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
@@ -492,7 +492,7 @@ def _row_wise(question: Any) -> Callable[..., jax.Array]:
 
     def call(*arrays: Any) -> jax.Array:
         x, *shared = arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
-        if not _are_rows(arrays):
+        if not _are_rows(operation.problem, arrays):
             return _plain_rows(operation.problem, dict(params), *arrays)
         rows = x.reshape(-1, x.shape[-1])
         problem = operation.problem.of(rows, *shared)
@@ -502,12 +502,11 @@ def _row_wise(question: Any) -> Callable[..., jax.Array]:
     return call
 
 
-def _are_rows(arrays: Sequence[Any]) -> bool:
+def _are_rows(problem: type[RowProblem], arrays: Sequence[Any]) -> bool:
     """Whether kernels can be asked, rather than only the formula."""
     return (
         all(isinstance(x, jax.Array) and not x.weak_type for x in arrays)
-        and len({x.dtype for x in arrays}) == 1
-        and str(arrays[0].dtype) in ROW_DTYPES
+        and problem.takes(*(str(x.dtype) for x in arrays))
         and all(isinstance(extent, int) and extent for x in arrays for extent in x.shape)  # none empty or symbolic
         and not jax_compat.has_explicit_axes(arrays)
     )

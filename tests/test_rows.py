@@ -36,7 +36,9 @@ EXTENTS = [
     (4, 32, "float32"),
     (2, 200, "bfloat16"),
 ]
-PROBLEMS = [problem(*extents) for problem in OPERATIONS for extents in EXTENTS]
+PROBLEMS = [problem(*extents) for problem in OPERATIONS for extents in EXTENTS] + [
+    RmsNormProblem(*extents, weight_dtype="float32") for extents in EXTENTS if extents[2] != "float32"
+]
 interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
 
 
@@ -158,6 +160,13 @@ ROWS = {  # name: problem, schedule
     "rows that start anywhere, a flow through a cluster": (RmsNormProblem(9, 4741), flow(4, 8, 2, 5, cluster=2)),
     "rows that start at even elements": (RmsNormProblem(5, 2310), onchip(4, 8, 1)),
     "rows that start at multiples of an access and end anywhere": (SoftmaxProblem(3, 2504), onchip(4, 8, 2)),
+    "a wider weight in registers": (RmsNormProblem(5, 1032, weight_dtype="float32"), registers(4, 8)),
+    "a wider weight, a warp a row": (RmsNormProblem(9, 328, "float16", "float32"), registers(1, 8)),
+    "a wider weight beside chunks": (RmsNormProblem(3, 4608, weight_dtype="float32"), onchip(8, 8, 2)),
+    "a wider weight of rows that start anywhere": (
+        RmsNormProblem(9, 4743, weight_dtype="float32"),
+        flow(8, 8, 1, 7, ahead=1),
+    ),
     "one row that ends anywhere": (RmsNormProblem(1, 2305, "float32"), flow(4, 4, 2, 4)),
     "all of a row in registers, two warpgroups, the last chunk overlaps": (
         SoftmaxProblem(2, 256 * 19, "float32"),

@@ -209,13 +209,13 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         parts = blocks * s.cluster
         steps = np.where(flows, f.chunks, 1)
         row_bytes = p.columns * p.itemsize
-        shared_bytes = _shared_bytes(p)
+        shared_bytes, shared_itemsize = _shared_bytes(p), max((x.dtype.itemsize for x in p.operands()[1:]), default=0)
         special = np.where(in_chunks, self.special_ops[1], self.special_ops[0])
-        accesses = _accesses(p, s, w, shared=bool(shared_bytes))
+        accesses = _accesses(p, s, w, shared=-(-s.vector * shared_itemsize // WIDEST_BYTES))
         vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns / s.cluster
         vector_ops = vector_ops + LANES * accesses
         # What all rows share is held as it comes, in its own dtype, until it is used.
-        shared_words = p.itemsize / 4 if shared_bytes else 0.0
+        shared_words = shared_itemsize / 4
         held_words = 1.0 if self.widens else p.itemsize / 4
         registers_held = np.where(
             in_chunks,
@@ -224,6 +224,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         ).astype(np.int64)
         threads = np.where(in_chunks, s.warps * LANES, THREADS)
         onchip_bytes = [where.onchip_bytes(p.itemsize, statistics) for where in (w, f)]
+        shifted = in_chunks & (w.shifts > 1) & (shared_bytes > 0)
         read_twice = np.select([on_chip, flows], [w.slots / w.chunks, 1.0], 0.0)
         return Footprint(
             arithmetic=p.arithmetic,
@@ -246,6 +247,8 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             vector_ops=vector_ops / steps,
             cluster=s.cluster,
             persistent=flows,
+            copied_bytes=np.where(shifted, (1 + w.shifts) * shared_bytes, 0.0),
+            launches=np.where(shifted, 2, 1),
             transactions=accesses / steps,
             coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
             access_bytes=s.vector * p.itemsize,
@@ -331,7 +334,7 @@ def _flow(p: RowProblem, s: Any) -> Flow:
 
 def _shared_bytes(p: RowProblem) -> int:
     """Of the operands that all rows share."""
-    return sum(int(np.prod(x.shape)) for x in p.operands()[1:]) * p.itemsize
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in p.operands()[1:])
 
 
 def _rows_of_block(s: Any) -> Any:
@@ -342,10 +345,13 @@ def _pieces_of_row(p: RowProblem, s: Any) -> Any:
     return -(-p.columns // (LANES * s.warps * s.vector))
 
 
-def _accesses(p: RowProblem, s: Any, w: Whole, *, shared: bool) -> Any:
-    """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included."""
+def _accesses(p: RowProblem, s: Any, w: Whole, *, shared: Any) -> Any:
+    """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included.
+
+    `shared` of them are to what all rows share, beside one access to a row.
+    """
     of_row = _pieces_of_row(p, s) * s.warps
     in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
-    ends = w.ends.pieces * WARPS * (2 + shared) / s.cluster
+    ends = w.ends.pieces * WARPS * (2 + (shared > 0)) / s.cluster
     in_chunks = w.slots + w.held * w.chunk + w.chunks * w.chunk * (1 + shared) + ends
     return np.where(s.hold == "registers", in_registers, in_chunks)

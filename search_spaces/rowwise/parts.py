@@ -93,22 +93,27 @@ class Parts(Chunks):
         gathered = reduction.join(statistics, self.team)
         return reduction.merge(gathered, self.ends.statistics(reduction, ends)) if ends else gathered
 
+    @property
+    def shifts(self) -> Any:
+        """At how many elements of a row its lines may start."""
+        return self.vector // np.gcd(self.row, self.vector)
+
     def shifted(self, shared: jax.Array) -> jax.Array:
-        """What all rows share, once for each place at which lines may start, one after the other.
+        """What all rows share, once for each of the `shifts`, one after the other.
 
         So each is read by accesses as wide as those of the row, at multiples of these. The first is whole.
         """
-        if (copies := _places(self.row, self.vector)) == 1:
+        if self.shifts == 1:
             return shared
-        step, length = self.vector // copies, round_up(self.row, self.vector)
+        step, length = self.vector // self.shifts, round_up(self.row, self.vector)
         padded = jnp.pad(shared, (0, length + self.vector - self.row))
-        return jnp.concatenate([padded[copy * step : copy * step + length] for copy in range(copies)])
+        return jnp.concatenate([padded[shift * step : shift * step + length] for shift in range(self.shifts)])
 
     def shift(self, start: Start) -> Any:
         """In a kernel, where in `shifted` that begins which belongs to the lines that start there."""
-        if (copies := _places(self.row, self.vector)) == 1:
+        if self.shifts == 1:
             return 0
-        return lax.div(start.lines - start.row, self.vector // copies) * round_up(self.row, self.vector)
+        return lax.div(start.lines - start.row, self.vector // self.shifts) * round_up(self.row, self.vector)
 
     def board(self, statistics: int) -> Board:
         return Board(statistics, WARPS * self.warpgroups, self.cluster)
@@ -145,11 +150,6 @@ class Parts(Chunks):
 def lines_of(columns: int, vector: Any) -> Any:
     """Lines of a row wherever it starts: from the first multiple of an access on, as many as are whole."""
     return (columns - _most_before(columns, vector)) // (LANES * vector)
-
-
-def _places(columns: int, vector: Any) -> Any:
-    """At how many elements of an access rows may start."""
-    return vector // np.gcd(columns, vector)
 
 
 def _most_before(columns: int, vector: Any) -> Any:
