@@ -135,7 +135,7 @@ def tune(
     run_timeout_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Record:
-    """Searches the schedules of `problem` by timing them on the device; the library's answer is always among them.
+    """Searches the schedules of `problem` by timing them on the device; the library's programs are the first of them.
 
     Trials that `store` has of a search of this problem that was cut short, by the same kernels and under the same
     conditions, are not made again: they count as trials of this one.
@@ -259,8 +259,9 @@ class _Tuning:
         """Chooses the candidates, and takes for their trials those of `told`."""
         hardware = self.runner.hardware
         near = self._near()
-        won = [(entry.backend, entry.version, tuple(sorted(entry.schedule.items()))) for entry in _winners(near)]
-        # The library first: whatever ends the search early, there is something to compare with.
+        winners = _winners(near, besides=self.operation.library.backend)
+        won = [(entry.backend, entry.version, tuple(sorted(entry.schedule.items()))) for entry in winners]
+        # The library's programs first: whatever ends the search early, there is something to compare with.
         for kernel in sorted(self.operation.kernels, key=lambda kernel: not kernel.library):
             if kernel.backend not in allowed and not kernel.library:
                 continue
@@ -306,7 +307,8 @@ class _Tuning:
 
         known = {index: _seconds(trial) for index, trial in self.trials.items()}
         budget = max(self.budget, len(known) + (0 not in known))
-        first = list(dict.fromkeys([0, *self.seeds]))
+        programs = [index for index, candidate in enumerate(self.candidates) if candidate.library]
+        first = list(dict.fromkeys([*programs, *self.seeds]))
         whole = [candidate.whole() for candidate in self.candidates]
         search = Search(whole, budget=budget, seed=seed, first=first, known=known, patience=PATIENCE)
         started = time.perf_counter()
@@ -317,7 +319,7 @@ class _Tuning:
             progress(Progress(self.resumed, total, best, last, 0.0, None, self.resumed))
         with self._threads() as threads:
             while True:
-                # The first trial, the library's, is taken in any case: there must be an answer.
+                # The first trial, of a library's program, is taken in any case: there must be an answer.
                 late = (
                     seconds is not None
                     and bool(threads.running or 0 in self.trials)
@@ -457,10 +459,10 @@ def _point(of: Candidate | Trial) -> _Point:
     return of.backend, of.version, tuple(sorted(of.schedule.items()))
 
 
-def _winners(near: Sequence[Neighbour]) -> Iterable[Entry]:
-    """The best entry of each backend but the library of each of these problems, the nearest problem's first."""
+def _winners(near: Sequence[Neighbour], *, besides: str) -> Iterable[Entry]:
+    """The best entry of each backend but one of each of these problems, the nearest problem's first."""
     for neighbour in near:
-        for backend in dict.fromkeys(entry.backend for entry in neighbour.record.entries if entry.schedule):
+        for backend in dict.fromkeys(entry.backend for entry in neighbour.record.entries if entry.backend != besides):
             if (entry := neighbour.best(backend)) is not None:
                 yield entry
 

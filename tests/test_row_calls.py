@@ -143,7 +143,7 @@ def test_the_dtype_of_a_weight_is_a_field_of_the_problem_where_it_is_not_that_of
     assert wider == RmsNormProblem.from_canonical(wider.canonical())
     assert RmsNormProblem(18, 40, "float32", "float32") == RmsNormProblem(18, 40, "float32")
     assert wider.bytes_moved == same.bytes_moved + 40 * 2
-    with pytest.raises(TypeError, match="float16; x is one of .* the weight of the same dtype or float32"):
+    with pytest.raises(TypeError, match=r"float16; x is one of .* the weight of the same dtype or float32"):
         RmsNormProblem.of(rows, weights["float16"])
 
 
