@@ -1,24 +1,27 @@
-"""Softmax, RMS norm and SiLU-and-mul against XLA: best Pallas schedule and final answer, interleaved, beside a copy.
+"""Softmax, RMS norm and SiLU-and-mul against XLA's program for what people write, interleaved, beside a copy.
 
     python benchmarks/rows.py --search --seconds 540     # as often as it says that problems are left
     python benchmarks/rows.py                            # searches what is left, then judges what is left
 
 Each problem of a job is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the
-best Pallas schedule, the final answer and XLA's program and time them in turns, and XLA's copy of as many bytes. Rates
-count each operand read once and each result written once. Ratios are XLA's time over ours: above one is faster.
+best Pallas schedule, the final answer, the library's best program and XLA's for what people write (`WRITTEN`), and time
+them in turns, and XLA's copy of as many bytes. Rates count each operand read once and each result written once. Ratios
+are the time of what people write over ours: above one is faster.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import suite
 from harness import posed
+from jax import lax
 from judge import REPETITIONS, conditions, judge, start_judge
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +35,11 @@ from scheduler.store import Store, default_url
 from scheduler.tuner import start_runner
 from scheduler.workers import Runner, Task
 from search_spaces import LibraryKernel, Operation, load
+from search_spaces.kernel import Tolerance
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
+from search_spaces.rms_norm.problem import EPS
 from search_spaces.rowwise.problem import RowProblem
+from search_spaces.rowwise.xla import XlaRows
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
@@ -65,6 +71,75 @@ class XlaCopy(LibraryKernel[CopyProblem]):
 
 
 COPY = Operation("copy", CopyProblem, (XlaCopy(),))
+
+
+class SoftmaxWritten(SoftmaxProblem):
+    def tolerance(self) -> Tolerance:
+        return _rounded_at_each_step(super().tolerance())
+
+
+class RmsNormWritten(RmsNormProblem):
+    def tolerance(self) -> Tolerance:
+        return _rounded_at_each_step(super().tolerance())
+
+
+class SiluAndMulWritten(SiluAndMulProblem):
+    def tolerance(self) -> Tolerance:
+        return _rounded_at_each_step(super().tolerance())
+
+
+def _rounded_at_each_step(exact: Tolerance) -> Tolerance:
+    # The exponent of a softmax, of up to 9 below the largest of normal numbers, is off by half of eps of that.
+    return Tolerance(absolute=exact.absolute, relative=8 * exact.relative)
+
+
+class AsWritten(LibraryKernel[RowProblem]):
+    """What people write, of operands as they come."""
+
+    backend = "as_written"
+
+    def __init__(self, write: Callable[..., jax.Array]) -> None:
+        self.write = write
+
+    def run(self, problem: RowProblem, schedule: Any, target: Any, /, *args: Any, **params: Any) -> jax.Array:
+        return self.write(*args)
+
+
+class OwnXla(XlaRows[RowProblem]):
+    """The library's programs, beside the one for what is written."""
+
+    library = False
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """As flax.linen.RMSNorm: statistics and product in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide * (lax.rsqrt(jnp.mean(lax.square(wide), axis=-1, keepdims=True) + EPS) * weight)).astype(x.dtype)
+
+
+def _silu_and_mul(x: jax.Array) -> jax.Array:
+    half = x.shape[-1] // 2
+    return jax.nn.silu(x[..., :half]) * x[..., half:]
+
+
+def _written(
+    operation: Operation[Any], problem: type[RowProblem], write: Callable[..., jax.Array]
+) -> Operation[RowProblem]:
+    library = operation.library
+    assert isinstance(library, XlaRows)
+    others = [kernel for kernel in operation.kernels if not kernel.library]
+    return Operation(f"{operation.name}_as_written", problem, (AsWritten(write), OwnXla(library.plain), *others))
+
+
+# Workers find each by its name in this module. One bench times all of its kernels on the same operands.
+SOFTMAX_WRITTEN = _written(SOFTMAX, SoftmaxWritten, jax.nn.softmax)
+RMS_NORM_WRITTEN = _written(RMS_NORM, RmsNormWritten, _rms_norm)
+SILU_AND_MUL_WRITTEN = _written(SILU_AND_MUL, SiluAndMulWritten, _silu_and_mul)
+WRITTEN = {
+    SOFTMAX.name: SOFTMAX_WRITTEN,
+    RMS_NORM.name: RMS_NORM_WRITTEN,
+    SILU_AND_MUL.name: SILU_AND_MUL_WRITTEN,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +198,7 @@ def judged(
     return judge_all(
         cases,
         lambda case: conditions(
-            case[0].operation, case[0].problem, answers(case[0].operation, case[1]), judges, rounds
+            WRITTEN[case[0].operation.name], case[0].problem, answers(case[0].operation, case[1]), judges, rounds
         ),
         lambda case: row(*case, judges, rounds),
         work / "judged.jsonl",
@@ -139,9 +214,11 @@ def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[st
     """
     operation, problem = task.operation, task.problem
     assert isinstance(problem, RowProblem)
-    entries = answers(operation, record)
-    candidates = {"xla": Task(operation, problem, operation.library.backend, {}, REPETITIONS)} | {
-        name: Task(operation, problem, entry.backend, entry.schedule, REPETITIONS) for name, entry in entries.items()
+    entries = {{"xla": "library"}.get(name, name): entry for name, entry in answers(operation, record).items()}
+    written = WRITTEN[operation.name]
+    same = written.problem(**vars(problem))
+    candidates = {"xla": Task(written, same, written.library.backend, {}, REPETITIONS)} | {
+        name: Task(written, same, entry.backend, entry.schedule, REPETITIONS) for name, entry in entries.items()
     }
     outcome = judge(judges, candidates, rounds)
     # As many elements read and written as the operation moves. Alone: other operands make a process give up these.
@@ -150,7 +227,7 @@ def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[st
     copy = judge(judges, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
     if failures := {**outcome.failures, **copy.failures}:
         raise SystemExit(f"{task}: {failures}")
-    times = {name: outcome.times(name) for name in ("xla", "pallas", "final")} | {"copy": copy.times("copy")}
+    times = {name: outcome.times(name) for name in ("xla", "library", "pallas", "final")} | {"copy": copy.times("copy")}
     xla = times["xla"]
     assert xla is not None, "what fails has ended this"
     line: dict[str, Any] = {

@@ -93,7 +93,7 @@ def predict(
     near = nearest(operation, problem, records, within=TELLING)
     library = operation.library
     best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
-    assert not isinstance(best, str), "a library kernel has its one schedule for every problem"
+    assert not isinstance(best, str), "a library kernel has a program for every problem"
     library_s, told = best.predicted_s, best.neighbour
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
         return measured

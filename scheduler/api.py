@@ -151,12 +151,13 @@ def tuned_rms_norm(
 ) -> jax.Array:
     """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule, computed in float32.
 
-    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight of another dtype than `x`,
-    for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight that is neither of the dtype
+    of `x` nor float32, for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of
+    manual axes.
 
     Args:
       x: ``[..., columns]``.
-      weight: ``[columns]``.
+      weight: ``[columns]``, of the dtype of `x` or float32.
       eps: keeps rows of zeros finite; a number, no array.
       on_miss, backends, schedule: as in `tuned_matmul`.
 

@@ -49,7 +49,7 @@ class Observed:
 
     Attributes:
       problem: what was computed.
-      schedules: those that ran; None for a library's answer, which has one.
+      schedules: those that ran; None for a library's answer, which is one program.
       seconds: their times, in the same order.
     """
 
@@ -63,7 +63,7 @@ def observed(
 ) -> Observed | None:
     """The trials of `kernel` that ran on the device, in today's version of it; None where there is none.
 
-    Schedules that are no points of today's space any more are left out.
+    Schedules that are no points of today's space any more are left out, and of a library's programs all but the first.
     """
     if kernel.supports(problem, hardware.target):
         return None
@@ -71,6 +71,8 @@ def observed(
     schedules, seconds = [], []
     for trial in trials:
         ours = (trial.backend, trial.version) == (kernel.backend, kernel.version)
+        if kernel.library and trial.schedule:  # The model tells of the program that answers where nothing was measured.
+            continue
         if ours and isinstance(trial.outcome, Measurement) and trial.outcome.clock == "cupti":
             try:
                 schedules.append(space.decode(trial.schedule))

@@ -21,11 +21,11 @@ class Candidate:
 
     Attributes:
       backend, version: of its kernel.
-      schedule: field -> value, those at their defaults left out; empty for a library kernel.
+      schedule: field -> value, those at their defaults left out.
       predicted_s: the model's time.
       onchip_bytes: what one block asks for.
-      library: it is the plain XLA implementation.
-      defaults: field -> value, of the fields that have a default.
+      library: it is a program of the XLA implementation.
+      defaults: field -> value, of the fields that have a default, and another choice beside it.
       floor_s: seconds below which it cannot come; 0 where nothing is known.
     """
 
@@ -71,7 +71,7 @@ class Pruned:
 
     def candidates(self) -> list[Candidate]:
         """Those kept, best prediction first."""
-        defaults = self.space.defaults
+        defaults = {n: value for n, value in self.space.defaults.items() if len(self.space.choices.get(n, ())) > 1}
         return [
             Candidate(
                 backend=self.kernel.backend,
@@ -109,18 +109,21 @@ def prune(
       verified: keep only what the kernel says was checked on a device of this architecture.
     """
     space = kernel.space(problem, hardware.target)
-    if kernel.library:
+    points, dropped = space.legal()
+    if kernel.library:  # The model knows its programs as one.
+        kept = np.arange(len(points))[:keep]
+        if keep is not None and len(points) > keep:
+            dropped[f"ranked below the first {keep}"] = len(points) - keep
         return Pruned(
             kernel=kernel,
             space=space,
-            size=1,
-            dropped={},
-            points=Columns({}, length=1),
-            predicted_s=np.array([model.library_seconds(problem)]),
-            floor_s=np.zeros(1),
-            onchip_bytes=np.zeros(1, dtype=np.int64),
+            size=space.size,
+            dropped=dropped,
+            points=points.take(kept),
+            predicted_s=np.full(len(kept), model.library_seconds(problem)),
+            floor_s=np.zeros(len(kept)),
+            onchip_bytes=np.zeros(len(kept), dtype=np.int64),
         )
-    points, dropped = space.legal()
     footprint = kernel.footprint(problem, points, hardware.target)
 
     def full(value: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -74,7 +74,7 @@ def race(
 
     Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A library whose
     compilations differ by more does not: what it gains in one process it loses in another. A tie goes to the library,
-    then to the smaller footprint, then to the first label.
+    then to the smaller footprint, then to the shorter label, as of a schedule at its defaults, then to the first one.
     """
     order = random.Random(seed)
     failures: dict[str, Failure] = {}
@@ -131,7 +131,7 @@ def _decided(
     leader = _leader([rival.label for rival in running], rounds)
     margins = {rival.label: _margin(leader, rival.label, rounds) for rival in ran}
     tied = [rival for rival in ran if margins[rival.label].low <= 0 and margins[rival.label].high <= TIE]
-    winner = min(tied, key=lambda rival: (not rival.library, rival.onchip_bytes, rival.label)).label
+    winner = min(tied, key=lambda r: (not r.library, r.onchip_bytes, len(r.label), r.label)).label
     order = [winner, *sorted((m for m in margins if m != winner), key=lambda label: (margins[label].middle, label))]
     ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
     drift = _drift(sentinel, rounds)

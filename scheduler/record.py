@@ -105,7 +105,7 @@ class Trial:
     Attributes:
       number: order within its search, from 0.
       backend, version: the kernel, and which version of it.
-      schedule: field -> value, those at their defaults left out; empty for a library kernel.
+      schedule: field -> value, those at their defaults left out.
       outcome: its times, or why it has none.
       predicted_s: the model's time before measuring, seconds.
     """

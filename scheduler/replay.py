@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from scheduler import hardware, text
 from scheduler.errors import NotRecorded, RecordingError
 from scheduler.record import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial
+from search_spaces.kernel import Library
 
 if TYPE_CHECKING:
     from scheduler.workers import Task
@@ -74,8 +75,13 @@ def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
 def second_pass(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
     """Those trials of a whole first pass that its second one measures once more: the fastest, and the library's."""
     ran = [trial for trial in trials if isinstance(trial.outcome, Measurement)]
-    fastest = sorted((trial for trial in ran if trial.schedule), key=_median_s)[: sweep.again]
-    return [*(trial for trial in ran if not trial.schedule), *fastest] if sweep.again else []
+    fastest = sorted((trial for trial in ran if not _is_program(trial)), key=_median_s)[: sweep.again]
+    return [*filter(_is_program, ran), *fastest] if sweep.again else []
+
+
+def _is_program(trial: Trial) -> bool:
+    """Whether it is one of the library's."""
+    return trial.schedule.keys() <= {field.name for field in dataclasses.fields(Library)}
 
 
 def _median_s(trial: Trial) -> float:

@@ -210,7 +210,7 @@ def tune(
     run_timeout_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Record:
-    """Searches the schedules of `problem` by timing them on the device; the library's answer is always among them.
+    """Searches the schedules of `problem` by timing them on the device; the library's programs are the first of them.
 
     What `store` holds already is the answer where no search is needed (see `settled`). Times that it has from a search
     of this problem that was cut short, by the same kernels and under the same conditions, are not taken again: they
@@ -375,8 +375,9 @@ class _Tuning:
         """Chooses the candidates, and takes for their trials those of `told`."""
         hardware = self.runner.hardware
         near = self._near()
-        won = [(entry.backend, entry.version, tuple(sorted(entry.schedule.items()))) for entry in _winners(near)]
-        # The library first: whatever ends the search early, there is something to compare with.
+        winners = _winners(near, besides=self.operation.library.backend)
+        won = [(entry.backend, entry.version, tuple(sorted(entry.schedule.items()))) for entry in winners]
+        # The library's programs first: whatever ends the search early, there is something to compare with.
         for kernel in sorted(self.operation.kernels, key=lambda kernel: not kernel.library):
             if kernel.backend not in allowed and not kernel.library:
                 continue
@@ -422,7 +423,8 @@ class _Tuning:
 
         known = {index: _seconds(trial) for index, trial in self.trials.items()}
         budget = max(self.budget, len(known) + (0 not in known))
-        first = list(dict.fromkeys([0, *self.seeds]))
+        programs = [index for index, candidate in enumerate(self.candidates) if candidate.library]
+        first = list(dict.fromkeys([*programs, *self.seeds]))
         whole = [candidate.whole() for candidate in self.candidates]
         search = Search(whole, budget=budget, seed=seed, first=first, known=known, patience=PATIENCE)
         started = time.perf_counter()
@@ -441,7 +443,7 @@ class _Tuning:
         tell(next(reversed(self.trials.values()), None))
         with self._threads() as threads:
             while True:
-                # The first trial, the library's, is taken in any case: there must be an answer.
+                # The first trial, of a library's program, is taken in any case: there must be an answer.
                 late = (
                     seconds is not None
                     and bool(threads.running or 0 in self.trials)
@@ -618,10 +620,10 @@ def _point(of: Candidate | Trial) -> _Point:
     return of.backend, of.version, tuple(sorted(of.schedule.items()))
 
 
-def _winners(near: Sequence[Neighbour]) -> Iterable[Entry]:
-    """The best entry of each backend but the library of each of these problems, the nearest problem's first."""
+def _winners(near: Sequence[Neighbour], *, besides: str) -> Iterable[Entry]:
+    """The best entry of each backend but one of each of these problems, the nearest problem's first."""
     for neighbour in near:
-        for backend in dict.fromkeys(entry.backend for entry in neighbour.record.entries if entry.schedule):
+        for backend in dict.fromkeys(entry.backend for entry in neighbour.record.entries if entry.backend != besides):
             if (entry := neighbour.best(backend)) is not None:
                 yield entry
 

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 from jax import ad_checkpoint, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, partial_eval
@@ -92,6 +94,23 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def load_run(ref: Any, start: Any, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """What a flat reference in a Mosaic GPU kernel has from `start` on, as an array of this shape in registers."""
+    run = ref.at[pl.ds(start, math.prod(shape))]
+    if interprets():  # It knows no reference of another shape than its memory's.
+        return load(run, None).reshape(shape)
+    return load(run.reshape(shape), layout)
+
+
+def store_run(ref: Any, start: Any, value: jax.Array) -> None:
+    """Stores an array from registers to what a flat reference in a Mosaic GPU kernel has from `start` on."""
+    run = ref.at[pl.ds(start, value.size)]
+    if interprets():
+        store(run, value.reshape(-1))
+    else:
+        store(run.reshape(value.shape), value)
 
 
 def writing_over(run: Callable[..., jax.Array]) -> Any:

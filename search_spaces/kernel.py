@@ -324,7 +324,7 @@ class Kernel(abc.ABC, Generic[P, S]):
     Attributes:
       backend: what JAX calls it: "mosaic_gpu", "xla", ...
       version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
-      library: this is the plain XLA implementation, the answer to beat: one schedule, nothing to prune.
+      library: this is the XLA implementation, the answer to beat: a program or two, nothing to prune.
       verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
         not measured is never taken from it (see `verified`).
     """
@@ -361,17 +361,31 @@ class Kernel(abc.ABC, Generic[P, S]):
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The one schedule of a library kernel: there is nothing to choose."""
+    """The schedule of a library kernel: which program XLA compiles.
+
+    Attributes:
+      program: "float32", where sums and what follows them are rounded once; or "plain", what users write, in the dtype
+        of the operands.
+    """
+
+    program: str = "float32"
 
 
 class LibraryKernel(Kernel[P, Library]):
-    """The plain XLA implementation as one more backend, with one schedule."""
+    """The XLA implementation as one more backend, whose schedules are its programs."""
 
     backend = "xla"
     library = True
 
+    def programs(self, problem: P) -> tuple[str, ...]:
+        """Those there are for `problem`; `Library`'s default, the first, answers where nothing was measured.
+
+        A search tries them all before anything else, and each must be as right as any schedule.
+        """
+        return (Library.program,)
+
     def space(self, problem: P, target: Target) -> Space[Library]:
-        return Space(Library, {})
+        return Space(Library, {"program": self.programs(problem)})
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         """What is visible from outside: the whole problem as one block that moves only the compulsory bytes."""

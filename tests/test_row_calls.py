@@ -11,6 +11,7 @@ import pytest
 import scheduler
 from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
 from search_spaces import load
+from search_spaces.rms_norm import RmsNormProblem
 
 X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (40,), jnp.float32)
@@ -113,6 +114,42 @@ def test_epsilon_is_part_of_the_call_and_not_of_the_problem():
     close(tuned_rms_norm(X, W, eps=0.5, backends="pallas"), rms_norm(X, W, 0.5))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_norm_of_narrow_rows_takes_a_float32_weight_as_it_is(dtype):
+    def tuned(x, w):
+        return tuned_rms_norm(x, w, backends="pallas")
+
+    x, eps = X.astype(dtype), float(jnp.finfo(dtype).eps)
+    assert "while" in jax.jit(tuned).lower(x, W).as_text(), "the portable kernel, not only the formula"
+    out, exact = tuned(x, W), rms_norm(x.astype(jnp.float32))
+    assert out.dtype == x.dtype
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=0.51 * eps, atol=1e-7)
+    mapped = jax.vmap(tuned, in_axes=(1, None))(x, W)
+    np.testing.assert_array_equal(mapped, jnp.moveaxis(out, 1, 0))
+
+    def loss(norm):
+        return lambda x, w: jnp.sum(jnp.sin(norm(x, w).astype(jnp.float32)))
+
+    gradients = jax.grad(loss(tuned), argnums=(0, 1))(x, W)
+    assert [g.dtype for g in gradients] == [x.dtype, W.dtype]
+    plain = jax.grad(loss(lambda x, w: rms_norm(x.astype(jnp.float32), w).astype(dtype)), argnums=(0, 1))(x, W)
+    for actual, expected in zip(gradients, plain, strict=True):
+        np.testing.assert_allclose(*(g.astype(jnp.float32) for g in (actual, expected)), rtol=8 * eps, atol=8 * eps)
+
+
+def test_the_dtype_of_a_weight_is_a_field_of_the_problem_where_it_is_not_that_of_the_rows():
+    rows = jax.ShapeDtypeStruct((18, 40), jnp.bfloat16)
+    weights = {dtype: jax.ShapeDtypeStruct((40,), dtype) for dtype in ("bfloat16", "float32", "float16")}
+    same, wider = (RmsNormProblem.of(rows, weights[dtype]) for dtype in ("bfloat16", "float32"))
+    assert same.canonical() == '{"columns":40,"rows":18}', "the key that it had before weights had a dtype"
+    assert wider.canonical() == '{"columns":40,"rows":18,"weight_dtype":"float32"}'
+    assert wider == RmsNormProblem.from_canonical(wider.canonical())
+    assert RmsNormProblem(18, 40, "float32", "float32") == RmsNormProblem(18, 40, "float32")
+    assert wider.bytes_moved == same.bytes_moved + 40 * 2
+    with pytest.raises(TypeError, match=r"float16; x is one of .* the weight of the same dtype or float32"):
+        RmsNormProblem.of(rows, weights["float16"])
+
+
 @pytest.mark.parametrize("axis", [0, 1, -2, (0, 2)])
 def test_softmax_along_other_axes_is_jaxs(axis):
     close(tuned_softmax(X, axis), jax.nn.softmax(X, axis))
@@ -125,9 +162,9 @@ def test_what_kernels_do_not_take_is_answered_by_the_formula():
     integers = tuned_softmax(np.arange(6).reshape(2, 3))
     close(integers, jax.nn.softmax(np.arange(6.0, dtype=np.float32).reshape(2, 3)))
     with jax.numpy_dtype_promotion("strict"):
-        mixed = tuned_rms_norm(X.astype(jnp.bfloat16), W)
-    assert mixed.dtype == jnp.bfloat16
-    np.testing.assert_allclose(mixed.astype(jnp.float32), rms_norm(X), rtol=0.02, atol=1e-3)
+        mixed = tuned_rms_norm(X, W.astype(jnp.bfloat16))
+    assert mixed.dtype == jnp.float32
+    close(mixed, rms_norm(X, W.astype(jnp.bfloat16).astype(jnp.float32)))
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,16 @@ EXTENTS = [
     (1000, 4040, "float32"),
     (37, 1002, "bfloat16"),
     (7, 151936, "bfloat16"),
+    (2048, 50257, "bfloat16"),
+    (64, 65537, "float32"),
     (300, 4128, "bfloat16"),
     (5, 129, "float16"),
     (4, 32, "float32"),
     (2, 200, "bfloat16"),
 ]
-PROBLEMS = [problem(*extents) for problem in OPERATIONS for extents in EXTENTS]
+PROBLEMS = [problem(*extents) for problem in OPERATIONS for extents in EXTENTS] + [
+    RmsNormProblem(*extents, weight_dtype="float32") for extents in EXTENTS if extents[2] != "float32"
+]
 interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
 
 
@@ -97,6 +101,9 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
         (65536, flow(16, 8, 2, 13, ahead=1)),
         (131072, flow(16, 8, 4, 6, cluster=2)),
         (2**20, onchip(8, 8, 4, cluster=8)),  # more than an H200 has
+        (50257, onchip(8, 8, 4)),
+        (50257, flow(16, 8, 4, 6, ahead=1)),
+        (128257, onchip(8, 8, 4, held=1, cluster=4)),
     ],
     ids=str,
 )
@@ -143,6 +150,24 @@ ROWS = {  # name: problem, schedule
         flow(4, 4, 2, 5, cluster=2),
     ),
     "the same, gathered ahead": (SoftmaxProblem(3, 128 * 37, "float32"), flow(4, 4, 2, 5, ahead=1, cluster=2)),
+    "rows that start anywhere, on chip, two pieces after the lines": (RmsNormProblem(9, 4863), onchip(8, 8, 1, held=1)),
+    "rows that start anywhere, one warpgroup for all of their ends": (SoftmaxProblem(9, 2303), flow(4, 8, 1, 4)),
+    "rows that start anywhere, gathered ahead": (RmsNormProblem(9, 4743, "float16"), flow(8, 8, 1, 7, ahead=1)),
+    "rows that start anywhere, a cluster on chip": (
+        SoftmaxProblem(5, 4739, "float32"),
+        onchip(4, 4, 2, held=1, cluster=2),
+    ),
+    "rows that start anywhere, a flow through a cluster": (RmsNormProblem(9, 4741), flow(4, 8, 2, 5, cluster=2)),
+    "rows that start at even elements": (RmsNormProblem(5, 2310), onchip(4, 8, 1)),
+    "rows that start at multiples of an access and end anywhere": (SoftmaxProblem(3, 2504), onchip(4, 8, 2)),
+    "a wider weight in registers": (RmsNormProblem(5, 1032, weight_dtype="float32"), registers(4, 8)),
+    "a wider weight, a warp a row": (RmsNormProblem(9, 328, "float16", "float32"), registers(1, 8)),
+    "a wider weight beside chunks": (RmsNormProblem(3, 4608, weight_dtype="float32"), onchip(8, 8, 2)),
+    "a wider weight of rows that start anywhere": (
+        RmsNormProblem(9, 4743, weight_dtype="float32"),
+        flow(8, 8, 1, 7, ahead=1),
+    ),
+    "one row that ends anywhere": (RmsNormProblem(1, 2305, "float32"), flow(4, 4, 2, 4)),
     "all of a row in registers, two warpgroups, the last chunk overlaps": (
         SoftmaxProblem(2, 256 * 19, "float32"),
         onchip(8, 4, 1, held=5),
@@ -179,6 +204,8 @@ def test_halves_are_right_to_the_last_ragged_edge(name):
 RACES = {
     "a row on chip": (2, 3072, onchip(8, 4, 1, held=1)),
     "two rows at a time": (3, 3072, flow(4, 4, 1, 8, ahead=1)),
+    "lines and ends": (2, 24 * 256 + 128, onchip(8, 8, 1)),
+    "lines and ends, two rows at a time": (3, 24 * 256 + 128, flow(8, 8, 1, 6, ahead=1)),
     "a cluster, two rows at a time": (3, 3072, flow(4, 4, 1, 5, ahead=1, cluster=2)),
 }
 
@@ -208,6 +235,18 @@ def test_infinities_mean_what_they_mean_to_jax(schedule):
 
 
 @interpreted
+def test_a_row_of_minus_infinities_is_no_number_where_its_pieces_overlap_or_it_has_ends():
+    class Nothing(SoftmaxProblem):
+        def inputs(self, seed):
+            return (jnp.full((self.rows, self.columns), -jnp.inf, self.dtype),)
+
+    for problem, schedule in [(Nothing(2, 128 * 19, "float32"), onchip(8, 4, 1)), (Nothing(2, 2303), onchip(4, 8, 1))]:
+        actual, expected = hopper.interpret(SOFTMAX.kernel("mosaic_gpu"), problem, schedule, cores=2)
+        assert np.isnan(expected).all()
+        assert np.isnan(actual).all(), schedule
+
+
+@interpreted
 def test_epsilon_reaches_the_kernel():
     problem, target = RmsNormProblem(4, 512, "float32"), dataclasses.replace(TARGET, cores=2)
     args = problem.inputs(seed=0)
@@ -231,17 +270,19 @@ def test_rows_are_dealt_to_as_few_workers_as_take_as_many_turns():
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
 def test_every_legal_schedule_stays_within_its_arrays_and_starts_at_multiples_of_its_accesses(problem):
     points, _ = space(problem).legal()
-    assert np.all(problem.columns % points.vector == 0)
     found = footprint(problem, points)
     assert np.all(found.access_bytes <= 16)
     if isinstance(problem, SiluAndMulProblem):
+        assert np.all(problem.columns % points.vector == 0)
         assert np.all(32 * points.warps * points.vector * points.pieces <= problem.columns)
         assert np.all(np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows)
         return
     in_chunks = points.hold != "registers"
     assert np.all(in_chunks | (32 * points.warps * points.vector <= problem.columns))
     assert np.all(in_chunks | (np.where(points.warps == 1, 4, 1) * points.rows <= problem.rows))
-    assert np.all(~in_chunks | (problem.columns % (32 * points.vector) == 0))
+    with_ends = in_chunks & (problem.columns % (32 * points.vector) != 0)
+    assert np.all(with_ends | (problem.columns % points.vector == 0))
+    assert np.all(~with_ends | (points.vector * problem.itemsize == 16)), "lines start at multiples of 16 bytes"
     assert np.all(~in_chunks | (points.cluster * points.warps * points.pieces * 32 * points.vector <= problem.columns))
     assert np.all(~in_chunks | (32 * points.vector * problem.itemsize % 16 == 0)), (
         "bulk copies move multiples of 16 bytes"
@@ -266,6 +307,23 @@ def test_every_problem_has_a_schedule_that_fits_in_a_space_of_some_tens(problem)
     found = footprint(problem, space(problem).legal()[0])
     assert np.any(fits(found))
     assert len(space(problem).legal()[0]) <= 60
+
+
+@pytest.mark.parametrize("kind", [SoftmaxProblem, RmsNormProblem])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_row_of_any_length_that_a_cluster_has_room_for_has_a_schedule_that_fits(kind, dtype):
+    lengths = [128, 129, 1001, 8193, 12345, 24575, 24577, 32001, 50257, 50272, 65537, 98305, 128257, 131073, 151665]
+    for columns in [*lengths, 262143, 393217]:
+        problem = kind(64, columns, dtype)
+        assert np.any(fits(footprint(problem, space(problem).legal()[0]))), problem
+
+
+def test_of_rows_with_ends_none_is_chosen_unmeasured_before_they_were_checked_on_a_device():
+    problem = SoftmaxProblem(64, 50272)  # 1571 lines of single elements, or 196 of eight and ends
+    points = space(problem).legal()[0].take(footprint(problem, space(problem).legal()[0]).registers < 255)
+    verified = np.broadcast_to(kernel_of(problem).verified(problem, points, TARGET), (len(points),))
+    assert set(points.vector[verified]) == {1}
+    assert set(points.vector[~verified]) == {8}
 
 
 def test_of_a_row_that_no_cluster_has_room_for_no_schedule_fits():

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scheduler import hardware, jobs
@@ -85,3 +86,27 @@ def test_a_rehearsal_searches_judges_and_writes_every_figure(tmp_path):
     assert written["summary"].keys() == benchmark.summary([]).keys()
     assert written["summary"]["problems"] == len(written["rows"]) == 3
     assert written["summary"]["final_vs_xla_worst"] > 0
+
+
+def test_rows_are_rehearsed_by_the_command_and_told_beside_what_is_written(tmp_path):
+    options = ["--budget", "3", "--rounds", "2", "--cache", str(tmp_path / "c.db"), "--work", str(tmp_path / "work")]
+    benchmark.main([*options, "--results", str(tmp_path)])
+    (file,) = tmp_path.glob("rows-cpu*.json")
+    result = json.loads(file.read_text())
+    assert len(result["rows"]) == 3
+    for one in result["rows"]:
+        assert one["final_vs_xla"] == pytest.approx(one["xla_us"] / one["final_us"])
+        assert one["library_us"]
+
+
+@pytest.mark.parametrize("name", benchmark.WRITTEN)
+def test_what_people_write_of_rows_is_the_same_formula_rounded_more_often(name):
+    written = benchmark.WRITTEN[name]
+    problem = written.problem(rows=8, columns=512, dtype="bfloat16")
+    args = problem.inputs(seed=0)
+    tolerance = problem.tolerance()
+    actual = written.library.run(problem, None, None, *args)
+    assert actual.dtype == problem.result().dtype
+    np.testing.assert_allclose(
+        actual.astype("float32"), problem.reference(*args), rtol=tolerance.relative, atol=tolerance.absolute
+    )

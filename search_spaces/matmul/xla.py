@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,17 @@ from search_spaces.matmul.problem import MatmulProblem, Operands
 
 
 class XlaMatmul(LibraryKernel[MatmulProblem]):
+    """A product, and what follows it in float32; or also as users write that, rounded at each step."""
+
     version = 1
+
+    def programs(self, problem: MatmulProblem) -> tuple[str, ...]:
+        return (Library.program, "plain") if problem.fused else (Library.program,)
 
     def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         out = problem.result().dtype
+        if schedule.program == "plain":
+            return _plain(problem, args).astype(out)
         # Whole numbers are summed as such, whatever they are then rounded to.
         unrounded = problem.fused or problem.dtype == "int8"
         sums = lax.dot_general(
@@ -30,6 +37,23 @@ class XlaMatmul(LibraryKernel[MatmulProblem]):
             preferred_element_type=problem.sums_dtype if unrounded else out,
         )
         return problem.finish(sums, args).astype(out)
+
+
+def _plain(problem: MatmulProblem, args: Sequence[jax.Array]) -> jax.Array:
+    a, b, bias, residual = problem.named(args)
+    result = lax.dot_general(
+        a,
+        b,
+        problem.dimension_numbers,
+        precision=problem.lax_precision,
+        preferred_element_type=problem.result().dtype,
+    )
+    with jax.numpy_dtype_promotion("standard"):  # a bias or a residual may be wider than the result
+        if bias is not None:
+            result = result + bias[..., None, :]
+        if problem.activation:
+            result = getattr(jax.nn, problem.activation)(result)
+        return result if residual is None else result + residual
 
 
 def matmul(

@@ -7,7 +7,8 @@ from search_spaces.rowwise import calculus
 from search_spaces.rowwise.portable import PortableRows
 from search_spaces.rowwise.xla import XlaRows
 
-# Derivatives are those of the library kernel: XLA's, of the plain formula.
+# Derivatives are those of the library kernel: XLA's, of the formula. Users write that in float32, too, and round once,
+# as Flax does (flax.linen.normalization): it is one program.
 RMS_NORM = Operation[RmsNormProblem](
     name="rms_norm",
     problem=RmsNormProblem,

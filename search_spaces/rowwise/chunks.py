@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.rowwise.reduction import Reduction
-from search_spaces.rowwise.team import WARPS, Team
+from search_spaces.rowwise.team import WARPS, Run, Team
 
 # Mosaic GPU gives each on-chip array whole kibibytes, a kernel that reduces two more, and each barrier 8 bytes.
 ALIGNMENT = 1024
@@ -52,14 +52,19 @@ class Chunks:
         return WARPS * self.warpgroups * self.pieces
 
     @property
+    def elements(self) -> Any:
+        """Of a chunk."""
+        return self.chunk * self.line
+
+    @property
     def chunks(self) -> Any:
         """Of a row, the last one starting early enough to be whole."""
         return -(-self.lines // self.chunk)
 
     @property
     def overlap(self) -> Any:
-        """Lines that the last chunk and the one before have both."""
-        return self.chunks * self.chunk - self.lines
+        """Elements that the last chunk and the one before have both."""
+        return (self.chunks * self.chunk - self.lines) * self.line
 
     @property
     def team(self) -> Team:
@@ -67,30 +72,30 @@ class Chunks:
         return Team(warps=1, vector=self.vector)
 
     @property
-    def team_of_share(self) -> Team:
-        """Of all pieces of a warpgroup at once: what needs no single ones is built and compiled sooner so."""
-        return Team(warps=1, vector=self.vector, times=self.pieces)
+    def run(self) -> Run:
+        """All pieces of a warpgroup, for what needs no single ones."""
+        return Run(self.vector, self.pieces)
 
     def share(self, warpgroup: Any) -> Any:
-        """The line of each chunk at which the share of this warpgroup starts."""
-        return warpgroup * (WARPS * self.pieces)
+        """The element of each chunk at which the share of this warpgroup starts."""
+        return warpgroup * (WARPS * self.pieces * self.line)
 
     def places(self, warpgroup: Any) -> list[Any]:
-        """The lines of each chunk at which pieces of this warpgroup start."""
-        return [self.share(warpgroup) + WARPS * piece for piece in range(self.pieces)]
+        """The elements of each chunk at which pieces of this warpgroup start."""
+        return [self.share(warpgroup) + WARPS * self.line * piece for piece in range(self.pieces)]
 
     def counted(
         self, reduction: Reduction, places: Sequence[Any], pieces: Sequence[jax.Array], since: Any
     ) -> list[jax.Array]:
-        """The pieces of a chunk, without its lines before `since`: such as the last has in common with the one before.
+        """The pieces of a chunk, without its elements before `since`, which starts a line.
 
-        Where `since` is 0, not traced, nothing is done.
+        Such as the last chunk has in common with the one before. Where `since` is 0, not traced, nothing is done.
         """
         if isinstance(since, int) and since == 0:
             return list(pieces)
-        line = self.team.index(0)
+        start = self.team.index(0) * self.line
         return [
-            jnp.where(line + place >= since, piece, reduction.outside)
+            jnp.where(start + place >= since, piece, reduction.outside)
             for place, piece in zip(places, pieces, strict=True)
         ]
 

@@ -18,7 +18,7 @@ from search_spaces.cluster import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store
 from search_spaces.rowwise.chunks import ALIGNMENT, round_up
 from search_spaces.rowwise.reduction import Reduction, Statistics
-from search_spaces.rowwise.team import LANES, WARPS, Everyone, Team, tiled
+from search_spaces.rowwise.team import LANES, WARPS, Everyone, tiled
 
 PART = "part"  # the axis of blocks in a cluster: which part of a row each has
 
@@ -66,20 +66,17 @@ class Board:
         return parts
 
     def agreed(
-        self, reduction: Reduction, statistics: Statistics, team: Team, warpgroup: Any, told: Any, all_told: Any
+        self, reduction: Reduction, of_warps: Statistics, warpgroup: Any, told: Any, all_told: Any
     ) -> Statistics:
-        """What `finish` needs of the whole row, from the statistics that each thread of each `team` has.
+        """What `finish` needs of the whole row, from the statistics of each warp.
 
-        Each warp leaves its own on the board `told`, and reads all of them once everyone has arrived at a barrier.
+        Each leaves its own on the board `told`, and reads all of them once everyone has arrived at a barrier.
         """
-        self.tell(reduction, statistics, team, warpgroup, told, all_told)
+        self.tell(of_warps, warpgroup, told, all_told)
         return self.heard(reduction, told, all_told)
 
-    def tell(
-        self, reduction: Reduction, statistics: Statistics, team: Team, warpgroup: Any, told: Any, all_told: Any
-    ) -> None:
+    def tell(self, of_warps: Statistics, warpgroup: Any, told: Any, all_told: Any) -> None:
         """The first half of `agreed`. Whoever has told must hear before telling again, on another board."""
-        of_warps = reduction.join(statistics, team)
         first = warpgroup * WARPS
         if self.blocks > 1:
             self._tell_cluster(of_warps, lax.axis_index(PART) * self.warps + first, told, all_told)

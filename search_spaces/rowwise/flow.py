@@ -37,7 +37,7 @@ class Flow(Parts):
 
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
-        slots = round_up(self.slots * self.chunk * self.line * itemsize, ALIGNMENT)
+        slots = round_up(self.slots * self.elements * itemsize, ALIGNMENT)
         barriers = (2 * self.slots + (self.cluster == 1)) * BARRIER_BYTES
         return slots + self.board(statistics).onchip_bytes(BOARDS) + REDUCTION_BYTES + barriers
 
@@ -60,10 +60,10 @@ def flow(
 
     All blocks should fit the chip at once. If they do not, the last ones start when the first have ended.
     """
-    rows, lines, chunks, ahead = result.shape[0], f.lines_of_row, int(f.chunks), f.ahead
-    team, together, board = f.team, f.team_of_share, f.board(len(reduction.start))
+    rows, chunks, ahead = result.shape[0], int(f.chunks), f.ahead
+    team, run, board = f.team, f.run, f.board(len(reduction.start))
     on_chip = board.on_chip(BOARDS) | {
-        "slots": plgpu.SMEM((f.slots, f.chunk, f.line), x.dtype),
+        "slots": plgpu.SMEM((f.slots, f.elements), x.dtype),
         "loaded": plgpu.Barrier(num_arrivals=1, num_barriers=f.slots),
         "released": plgpu.Barrier(num_arrivals=f.warpgroups, num_barriers=f.slots),
     }
@@ -83,7 +83,7 @@ def flow(
             def copy(load: Any) -> None:
                 slot, turn, chunk = lax.rem(load, f.slots), lax.div(load, chunks), lax.rem(load, chunks)
                 plgpu.copy_gmem_to_smem(
-                    x.at[pl.ds(row_of(turn) * lines + start_of(chunk), f.chunk)],
+                    x.at[pl.ds(f.start(row_of(turn)).lines + start_of(chunk), f.elements)],
                     slots.at[slot],
                     loaded.at[slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
@@ -109,15 +109,15 @@ def flow(
                 def wait() -> None:
                     plgpu.barrier_wait(loaded.at[slot])
 
-                pieces = [team.read(slots.at[slot], place, 0) for place in places]
+                pieces = [team.read_run(slots.at[slot], place) for place in places]
                 return reduction.absorb(statistics, f.counted(reduction, places, pieces, since))
 
             def finish(turn: Any, chunk: Any, settled: Statistics) -> None:
-                slot, first = slot_of(turn, chunk), start_of(chunk) + share
-                elements = together.read(slots.at[slot], share, 0)
+                slot, first, start = slot_of(turn, chunk), start_of(chunk) + share, f.start(row_of(turn))
+                elements = run.read(slots.at[slot], share)
                 plgpu.barrier_arrive(released.at[slot])
-                other = together.read(rest[0], first, 0) if rest else None
-                together.write(out, row_of(turn) * lines + first, 0, reduction.finish(elements, other, settled))
+                other = run.read(rest[0], f.shift(start) + first) if rest else None
+                run.write(out, start.lines + first, reduction.finish(elements, other, settled))
 
             nothing: Statistics = tuple(team.fill(value) for value in reduction.start)
 
@@ -130,6 +130,8 @@ def flow(
                         finish(turn - 1, chunk - ahead, before)
                     return gather(turn, chunk, statistics, since)
 
+                start = f.start(row_of(turn))
+                ends = f.read_ends(x, start, warpgroup)
                 first = ahead
                 if not ahead and f.repeated:
                     statistics, first = step(jnp.int32(0), statistics, since=since(0)), 1
@@ -137,14 +139,16 @@ def flow(
                 statistics = step(jnp.int32(chunks - 1), statistics, since=since(chunks - 1))
                 place = elsewhere[0].at[row_of(turn)] if elsewhere else told.at[lax.rem(turn, BOARDS)]
                 barrier = None if all_told is None else all_told.at[0]
-                board.tell(reduction, statistics, team, warpgroup, place, barrier)
+                board.tell(f.of_warps(reduction, statistics, ends), warpgroup, place, barrier)
                 following = nothing
                 for chunk in range(ahead):
                     refill(turn + 1, chunk)
                     if before is not None:
                         finish(turn - 1, jnp.int32(chunks - ahead + chunk), before)
                     following = gather(turn + 1, jnp.int32(chunk), following, since(chunk))
-                return board.heard(reduction, place, barrier), following
+                settled = board.heard(reduction, place, barrier)
+                f.ends.finish(reduction, ends, start, rest[0] if rest else None, settled, out)
+                return settled, following
 
             @pl.when(warpgroup == 0)
             def fill() -> None:

@@ -16,12 +16,12 @@ from search_spaces.kernel import Footprint, Kernel, Operand, Target
 from search_spaces.rowwise.chunks import REDUCTION_BYTES, round_up
 from search_spaces.rowwise.flow import Flow, flow
 from search_spaces.rowwise.onchip import Whole, onchip
-from search_spaces.rowwise.parts import Parts
+from search_spaces.rowwise.parts import Parts, lines_of
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
 from search_spaces.rowwise.registers import registers
 from search_spaces.rowwise.team import LANES, WARPS, Team
-from search_spaces.space import Columns, Space
+from search_spaces.space import Column, Columns, Space
 
 P = TypeVar("P", bound=RowProblem)
 
@@ -103,7 +103,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
 
         def chunk_bytes(s: Any) -> Any:
             parts = _parts(p, s)
-            return parts.chunk * parts.line * p.itemsize
+            return parts.elements * p.itemsize
 
         # What figures the rules give for reasons is in docs/rows.md.
         return Space(
@@ -111,7 +111,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             choices={
                 "hold": ("registers", "onchip", "flow"),
                 "warps": (16, 8, 4, 1),
-                "vector": vectors(p),
+                "vector": tuple(dict.fromkeys((WIDEST_BYTES // p.itemsize, *vectors(p)))),
                 "rows": (1, 2, 4),
                 "pieces": (0, 2, 4, 8),
                 "slots": (0, 13, 6),
@@ -133,8 +133,11 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
                 "chunks are for whole warpgroups, a row at a time": lambda s: (
                     in_registers(s) | ((s.warps >= WARPS) & (s.pieces > 0) & (s.rows == 1))
                 ),
-                "a row in chunks is whole lines of a warp": lambda s: (
-                    in_registers(s) | (p.columns % (LANES * s.vector) == 0)
+                "rows in registers start at multiples of an access": lambda s: (
+                    ~in_registers(s) | (p.columns % s.vector == 0)
+                ),
+                "a row in chunks is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (
+                    in_registers(s) | (p.columns % (LANES * s.vector) == 0) | (s.vector * p.itemsize == WIDEST_BYTES)
                 ),
                 "a chunk is no longer than what a block has of a row": lambda s: (
                     in_registers(s) | (_parts(p, s).chunk <= _parts(p, s).lines)
@@ -206,13 +209,13 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         parts = blocks * s.cluster
         steps = np.where(flows, f.chunks, 1)
         row_bytes = p.columns * p.itemsize
-        shared_bytes = _shared_bytes(p)
+        shared_bytes, shared_itemsize = _shared_bytes(p), max((x.dtype.itemsize for x in p.operands()[1:]), default=0)
         special = np.where(in_chunks, self.special_ops[1], self.special_ops[0])
-        accesses = _accesses(p, s, w, shared=bool(shared_bytes))
+        accesses = _accesses(p, s, w, shared=-(-s.vector * shared_itemsize // WIDEST_BYTES))
         vector_ops = np.where(in_chunks, self.vector_ops[1], self.vector_ops[0]) * rows * p.columns / s.cluster
         vector_ops = vector_ops + LANES * accesses
         # What all rows share is held as it comes, in its own dtype, until it is used.
-        shared_words = p.itemsize / 4 if shared_bytes else 0.0
+        shared_words = shared_itemsize / 4
         held_words = 1.0 if self.widens else p.itemsize / 4
         registers_held = np.where(
             in_chunks,
@@ -221,6 +224,7 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
         ).astype(np.int64)
         threads = np.where(in_chunks, s.warps * LANES, THREADS)
         onchip_bytes = [where.onchip_bytes(p.itemsize, statistics) for where in (w, f)]
+        shifted = in_chunks & (w.shifts > 1) & (shared_bytes > 0)
         read_twice = np.select([on_chip, flows], [w.slots / w.chunks, 1.0], 0.0)
         return Footprint(
             arithmetic=p.arithmetic,
@@ -243,10 +247,17 @@ class MosaicGpuRows(Kernel[P, RowSchedule], Generic[P]):
             vector_ops=vector_ops / steps,
             cluster=s.cluster,
             persistent=flows,
+            copied_bytes=np.where(shifted, (1 + w.shifts) * shared_bytes, 0.0),
+            launches=np.where(shifted, 2, 1),
             transactions=accesses / steps,
             coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
             access_bytes=s.vector * p.itemsize,
         )
+
+    def verified(self, problem: P, schedules: Columns, target: Target) -> Column | bool:
+        # Rows with ends have not run on a device yet.
+        without_ends = (schedules.hold == "registers") | (problem.columns % (LANES * schedules.vector) == 0)
+        return super().verified(problem, schedules, target) & without_ends
 
     def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         p, s = problem, schedule
@@ -305,7 +316,7 @@ def _parts(p: RowProblem, s: Any) -> Parts:
     line = LANES * s.vector
     return Parts(
         row=p.columns,
-        columns=-(-(p.columns // line) // s.cluster) * line,
+        columns=-(-lines_of(p.columns, s.vector) // s.cluster) * line,
         vector=s.vector,
         warpgroups=at_least_one(s.warps // WARPS, 1),
         pieces=at_least_one(s.pieces, 1),
@@ -323,7 +334,7 @@ def _flow(p: RowProblem, s: Any) -> Flow:
 
 def _shared_bytes(p: RowProblem) -> int:
     """Of the operands that all rows share."""
-    return sum(int(np.prod(x.shape)) for x in p.operands()[1:]) * p.itemsize
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in p.operands()[1:])
 
 
 def _rows_of_block(s: Any) -> Any:
@@ -334,9 +345,13 @@ def _pieces_of_row(p: RowProblem, s: Any) -> Any:
     return -(-p.columns // (LANES * s.warps * s.vector))
 
 
-def _accesses(p: RowProblem, s: Any, w: Whole, *, shared: bool) -> Any:
-    """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included."""
+def _accesses(p: RowProblem, s: Any, w: Whole, *, shared: Any) -> Any:
+    """Accesses of whole warps to device memory, and copies, of one block: loads and stores, overlaps included.
+
+    `shared` of them are to what all rows share, beside one access to a row.
+    """
     of_row = _pieces_of_row(p, s) * s.warps
     in_registers = np.where(s.warps == 1, WARPS, 1) * of_row * (2 * s.rows + shared)
-    in_chunks = w.slots + w.held * w.chunk + w.chunks * w.chunk * (1 + shared)
+    ends = w.ends.pieces * WARPS * (2 + (shared > 0)) / s.cluster
+    in_chunks = w.slots + w.held * w.chunk + w.chunks * w.chunk * (1 + shared) + ends
     return np.where(s.hold == "registers", in_registers, in_chunks)

@@ -33,7 +33,7 @@ class Whole(Parts):
 
     def onchip_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one block, to the byte."""
-        slots = self.slots * self.chunk * self.line * itemsize
+        slots = self.slots * self.elements * itemsize
         barriers = (self.slots + (self.cluster == 1)) * BARRIER_BYTES
         return round_up(slots, ALIGNMENT) + self.board(statistics).onchip_bytes() + REDUCTION_BYTES + barriers
 
@@ -45,11 +45,11 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
     they hold in registers. Statistics are gathered as chunks arrive; when the warps have agreed on those of the row,
     results are computed and stored.
     """
-    rows, lines, chunks, slots_used = result.shape[0], w.lines_of_row, int(w.chunks), int(w.slots)
-    team, together, board = w.team, w.team_of_share, w.board(len(reduction.start))
+    rows, chunks, slots_used = result.shape[0], int(w.chunks), int(w.slots)
+    team, run, board = w.team, w.run, w.board(len(reduction.start))
     on_chip = board.on_chip()
     if slots_used:
-        on_chip["slots"] = plgpu.SMEM((slots_used, w.chunk, w.line), x.dtype)
+        on_chip["slots"] = plgpu.SMEM((slots_used, w.elements), x.dtype)
         on_chip["loaded"] = plgpu.Barrier(num_arrivals=1, num_barriers=slots_used)
 
     def kernel(*refs: Any) -> None:
@@ -58,6 +58,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
         row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
         places, share = w.places(warpgroup), w.share(warpgroup)
         start_of, since = w.part()
+        start = w.start(row)
 
         def block(told: Any, all_told: Any = None, slots: Any = None, loaded: Any = None) -> None:
             if slots_used:
@@ -66,7 +67,7 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                 def copy() -> None:
                     def copy_chunk(slot: Any, _: None) -> None:
                         plgpu.copy_gmem_to_smem(
-                            x.at[pl.ds(row * lines + start_of(slot + w.held), w.chunk)],
+                            x.at[pl.ds(start.lines + start_of(slot + w.held), w.elements)],
                             slots.at[slot],
                             loaded.at[slot],
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
@@ -75,13 +76,14 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                     lax.fori_loop(0, slots_used, copy_chunk, None)
 
             held = [
-                [team.read_narrow(x, row * lines + start_of(jnp.int32(chunk)) + place, 0) for place in places]
+                [team.read_run_narrow(x, start.lines + start_of(jnp.int32(chunk)) + place) for place in places]
                 for chunk in range(w.held)
             ]
+            ends = w.read_ends(x, start, warpgroup)
 
             def gather(slot: Any, statistics: Statistics, *, since: Any = 0) -> Statistics:
                 plgpu.barrier_wait(loaded.at[slot])
-                pieces = [team.read(slots.at[slot], place, 0) for place in places]
+                pieces = [team.read_run(slots.at[slot], place) for place in places]
                 return reduction.absorb(statistics, w.counted(reduction, places, pieces, since))
 
             statistics: Statistics = tuple(team.fill(value) for value in reduction.start)
@@ -97,24 +99,27 @@ def onchip(reduction: Reduction, w: Whole, result: jax.ShapeDtypeStruct, x: jax.
                 statistics = gather(jnp.int32(slots_used - 1), statistics, since=since(chunks - 1))
             place = elsewhere[0].at[row] if elsewhere else told.at[0]
             barrier = None if all_told is None else all_told.at[0]
-            settled = board.agreed(reduction, statistics, team, warpgroup, place, barrier)
+            of_warps = w.of_warps(reduction, statistics, ends)
+            settled = board.agreed(reduction, of_warps, warpgroup, place, barrier)
+            shift = w.shift(start)
 
             def finish(chunk: Any, pieces: list[jax.Array]) -> None:
-                start = start_of(chunk)
-                others = [team.read(rest[0], start + place, 0) if rest else None for place in places]
+                first = start_of(chunk)
+                others = [team.read_run(rest[0], shift + first + place) if rest else None for place in places]
                 for place, piece, other in zip(places, pieces, others, strict=True):
-                    team.write(out, row * lines + start + place, 0, reduction.finish(piece, other, settled))
+                    team.write_run(out, start.lines + first + place, reduction.finish(piece, other, settled))
 
             def finish_slot(slot: Any, _: None) -> None:
                 first = start_of(slot + w.held) + share
-                other = together.read(rest[0], first, 0) if rest else None
-                elements = together.read(slots.at[slot], share, 0)
-                together.write(out, row * lines + first, 0, reduction.finish(elements, other, settled))
+                other = run.read(rest[0], shift + first) if rest else None
+                elements = run.read(slots.at[slot], share)
+                run.write(out, start.lines + first, reduction.finish(elements, other, settled))
 
             for chunk, narrow in enumerate(held):
                 finish(jnp.int32(chunk), [piece.astype(jnp.float32) for piece in narrow])
             if slots_used:
                 lax.fori_loop(0, slots_used, finish_slot, None)
+            w.ends.finish(reduction, ends, start, rest[0] if rest else None, settled, out)
 
         pl.run_scoped(block, **on_chip, collective_axes="warpgroup")
 

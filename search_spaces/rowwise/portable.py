@@ -44,8 +44,8 @@ class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
         blocks = -(-p.rows // s.rows)
         by_rows = [x for x in p.operands() if _in_rows(x)]
         whole = [x for x in p.operands() if not _in_rows(x)]
-        row_bytes = sum(x.shape[1] for x in by_rows) * p.itemsize
-        whole_bytes = sum(int(np.prod(x.shape)) for x in whole) * p.itemsize
+        row_bytes = sum(x.shape[1] * x.dtype.itemsize for x in by_rows)
+        whole_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in whole)
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(blocks,),

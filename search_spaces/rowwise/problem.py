@@ -43,6 +43,11 @@ class RowProblem(Problem):
         """The formula, in the dtype of the operands, along their last axis."""
 
     @classmethod
+    def takes(cls, *dtypes: str) -> bool:
+        """Whether there are problems with operands of these dtypes."""
+        return len(set(dtypes)) == 1 and set(dtypes) <= set(DTYPES)
+
+    @classmethod
     def of(cls, x: Any, **params: Any) -> RowProblem:
         """From an operand ``[rows, columns]``."""
         rows, columns = matrix(x)

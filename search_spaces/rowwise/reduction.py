@@ -23,9 +23,10 @@ class Reduction(abc.ABC):
     """The formula, in float32, on pieces of a row: arrays of one shape, each thread with its elements.
 
     Where the row is at hand, `whole` does it all. Where it arrives in chunks, each thread keeps statistics of what it
-    has seen, begun by `start` and updated by `absorb`; `join` makes those of several threads one; `settle` follows for
-    the whole row, and `finish` computes the results when the chunks come by again. A `shared` piece is what all rows
-    share, such as a weight, in the place of the elements it belongs to; None where there is nothing.
+    has seen, begun by `start` and updated by `absorb`; `join` makes those of several threads one, `merge` those of two
+    parts of a row; `settle` follows for the whole row, and `finish` computes the results when the chunks come by again.
+    A `shared` piece is what all rows share, such as a weight, in the place of the elements it belongs to; None where
+    there is nothing.
 
     Attributes:
       outside: an element that changes no statistic.
@@ -52,6 +53,10 @@ class Reduction(abc.ABC):
     @abc.abstractmethod
     def join(self, statistics: Statistics, together: Together) -> Statistics:
         """Those of everyone, reduced."""
+
+    @abc.abstractmethod
+    def merge(self, one: Statistics, other: Statistics) -> Statistics:
+        """Those of two parts of a row, as one."""
 
     @abc.abstractmethod
     def settle(self, statistics: Statistics) -> Statistics:

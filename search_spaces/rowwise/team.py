@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from search_spaces.jax_compat import load, plgpu, store
+from search_spaces.jax_compat import load, load_run, plgpu, store, store_run
 
 LANES = 32  # threads of a warp
 WARPS = 4  # of a warpgroup
@@ -29,16 +29,14 @@ class Team:
     Attributes:
       warps: 1 or 4.
       vector: elements of one access of one thread.
-      times: accesses to a piece, of teams of one warp: each to the next four rows.
     """
 
     warps: int
     vector: int
-    times: int = 1
 
     @property
     def rows(self) -> int:
-        return WARPS // self.warps * self.times
+        return WARPS // self.warps
 
     @property
     def columns(self) -> int:
@@ -56,11 +54,15 @@ class Team:
 
     def read(self, ref: Any, row: Any, column: Any) -> jax.Array:
         """The piece of ``ref[rows, columns]`` that starts there."""
-        return self.read_narrow(ref, row, column).astype(jnp.float32)
+        return load(ref.at[self._place(row, column)], self.layout).astype(jnp.float32)
 
-    def read_narrow(self, ref: Any, row: Any, column: Any) -> jax.Array:
+    def read_run(self, ref: Any, start: Any) -> jax.Array:
+        """The piece whose rows follow each other in the flat ``ref``, from `start` on."""
+        return self.read_run_narrow(ref, start).astype(jnp.float32)
+
+    def read_run_narrow(self, ref: Any, start: Any) -> jax.Array:
         """The same in the dtype that it has in memory: to be held, until `astype` widens it."""
-        return load(ref.at[self._place(row, column)], self.layout)
+        return load_run(ref, start, self.shape, self.layout)
 
     def read_shared(self, ref: Any, column: Any) -> jax.Array:
         """The piece of ``ref[columns]`` that starts there, which is the same for all rows."""
@@ -73,6 +75,9 @@ class Team:
 
     def write(self, ref: Any, row: Any, column: Any, piece: jax.Array) -> None:
         store(ref.at[self._place(row, column)], piece.astype(ref.dtype))
+
+    def write_run(self, ref: Any, start: Any, piece: jax.Array) -> None:
+        store_run(ref, start, piece.astype(ref.dtype))
 
     def fill(self, value: float) -> jax.Array:
         """A piece of equal elements."""
@@ -96,6 +101,30 @@ class Team:
 
     def _place(self, row: Any, column: Any) -> tuple[Any, Any]:
         return (row if self.warps == WARPS else pl.ds(row, self.rows)), pl.ds(column, self.columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Elements of a flat array that follow each other, by several accesses of each thread of a warpgroup.
+
+    Each access is like that of a `Team` of one warp to rows that follow each other. Of all at once, an array is built
+    and compiled sooner than of one by one; it knows no rows.
+    """
+
+    vector: int
+    accesses: int
+
+    @functools.cached_property
+    def layout(self) -> Any:
+        row = LANES * self.vector
+        return tiled(((WARPS * row,), (row,), (self.vector,)), warps=-3, lanes=-2)
+
+    def read(self, ref: Any, start: Any) -> jax.Array:
+        elements = WARPS * LANES * self.vector * self.accesses
+        return load(ref.at[pl.ds(start, elements)], self.layout).astype(jnp.float32)
+
+    def write(self, ref: Any, start: Any, elements: jax.Array) -> None:
+        store(ref.at[pl.ds(start, elements.size)], elements.astype(ref.dtype))
 
 
 def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: Any, lanes: Any) -> Any:

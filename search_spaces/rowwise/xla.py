@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -14,8 +15,23 @@ P = TypeVar("P", bound=RowProblem)
 
 
 class XlaRows(LibraryKernel[P], Generic[P]):
+    """The formula in float32, and what users write.
+
+    Attributes:
+      plain: what users write, of operands of their dtype; None where that is the formula in float32, too.
+    """
+
     version = 1
 
+    def __init__(self, plain: Callable[..., jax.Array] | None = None) -> None:
+        self.plain = plain
+
+    def programs(self, problem: P) -> tuple[str, ...]:
+        narrow = problem.dtype != "float32"
+        return (Library.program, "plain") if narrow and self.plain is not None else (Library.program,)
+
     def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        if schedule.program == "plain" and self.plain is not None:
+            return self.plain(*args, **params)
         result = problem.compute(*(x.astype(jnp.float32) for x in args), **params)
         return result.astype(problem.result().dtype)

@@ -7,11 +7,11 @@ from search_spaces.rowwise.xla import XlaRows
 from search_spaces.silu_and_mul.mosaic_gpu import MosaicGpuSiluAndMul
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
-# Derivatives are those of the library kernel: XLA's, of the plain formula.
+# Derivatives are those of the library kernel: XLA's, of the formula.
 SILU_AND_MUL = Operation[SiluAndMulProblem](
     name="silu_and_mul",
     problem=SiluAndMulProblem,
-    kernels=(MosaicGpuSiluAndMul(), PortableRows(), XlaRows()),
+    kernels=(MosaicGpuSiluAndMul(), PortableRows(), XlaRows(SiluAndMulProblem.compute)),
     batch=calculus.batch,
 )
 

@@ -23,7 +23,7 @@ class Softmax(Reduction):
     grows (Milakov, Gimelshein, arXiv:1805.02867).
     """
 
-    outside = LEAST
+    outside = -np.inf
     start = (LEAST, 0.0)
 
     def whole(
@@ -48,6 +48,11 @@ class Softmax(Reduction):
         most, total = statistics
         joint = together.largest(most)
         return joint, together.total(total * jnp.exp(most - together.spread(joint)))
+
+    def merge(self, one: Statistics, other: Statistics) -> Statistics:
+        most = jnp.maximum(one[0], other[0])
+        first, second = (total * jnp.exp(largest - most) for largest, total in (one, other))
+        return most, first + second
 
     def settle(self, statistics: Statistics) -> Statistics:
         most, total = statistics
