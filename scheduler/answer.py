@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from scheduler.cost import CostModel
 from scheduler.errors import NoCandidate
 from scheduler.fitted import model_of
@@ -193,7 +195,8 @@ def _choose(
         favourite = prune(kernel, neighbour.problem, hardware, model, keep=1).predicted_s[0]
         objection = max(TIE, float(there / favourite) ** neighbour.weight)
         here = _predicted(kernel, problem, hardware, model, entry.schedule)
-        if kernel.library or here is None or here > objection * first.predicted_s:
+        checked = here is not None and (needed or _verified(kernel, problem, hardware, entry.schedule))
+        if kernel.library or here is None or not checked or here > objection * first.predicted_s:
             chosen, predicted_s, words = first.schedule, first.predicted_s, f" (its times corrected by those of {at})"
         else:
             chosen, predicted_s, words = entry.schedule, here, f" (with the schedule of {at})"
@@ -212,6 +215,12 @@ def _predicted(
         return model.library_seconds(problem)
     one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
     return float(model.seconds(kernel.footprint(problem, one, hardware.target))[0])
+
+
+def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> bool:
+    """Whether a legal schedule is of the part of the space that was checked on a device of this architecture."""
+    one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
+    return bool(np.all(kernel.verified(problem, one, hardware.target)))
 
 
 def recheck(

@@ -9,12 +9,14 @@ from invented import H200, NOW, Alone
 import scheduler
 from scheduler import decide
 from scheduler.answer import key_of, predict, recheck
+from scheduler.legal import illegal
 from scheduler.neighbours import distance, nearest
 from scheduler.record import Entry, Key, Measurement, Record
 from scheduler.store import Store, shipped
 from scheduler.tuner import tune
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 PALLAS = frozenset({"mosaic_gpu"})
 TODAY = MATMUL.kernel("mosaic_gpu").version
@@ -24,12 +26,12 @@ WON = {"tile_m": 64, "tile_n": 128, "tile_k": 128, "stages": 4, "split": "n", "c
 WON |= {"raster_width": 1, "epilogue_n": 64}
 
 
-def record(problem=WIDE, schedule=WON, ours_s=30e-6, library_s=40e-6, version=TODAY):
+def record(problem=WIDE, schedule=WON, ours_s=30e-6, library_s=40e-6, version=TODAY, operation=MATMUL):
     def timed(seconds):
         return Measurement(seconds, (seconds,), "cupti", "cold")
 
     entries = (Entry("mosaic_gpu", version, schedule, timed(ours_s), 1e-5), Entry("xla", 1, {}, timed(library_s), 1e-5))
-    return Record(key_of(MATMUL, problem, H200), entries, {"mosaic_gpu": version, "xla": 1}, NOW, 64, 64, 18000)
+    return Record(key_of(operation, problem, H200), entries, {"mosaic_gpu": version, "xla": 1}, NOW, 64, 64, 18000)
 
 
 def test_problems_are_as_far_apart_as_their_sizes_are_doubled():
@@ -49,6 +51,16 @@ def test_the_nearest_come_first_and_a_problem_is_not_its_own_neighbour():
     assert nearest(MATMUL, WIDE, [far, near], within=1) == found[:1]
     assert found[0].weight == pytest.approx(0.75)
     assert found[1].weight == 1 / 8
+
+
+def test_a_schedule_that_won_next_door_and_was_not_checked_for_rows_like_these_is_no_answer():
+    whole, ragged = SoftmaxProblem(4096, 8192), SoftmaxProblem(4096, 8193)
+    won = {"hold": "onchip", "warps": 4, "vector": 8, "rows": 1, "pieces": 4, "slots": 0, "ahead": 0, "held": 1}
+    rows = SOFTMAX.kernel("mosaic_gpu")
+    assert [illegal(rows, problem, H200, won) for problem in (whole, ragged)] == [None, None]
+    told = record(whole, won, ours_s=30e-6, library_s=60e-6, version=rows.version, operation=SOFTMAX)
+    assert predict(SOFTMAX, SoftmaxProblem(4096, 8448), H200, records=[told]).schedule == won
+    assert predict(SOFTMAX, ragged, H200, records=[told]).schedule != won
 
 
 def test_a_changed_size_is_answered_with_the_schedule_that_won_next_to_it():

@@ -26,12 +26,22 @@ EXTENTS = [
     (140, 65536, "float32"),
     (7, 262144, "bfloat16"),
     (70, 524288, "bfloat16"),
+    # Rows that start anywhere.
+    (133, 50257, "bfloat16"),
+    (1, 50257, "bfloat16"),
+    (300, 32001, "float16"),
+    (301, 24577, "bfloat16"),
+    (140, 65537, "float32"),
+    (67, 128257, "bfloat16"),
+    (9, 262145, "bfloat16"),
+    (133, 50264, "bfloat16"),
 ]
+WIDER = [RmsNormProblem(*extents, weight_dtype="float32") for extents in EXTENTS if extents[2] != "float32"]
 
 
 @pytest.mark.parametrize(
     "problem",
-    [problem(*extents) for problem in OPERATIONS for extents in EXTENTS],
+    [*(problem(*extents) for problem in OPERATIONS for extents in EXTENTS), *WIDER],
     ids=lambda p: f"{type(p).__name__}({p})",
 )
 def test_sampled_schedules_agree_with_the_reference(pool, all_right, problem):
