@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from scheduler.errors import SchedulerError, StoreError
+from search_spaces.errors import DeclarationError
 
 if TYPE_CHECKING:
     from scheduler.hardware import Hardware
@@ -46,7 +47,7 @@ class _Commands(TyperGroup):
         try:
             with _terminable():
                 return super().invoke(ctx)
-        except SchedulerError as error:
+        except (SchedulerError, DeclarationError) as error:
             print(f"tile-scheduler: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:

@@ -11,7 +11,7 @@ import os
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -118,19 +118,24 @@ def _policy(on_miss: str | None) -> OnMiss:
 
 
 def allowed(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
-    """The backends that `wanted` names: None for all, "pallas" for all but the library's, else their names.
+    """The backends that `wanted` names: None for all; "pallas" is all but the library's, among other names, too.
 
     Raises:
+      TypeError: `wanted` is neither a name nor several.
       ValueError: an unknown backend, or none at all; the message names those there are.
     """
     if wanted is None:
         return None
-    if wanted == "pallas":
-        return frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
+    known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {operation.library.backend})'
+    if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable):
+        raise TypeError(f"backends={wanted!r} is neither a name nor several {known}")
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     if not names:
-        raise ValueError(f"backends is empty: nothing could run (there are: {', '.join(operation.backends)})")
-    return frozenset(operation.kernel(name).backend for name in names)
+        raise ValueError(f"backends is empty: nothing could run {known}")
+    pallas = [kernel.backend for kernel in operation.kernels if not kernel.library]
+    return frozenset(
+        backend for name in names for backend in (pallas if name == "pallas" else [operation.kernel(name).backend])
+    )
 
 
 def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:

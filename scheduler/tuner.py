@@ -156,9 +156,16 @@ def tune(
       progress: called after each trial, and first where a search is resumed, from the calling thread.
 
     Raises:
+      TypeError, ValueError: a `budget` or `seconds` that is no such number, or leaves no trial.
       NoCandidate: nothing ran; the message counts why.
       WorkerError: the workers cannot start, or met a defect of a kernel that is no compiler error.
     """
+    for name, given, kinds, wanted in (
+        ("budget", budget, int, "whole number of trials"),
+        ("seconds", seconds, int | float | None, "number, or None"),
+    ):
+        if not isinstance(given, kinds) or isinstance(given, bool):
+            raise TypeError(f"{name}={given!r} is a {type(given).__name__}; give a {wanted}")
     if budget < 1:
         raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
     with contextlib.ExitStack() as stack:
