@@ -17,7 +17,7 @@ from scheduler import answer, decide, hardware, pose, tuner
 from scheduler.decide import OnMiss, Options
 from scheduler.primitive import Params, tuned_call
 from scheduler.record import Record
-from search_spaces import end_load, load
+from search_spaces import OPERATIONS, end_load, load
 from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
 from search_spaces.matmul.problem import Operands
@@ -197,14 +197,19 @@ def tuned_silu_and_mul(
     return _rows(SILU_AND_MUL, (), (x,), on_miss, backends, schedule)
 
 
-def tuned(operation: Operation[Any]) -> Callable[..., jax.Array]:
+def tuned(operation: Operation[Any] | str) -> Callable[..., jax.Array]:
     """A function that runs `operation` by the best known schedule: the treatment of `tuned_matmul` for any kernel.
 
-    The function is ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. `arrays` are shaped as
+    `operation` may be given by its name, as `search_spaces.load` takes it. The function is
+    ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. `arrays` are shaped as
     ``operation.problem.operands()`` says; `params` are fields of the problem that shapes do not tell, and the
     operation's own `params`, which reach the kernel. The other arguments and errors are those of `tuned_matmul`.
     It differentiates, batches and shards by the operation's rules, or by their defaults (see `Operation`).
+
+    Raises:
+      TypeError, ValueError: `operation` is none, and no name of one.
     """
+    operation = _operation_of(operation)
 
     def call(
         *arrays: Any,
@@ -223,6 +228,7 @@ def tuned(operation: Operation[Any]) -> Callable[..., jax.Array]:
         return compiled(*arrays)
 
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
+    call.operation = operation  # type: ignore[attr-defined]
     backends_here = ", ".join(operation.backends)
     call.__doc__ = f"{operation.name} by the best known schedule (backends: {backends_here}); see `scheduler.tuned`."
     return call
@@ -253,7 +259,7 @@ def reload() -> None:
 
 
 def tune(
-    operation: Operation[Any] | str,
+    operation: Operation[Any] | str | Callable[..., jax.Array],
     problem: Problem | Mapping[str, Any],
     *,
     store: Store | None = None,
@@ -266,7 +272,7 @@ def tune(
     whose schedules ran is warned of, and named in the record's `failed`; the next `tune` tries it again.
 
     Args:
-      operation: an `Operation`, or its name as in `search_spaces.load`.
+      operation: an `Operation`, its name as in `search_spaces.load`, or a function that runs it (`tuned_matmul`).
       problem: of that operation, or its fields.
       store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
       search: `force`, `first_error`, `budget`, `seconds`, `seed`, `runner`, `progress`: as in `scheduler.tuner.tune`.
@@ -274,6 +280,7 @@ def tune(
 
     Raises:
       ValueError: an unknown operation, field or backend.
+      TypeError: an argument of another type, with what is wanted.
       NoCandidate, CandidateFailed, WorkerError: as `scheduler.tuner.tune`.
     """
     end_load()
@@ -290,7 +297,7 @@ def tune(
 
 
 def predict(
-    operation: Operation[Any] | str,
+    operation: Operation[Any] | str | Callable[..., jax.Array],
     problem: Problem | Mapping[str, Any],
     *,
     kind: str | None = None,
@@ -306,11 +313,37 @@ def predict(
     return answer.predict(operation, posed, chip, backends=decide.allowed(operation, backends), records=records)
 
 
-def _named(operation: Operation[Any] | str, problem: Problem | Mapping[str, Any]) -> tuple[Operation[Any], Problem]:
-    operation = load(operation) if isinstance(operation, str) else operation
-    if isinstance(problem, Problem):
+def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:
+    operation = _operation_of(operation)
+    if isinstance(problem, operation.problem):
         return operation, problem
+    if isinstance(problem, Problem) or not isinstance(problem, Mapping):
+        fields = ", ".join(field.name for field in dataclasses.fields(operation.problem))
+        raise TypeError(
+            f"{problem!r} is no problem of {operation.name}: give a {operation.problem.__name__}, or a dict of its "
+            f"fields ({fields})"
+        )
     return operation, operation.problem.parse({name: _typed(value) for name, value in problem.items()})
+
+
+def _operation_of(given: Any) -> Operation[Any]:
+    if isinstance(given, str):
+        return load(given)
+    if isinstance(given, Operation):
+        return given
+    if isinstance(operation := getattr(given, "operation", None), Operation):
+        return operation
+    raise TypeError(f"{given!r} is no Operation, nor a tuned function; by name: {', '.join(map(repr, OPERATIONS))}")
+
+
+_functions: tuple[tuple[Any, Operation[Any]], ...] = (
+    (tuned_matmul, MATMUL),
+    (tuned_rms_norm, RMS_NORM),
+    (tuned_silu_and_mul, SILU_AND_MUL),
+    (tuned_softmax, SOFTMAX),
+)
+for _function, _its in _functions:
+    _function.operation = _its
 
 
 def _typed(value: Any) -> str:
@@ -337,6 +370,8 @@ def _frozen(value: Any) -> Any:
     """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list."""
     if isinstance(value, Mapping):
         return tuple(sorted(value.items()))
+    if isinstance(value, set):
+        return frozenset(value)
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 
 from scheduler.errors import CandidateFailed, SchedulerError, StoreError
 from scheduler.threads import left_behind
+from search_spaces.errors import DeclarationError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +54,7 @@ class _Commands(TyperGroup):
         try:
             with _terminable():
                 return super().invoke(ctx)
-        except SchedulerError as error:
+        except (SchedulerError, DeclarationError) as error:
             if isinstance(error, CandidateFailed) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             print(f"tile-scheduler: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ import os
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -40,6 +40,9 @@ OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
 ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
+# Why no kernel can be asked on a mesh, whatever the operation.
+ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
+EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
 
 logger = logging.getLogger("scheduler")
 T = TypeVar("T")
@@ -119,19 +122,24 @@ def _policy(on_miss: str | None) -> OnMiss:
 
 
 def allowed(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
-    """The backends that `wanted` names: None for all, "pallas" for all but the library's, else their names.
+    """The backends that `wanted` names: None for all; "pallas" is all but the library's, among other names, too.
 
     Raises:
+      TypeError: `wanted` is neither a name nor several.
       ValueError: an unknown backend, or none at all; the message names those there are.
     """
     if wanted is None:
         return None
-    if wanted == "pallas":
-        return frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
+    known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {operation.library.backend})'
+    if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable):
+        raise TypeError(f"backends={wanted!r} is neither a name nor several {known}")
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     if not names:
-        raise ValueError(f"backends is empty: nothing could run (there are: {', '.join(operation.backends)})")
-    return frozenset(operation.kernel(name).backend for name in names)
+        raise ValueError(f"backends is empty: nothing could run {known}")
+    pallas = [kernel.backend for kernel in operation.kernels if not kernel.library]
+    return frozenset(
+        backend for name in names for backend in (pallas if name == "pallas" else [operation.kernel(name).backend])
+    )
 
 
 def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:

@@ -14,7 +14,7 @@ class IllegalSchedule(SchedulerError, ValueError):
 
 
 class NoCandidate(SchedulerError):
-    """Nothing could run: every schedule was dropped or failed; the message counts the reasons."""
+    """Nothing could run: every schedule was dropped or failed, or none can be asked; the message says why."""
 
 
 class CandidateFailed(SchedulerError):

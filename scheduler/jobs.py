@@ -18,6 +18,7 @@ from scheduler.store import Store, shipped
 from scheduler.tuner import Progress, settled, start_runner, tune
 from scheduler.workers import Runner
 from search_spaces import load
+from search_spaces.errors import DeclarationError
 from search_spaces.kernel import Operation, Problem
 from search_spaces.space import unknown
 
@@ -214,7 +215,7 @@ def run(
                 result = _run_one(task, store, runner, seed, l2, force, first_error, progress)
             except CandidateFailed:
                 raise
-            except SchedulerError as error:
+            except (SchedulerError, DeclarationError) as error:
                 result = Result(task, "failed", str(error), runner.hardware)
             yield dataclasses.replace(result, elapsed_s=time.perf_counter() - started)
 

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scheduler import decide
 from search_spaces import jax_compat
 from search_spaces.matmul import MatmulProblem
 from search_spaces.matmul.problem import Operands
 from search_spaces.rowwise.problem import RowProblem
 
-ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
-EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
 # For whoever asks about a problem, which a call may not pose.
 NOT_EVERY_CALL = (
     "Whatever is stored, XLA answers calls on a mesh outside of jax.shard_map, and those that pose no such problem "
@@ -104,7 +103,7 @@ def _unposed(arrays: Mapping[str, Any]) -> str | None:
             return f"{name} has symbols for extents: {x.shape}"
         if not all(x.shape):
             return f"{name} is empty: {x.shape}"
-    return EXPLICIT_AXES if jax_compat.has_explicit_axes(list(arrays.values())) else None
+    return decide.EXPLICIT_AXES if jax_compat.has_explicit_axes(list(arrays.values())) else None
 
 
 _ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from scheduler import decide, pose
+from scheduler import decide
 from scheduler.decide import Options
 from search_spaces import jax_compat
 from search_spaces.kernel import Library, Operation, Problem, Target
@@ -43,7 +43,7 @@ def tuned_call(
             f"and got {', '.join(map(_typed, found)) or 'nothing'}"
         )
     if jax_compat.has_explicit_axes(args):
-        decide.leave_to_library(operation, options, pose.EXPLICIT_AXES)
+        decide.leave_to_library(operation, options, decide.EXPLICIT_AXES)
         return library(operation, problem, params, *args)
     args = jax_compat.alike(args)
     bound = tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
@@ -81,7 +81,7 @@ def _type(*avals: Any, problem: Problem, **_: Any) -> Any:
 def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
     if jax_compat.is_partitioned(ctx.module_context.axis_context):
         # XLA cannot divide a kernel of ours over devices.
-        decide.leave_to_library(operation, options, f"{problem}: {pose.ON_A_MESH}")
+        decide.leave_to_library(operation, options, f"{problem}: {decide.ON_A_MESH}")
         return jax_compat.lower(functools.partial(library, operation, problem, params), ctx, args)
 
     (platform,) = ctx.platforms or ctx.module_context.platforms

@@ -235,11 +235,18 @@ def tune(
       progress: called before the first trial and after each, from the calling thread.
 
     Raises:
+      TypeError, ValueError: a `budget` or `seconds` that is no such number, or leaves no trial.
       NoCandidate: nothing ran; the message counts why.
       TakesHours: kernels are interpreted here, and that would take too long; the message says what to do.
       CandidateFailed: the first failure, where that is wanted, from what the candidate raised, if it did.
       WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
     """
+    for name, given, kinds, wanted in (
+        ("budget", budget, int, "whole number of trials"),
+        ("seconds", seconds, int | float | None, "number, or None"),
+    ):
+        if not isinstance(given, kinds) or isinstance(given, bool):
+            raise TypeError(f"{name}={given!r} is a {type(given).__name__}; give a {wanted}")
     if budget < 1:
         raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
     with contextlib.ExitStack() as stack:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tile_scheduler
 
 if TYPE_CHECKING:
+    from search_spaces.errors import DeclarationError
     from search_spaces.kernel import (
         Footprint,
         Kernel,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OPERATIONS",
     "Columns",
+    "DeclarationError",
     "Footprint",
     "Kernel",
     "Library",
@@ -58,7 +60,8 @@ def __getattr__(name: str) -> Any:
     # Loaded when first used: records are read, listed and copied without the half second that JAX takes to import.
     if name not in __all__:
         raise AttributeError(f"module 'search_spaces' has no attribute {name!r} (it has: {', '.join(__all__)})")
-    module = importlib.import_module(f"search_spaces.{'space' if name in ('Columns', 'Space') else 'kernel'}")
+    places = {"Columns": "space", "Space": "space", "DeclarationError": "errors"}
+    module = importlib.import_module(f"search_spaces.{places.get(name, 'kernel')}")
     value = globals()[name] = getattr(module, name)
     return value
 

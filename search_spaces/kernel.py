@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces.space import Column, Columns, Space, unknown
+from search_spaces.errors import DeclarationError
+from search_spaces.space import Column, Columns, Space, one_truth_value, unknown
 
 P = TypeVar("P", bound="Problem")
 S = TypeVar("S")
@@ -52,13 +53,28 @@ class Tolerance:
     relative: float
 
 
+# Extents below this make no array that could be too large to count its bytes.
+_SMALL = 2**20
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem(abc.ABC):
     """One instance of an operation: everything that changes which schedule is best, and nothing else.
 
     A subclass is a frozen dataclass whose fields are int, bool or str. What changes no schedule (an epsilon, a scale)
     is a parameter of the call instead.
+
+    Raises:
+      ValueError: an array would have 2^63 bytes or more. A subclass with a `__post_init__` calls this one's last.
     """
+
+    def __post_init__(self) -> None:
+        if all(value < _SMALL for value in vars(self).values() if isinstance(value, int)):
+            return
+        for array in (*self.operands(), self.result()):
+            if (size := _nbytes(array)) >= 2**63:
+                shape = ", ".join(map(str, array.shape))
+                raise ValueError(f"{array.dtype}[{shape}] would be {size / 2**30:.3g} GiB, which no memory holds")
 
     @classmethod
     @abc.abstractmethod
@@ -90,7 +106,7 @@ class Problem(abc.ABC):
     def bytes_moved(self) -> float:
         """Compulsory device-memory traffic in bytes: each operand read once, each result written once."""
         arrays = (*self.operands(), self.result())
-        return float(sum(np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in arrays))
+        return float(sum(map(_nbytes, arrays)))
 
     @property
     def arithmetic(self) -> str:
@@ -317,6 +333,15 @@ class Footprint:
     coalescing: Column | float = 1.0
     access_bytes: Column | int = 0
 
+    def __post_init__(self) -> None:
+        for number, operand in enumerate(self.operands):
+            for axis in operand.axes:
+                if not 0 <= axis < len(self.grid):
+                    last = f"has axes 0 to {len(self.grid) - 1}" if self.grid else "has none"
+                    raise DeclarationError(
+                        f"operand {number} of the footprint is selected by axis {axis}: its grid {last}"
+                    )
+
 
 class Kernel(abc.ABC, Generic[P, S]):
     """One operation on one backend.
@@ -334,8 +359,18 @@ class Kernel(abc.ABC, Generic[P, S]):
     library: ClassVar[bool] = False
     verified_on: ClassVar[frozenset[str]] = frozenset()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What a kernel says is checked where it is said: it is asked in many places.
+        for name, checked in (("supports", _in_words), ("footprint", _of_many), ("verified", _of_many)):
+            if name in vars(cls):
+                setattr(cls, name, checked(vars(cls)[name]))
+
     def supports(self, problem: P, target: Target) -> str | None:
-        """None, or the reason in words why this kernel cannot do `problem` on `target`."""
+        """None, or the reason in words why this kernel cannot do `problem` on `target`.
+
+        Whoever asks gets a `DeclarationError` where it is anything else.
+        """
         return None
 
     @abc.abstractmethod
@@ -357,6 +392,29 @@ class Kernel(abc.ABC, Generic[P, S]):
     @abc.abstractmethod
     def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         """Compute: traceable, arguments as in `problem.operands()`. `schedule` is a legal point of `space`."""
+
+
+def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(supports)
+    def checked(self: Kernel[Any, Any], *args: Any, **kwargs: Any) -> str | None:
+        answer = supports(self, *args, **kwargs)
+        if answer is None or (isinstance(answer, str) and answer):
+            return answer
+        raise DeclarationError(
+            f"{type(self).__name__}.supports returned {answer!r}: it returns None where the kernel can do the problem, "
+            "and else the reason in words"
+        )
+
+    return checked
+
+
+def _of_many(declared: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(declared)
+    def checked(self: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        with one_truth_value(f"{type(self).__name__}.{declared.__name__}"):
+            return declared(self, *args, **kwargs)
+
+    return checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,8 +458,8 @@ class LibraryKernel(Kernel[P, Library]):
         )
 
 
-def _nbytes(array: jax.ShapeDtypeStruct) -> float:
-    return float(np.prod(array.shape, dtype=np.int64) * array.dtype.itemsize)
+def _nbytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * int(array.dtype.itemsize)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

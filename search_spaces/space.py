@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -10,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from search_spaces.errors import DeclarationError
 
 Choice = int | bool | str
 Column = npt.NDArray[Any]
@@ -79,11 +82,25 @@ class Space(Generic[S]):
       choices: field -> the values it may take, in the order they are to be tried when all else is equal.
       rules: the reason in words -> a test that holds for legal points. A test gets one schedule or a `Columns` and is
         written so that both work (`&`, `|`, `np.where`; no `and`, `or`, `if`).
+
+    Raises:
+      DeclarationError: choices that are no tuple of int, bool or str; while it is asked about its points, a rule that
+        wants one truth value of many.
     """
 
     schedule: type[S]
     choices: Mapping[str, Sequence[Choice]]
     rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in self.choices.items():
+            if not isinstance(values, tuple | list | range):
+                raise DeclarationError(f"the choices of {name} are {values!r}: write them as a tuple, as in (64, 128)")
+            for value in values:
+                if not isinstance(value, int | bool | str):
+                    raise DeclarationError(
+                        f"{name}={value!r} is a {type(value).__name__}: choices are int, bool or str"
+                    )
 
     @property
     def size(self) -> int:
@@ -112,7 +129,8 @@ class Space(Generic[S]):
                 points = _times(points, *left.pop(0))
             for reason, rule in list(waiting.items()):
                 try:
-                    holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
+                    with one_truth_value(f"the rule {reason!r}"):
+                        holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
                 except NoColumn:
                     if left:
                         continue
@@ -166,6 +184,24 @@ class Space(Generic[S]):
             if allowed and type(whole[name]) is not type(allowed[0]):
                 raise ValueError(f"{name}={whole[name]!r} is not a {type(allowed[0]).__name__}")
         return self.schedule(**whole)
+
+
+@contextlib.contextmanager
+def one_truth_value(who: str) -> Iterator[None]:
+    """Says, for what is asked about many schedules at once, how to write what NumPy refuses.
+
+    Raises:
+      DeclarationError: `who` wants the truth value of a whole column.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "truth value of an" not in str(error):
+            raise
+        raise DeclarationError(
+            f"{who} wants one truth value and gets those of many schedules: write (a) & (b), (a) | (b), ~(a) and "
+            "np.where in place of `and`, `or`, `not` and `if`, and a < b < c as (a < b) & (b < c)"
+        ) from error
 
 
 def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:

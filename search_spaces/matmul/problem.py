@@ -99,6 +99,7 @@ class MatmulProblem(Problem):
             object.__setattr__(self, "out_dtype", "")
         if self.dtype != "float32" and self.precision != "default":
             object.__setattr__(self, "precision", "default")
+        super().__post_init__()
 
     @classmethod
     def of(

@@ -36,6 +36,7 @@ class RowProblem(Problem):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        super().__post_init__()
 
     @staticmethod
     @abc.abstractmethod
