@@ -58,7 +58,8 @@ class _Commands(TyperGroup):
         except Exception as error:
             if (place := _of_a_user(error)) is None:
                 raise
-            print(f"tile-scheduler: {place}: {type(error).__name__}: {error}", file=sys.stderr)
+            said = str(error).partition("\n")[0]  # more is for a traceback, which JAX's messages come with
+            print(f"tile-scheduler: {place}: {type(error).__name__}: {said}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
             kept = "what was measured so far is kept, and the same command goes on from there"
