@@ -305,7 +305,7 @@ def predict(
 ) -> answer.Answer:
     """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
 
-    What is stored of similar problems on that chip counts.
+    What is stored of similar problems on that chip counts; what is stored of this one, and still holds, is the answer.
     """
     operation, posed = _named(operation, problem)
     chip = hardware.detect() if kind is None else hardware.find(kind)

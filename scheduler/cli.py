@@ -62,7 +62,8 @@ class _Commands(TyperGroup):
         except Exception as error:
             if (place := _of_a_user(error)) is None:
                 raise
-            print(f"tile-scheduler: {place}: {type(error).__name__}: {error}", file=sys.stderr)
+            said = str(error).partition("\n")[0]  # more is for a traceback, which JAX's messages come with
+            print(f"tile-scheduler: {place}: {type(error).__name__}: {said}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
             kept = "what was measured so far is kept, and the same command goes on from there"
@@ -443,10 +444,15 @@ def list_(
                 _print("", f"{key}, {where}: {report.unfinished_text(trials)}")
                 _print_goes_on(key)
     if not any(map(wanted, keys)):
+        from scheduler import doctor, hints
         from scheduler.store import default_url
+        from search_spaces import OPERATIONS, load
 
-        _print(f"nothing of that is in {default_url()} or shipped; to search a problem:")
-        _print_command(f"tile-scheduler tune {operation or 'matmul'} {'m=256 n=256 k=256' if not operation else ''}")
+        op = load(operation if operation in OPERATIONS else OPERATIONS[0])
+        small = doctor.example(op, 256)
+        assert small is not None, "of the operations here, all that has no default is an extent"
+        _print(f"nothing of that is in {default_url()} or shipped; to search a problem, for example:")
+        _print_command(hints.tune(op, small))
 
 
 @app.command()
@@ -806,7 +812,7 @@ def _progress() -> Iterator[Callable[[Task, Progress], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Bars
 
-    columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=30), MofNCompleteColumn()]
+    columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
     columns += [TextColumn("{task.fields[left]}"), TextColumn("{task.fields[best]}", markup=False)]
     with Bars(*columns, console=Console(stderr=True)) as bars:
         rows: dict[Task, Any] = {}
@@ -815,7 +821,8 @@ def _progress() -> Iterator[Callable[[Task, Progress], None]]:
             if task not in rows:
                 rows[task] = bars.add_task("", total=progress.budget, label=str(task), left="", best="")
             left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
-            bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=said(progress))
+            short = said(progress).partition(":")[0]  # without the schedule it fits a line
+            bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
 
         yield draw
 
@@ -855,10 +862,12 @@ def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
 
 def _print_goes_on(key: Key, command: str | None = None) -> None:
     """How an unfinished search goes on; where its operation is defined, only whoever began it knows."""
-    from search_spaces import OPERATIONS, spelled
+    from scheduler import hints
+    from search_spaces import OPERATIONS, load
 
     if command is None and key.operation in OPERATIONS:
-        command = f"tile-scheduler tune {key.operation} {spelled(key.operation, key.problem)}"
+        op = load(key.operation)
+        command = hints.tune(op, op.problem.from_canonical(key.problem))
     if command is None:
         _print("the command that began it goes on from there")
     else:

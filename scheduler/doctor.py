@@ -122,7 +122,7 @@ def _on_miss() -> Iterator[Finding]:
 
 
 def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:
-    problem = _example(operation)
+    problem = example(operation, EXTENT)
     if problem is None:
         return
     for kernel in operation.kernels:
@@ -136,11 +136,11 @@ def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding
             yield Finding(what, "note", f"version {kernel.version}, {untried}")
 
 
-def _example(operation: Operation[Any]) -> Problem | None:
+def example(operation: Operation[Any], extent: int) -> Problem | None:
     """A problem of that operation, or None where its fields are not all extents or have defaults."""
     needed = [f.name for f in dataclasses.fields(operation.problem) if f.default is dataclasses.MISSING]
     try:
-        return operation.problem.parse({name: str(EXTENT) for name in needed})
+        return operation.problem.parse({name: str(extent) for name in needed})
     except ValueError:
         return None
 

@@ -280,16 +280,16 @@ def interval_text(low: float, high: float) -> str:
 
 def gain_text(record: Record) -> str:
     """XLA's time over the winner's in short: a ratio only where it is beyond doubt."""
-    other = library(record)
-    rival = _rival(record)
-    if other is None:
+    xla = library(record)
+    if xla is None:
         return "no XLA"
-    if record.winner != other:
-        rival = other
-    stands = None if rival is None else standing(record, rival)
-    if stands is not None and stands.state != "ahead":
+    rival = _rival(record) if record.winner == xla else xla
+    if rival is None:
+        return "1.00x"
+    stands = standing(record, rival)
+    if stands.state != "ahead":
         return stands.state
-    return "1.00x" if stands is None or record.winner == other else f"{stands.ratio:.2f}x"
+    return "1.00x" if record.winner == xla else f"{stands.ratio:.2f}x"
 
 
 def _rival(record: Record) -> Entry | None:
@@ -319,9 +319,9 @@ def _against_xla(record: Record) -> str:
             return "XLA is the only backend that ran."
         stands = standing(record, rival)
         if stands.state == "undecided":
-            where = stands.interval or f"takes {stands.ratio:.3g} times as long, and that is no answer"
-            is_ = "is " if stands.interval else ""
-            return f"Undecided, and XLA answers: the best Pallas schedule {is_}{where}."
+            medians = f"takes {stands.ratio:.3g} times as long by the medians, which decides nothing"
+            where = f"is {stands.interval}" if stands.interval else medians
+            return f"Undecided, and XLA answers: the best Pallas schedule {where}."
         said = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
         return f"{said}; the best Pallas schedule takes {stands.ratio:.3g} times as long."
     stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"

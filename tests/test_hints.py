@@ -84,6 +84,7 @@ def test_what_show_and_explain_tell_to_run_fills_the_cache(tmp_path, name):
     assert shell(f"tile-scheduler show {name} m=8 n=8 k=8", tmp_path).returncode == 0
 
 
-def test_what_an_empty_list_tells_to_run_can_be_pasted(tmp_path):
-    told = shell("tile-scheduler list --hardware A100", tmp_path).stdout
+@pytest.mark.parametrize("operation", ["", "--operation softmax"])
+def test_what_an_empty_list_tells_to_run_can_be_pasted(tmp_path, operation):
+    told = shell(f"tile-scheduler list --hardware A100 {operation}", tmp_path).stdout
     assert shell(f"{hinted(told)} --budget 1", tmp_path).returncode == 0

@@ -425,3 +425,8 @@ def test_wrong_words_are_told_with_the_right_ones(arguments, complaint):
 
 def test_a_replay_of_nothing_is_a_sentence():
     assert "not-there" in run("tune", "--replay", "not-there", status=1)[1]
+
+
+def test_the_files_of_sweeps_that_were_begun_are_found_under_the_same_names():
+    assert file_name(MATMUL, MatmulProblem(1, 4096, 14336)) == "matmul-m1-n4096-k14336.jsonl.gz"
+    assert (ROOT / "sweeps" / "nvidia-h200" / file_name(MATMUL, MatmulProblem(1, 4096, 14336))).exists()

@@ -179,6 +179,19 @@ def test_a_search_resumes_only_on_trials_of_its_own_versions(memory):
     assert [trial.number for trial in memory.trials(values.KEY, values.ENVIRONMENT)] == [0, 2]
 
 
+def test_what_is_unfinished_is_every_search_that_did_not_end(any_store):
+    cut, ended, gone = (dataclasses.replace(values.KEY, operation=name) for name in ("cut", "ended", "gone"))
+    for key in (gone, cut, ended):
+        for number in range(2):
+            any_store.add_trial(key, values.trial(number), values.ENVIRONMENT)
+    any_store.put(values.record(key=ended))
+    any_store.finish(gone)
+    assert any_store.unfinished() == {cut: [values.trial(0), values.trial(1)]}
+    assert any_store.unfinished("ended") == {}
+    any_store.add_trial(ended, values.trial(2), values.ENVIRONMENT)  # of a search that was asked for again
+    assert any_store.unfinished() == {cut: [values.trial(0), values.trial(1)], ended: [values.trial(2)]}
+
+
 def test_what_could_not_be_read_again_is_not_stored(memory):
     with pytest.raises(StoreError, match=r"predicted_s|JSON compliant"):
         memory.add_trial(values.KEY, dataclasses.replace(values.trial(), predicted_s=float("nan")), values.ENVIRONMENT)
