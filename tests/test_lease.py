@@ -43,8 +43,8 @@ def test_who_comes_second_waits_for_the_record_of_the_first(path, caplog):
     assert second == first[0]
     assert len(store.trials(second.key)) == 5
     assert f"is being tuned by process {os.getpid()}" in caplog.text
-    tune(DOUBLE, problem, budget=5, store=store, runner=Rehearsal())
-    assert len(store.trials(second.key)) == 10  # nobody else was at it: asked again, it is tuned again
+    tune(DOUBLE, problem, budget=5, store=store, runner=Rehearsal(), force=True)
+    assert len(store.trials(second.key)) == 10  # nobody else was at it: forced, it is tuned again
 
 
 def test_a_lease_that_expires_is_taken_over(path, monkeypatch):
