@@ -40,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing that would end after these")
-    parser.add_argument("--first", type=int, default=None, help="only so many problems of the job")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th of them from the i-th, for GPUs that share them")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "sizes", help="rows kept for the next command")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
     options = parser.parse_args(arguments)
 
     gpu = Gpu.wanted()
     with contextlib.closing(Pool(gpu or Gpu("", "sizes", "", CPU_BYTES), slots=None if gpu else 2)) as runner:
-        suite = (jobs.parse(JOB.read_text()) if gpu else CPU_SUITE)[: options.first]
+        suite = jobs.parse(JOB.read_text()) if gpu else CPU_SUITE
         kept = Kept(options.work / "rows.jsonl")
         conditions = [
             {"problem": str(task), "device": runner.hardware.id, "jax": runner.environment.jax} for task in suite
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         left = [
             (task, condition) for task, condition in zip(suite, conditions, strict=True) if kept.get(condition) is None
         ]
-        for task, condition in paced(left, "job", started + options.seconds):
+        for task, condition in paced(jobs.part(left, options.part), "job", started + options.seconds):
             kept.add(_row(task, runner), condition)
         kept = Kept(options.work / "rows.jsonl")
         rows = [row for condition in conditions if (row := kept.get(condition)) is not None]
