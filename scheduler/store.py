@@ -618,8 +618,11 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
     place, uri = str(path), readonly or _frozen(path)
     if uri:
         # `immutable` needs no locks and no files beside this one, so that it opens where nothing may be written; it
-        # would miss what a log holds. `as_uri` quotes: after a bare `#` SQLite silently opens another file.
-        place = f"{path.absolute().as_uri()}?mode=ro{'' if _log_of(path) else '&immutable=1'}"
+        # would miss what a log holds, and what a writer does that is there now, as its two files tell. `as_uri`
+        # quotes: after a bare `#` SQLite silently opens another file.
+        used = all(path.with_name(f"{path.name}{ending}").exists() for ending in ("-wal", "-shm"))
+        at_rest = _log_of(path) is None and not used
+        place = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if at_rest else ''}"
     return sqlite3.connect(place, timeout=BUSY_TIMEOUT_S, isolation_level=None, uri=uri)
 
 

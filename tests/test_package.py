@@ -37,6 +37,7 @@ def script(tmp_path, text):
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     """Ours, and one of another project that has a package `scheduler`, too."""
+    pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
     place = tmp_path_factory.mktemp("wheels")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", place]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
@@ -57,7 +58,6 @@ def wheels(tmp_path_factory):
 @pytest.fixture
 def site(tmp_path, wheels):
     """Installs ours and theirs, in an order, into an environment: its site-packages, and its command."""
-    pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
 
     def install(*steps):
         venv.create(tmp_path / "venv", with_pip=False, system_site_packages=False)

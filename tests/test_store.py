@@ -625,6 +625,22 @@ def test_what_only_the_log_of_a_frozen_cache_holds_is_read_or_missed_with_words(
     with frozen(open_path, log), pytest.raises(StoreError, match=r"what cache.db-wal holds .* to a copy of both"):
         Store(open_path).get(values.KEY)
     assert Store(open_path).get(values.KEY) == values.record()
+    index.touch()  # left behind alone, it tells nothing
+    with frozen(open_path, index):
+        assert Store(open_path).get(values.KEY) == values.record()
+
+
+def test_who_may_only_read_sees_what_a_writer_adds_meanwhile(open_path):
+    Store(open_path).put(values.record())
+    reader = Store(open_path)
+    with contextlib.closing(sqlite3.connect(open_path, isolation_level=None)) as writer:
+        writer.execute("SELECT * FROM schedules").fetchall()
+        beside = [open_path.with_name(f"cache.db{ending}") for ending in ("-wal", "-shm")]
+        with frozen(open_path, *beside):
+            assert [r.key for r in reader.records()] == [values.KEY]
+        writer.execute("DELETE FROM schedules")
+        with frozen(open_path, *beside):
+            assert list(reader.records()) == []
 
 
 def test_a_frozen_cache_of_an_older_schema_says_who_can_bring_it_up_to_date(open_path):
