@@ -107,8 +107,10 @@ class Result:
 
     @property
     def broken(self) -> tuple[AllFailed, ...]:
-        """Backends of which nothing ran in the search, by their own fault."""
-        return () if self.record is None else tuple(lost for lost in self.record.failed if lost.own)
+        """Backends of which nothing ran in this search, by their own fault."""
+        if self.record is None or self.state == "known":  # which another search has told, and nobody asks for now
+            return ()
+        return tuple(lost for lost in self.record.failed if lost.own)
 
 
 def parse(text: str) -> list[Task | Malformed]:

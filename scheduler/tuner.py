@@ -11,7 +11,7 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from scheduler import timer
@@ -326,7 +326,7 @@ class _Tuning:
             confidence=verdict,
             excluded=self.excluded,
             stopped=self.stopped,
-            failed=tuple(self._failed({entry.backend for entry in entries})),
+            failed=tuple(self._failed()),
         )
         self._keep(lambda store: store.put(record))
         return record
@@ -547,13 +547,15 @@ class _Tuning:
         trial = self.trials[index] = dataclasses.replace(self.trials[index], outcome=failure)
         self._keep(lambda store: store.replace_trial(self.key, trial))
 
-    def _failed(self, ran: Collection[str]) -> Iterable[AllFailed]:
-        """The backends that were tried and are not among those that `ran`, and why."""
-        failures: dict[str, list[Failure]] = {}
+    def _failed(self) -> Iterable[AllFailed]:
+        """The backends that were tried and of which nothing ran, and why."""
+        outcomes: dict[str, list[Outcome]] = {}
         for trial in self.trials.values():
-            if isinstance(trial.outcome, Failure) and trial.backend not in ran:
-                failures.setdefault(trial.backend, []).append(trial.outcome)
-        for backend, each in failures.items():
+            outcomes.setdefault(trial.backend, []).append(trial.outcome)
+        for backend, ended in outcomes.items():
+            each = [outcome for outcome in ended if isinstance(outcome, Failure)]
+            if len(each) < len(ended):
+                continue
             alike: dict[tuple[str, str], list[Failure]] = {}
             for failure in each:
                 alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)

@@ -237,6 +237,9 @@ def test_what_is_settled_depends_on_who_is_asked_for():
 
     dropped = Operation("paced", DoubleProblem, (Dropped(), DoubleLibrary()))
     assert settled(dropped, EIGHT, CPU, store) == record
+    task = jobs.Task(PACED, EIGHT, budget=5, backends=frozenset({"xla"}))
+    (result,) = jobs.run([task], store=store, runner=Scripted())
+    assert (result.state, result.broken) == ("known", ())
 
 
 def test_a_backend_asked_for_alone_that_never_ran_fails_with_its_reason():
