@@ -39,7 +39,7 @@ from search_spaces.kernel import Tolerance
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.rms_norm.problem import EPS
 from search_spaces.rowwise.problem import RowProblem
-from search_spaces.rowwise.xla import XlaRows
+from search_spaces.rowwise.xla import XlaRows, rounded_at_each_step
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
@@ -73,26 +73,6 @@ class XlaCopy(LibraryKernel[CopyProblem]):
 COPY = Operation("copy", CopyProblem, (XlaCopy(),))
 
 
-class SoftmaxWritten(SoftmaxProblem):
-    def tolerance(self) -> Tolerance:
-        return _rounded_at_each_step(super().tolerance())
-
-
-class RmsNormWritten(RmsNormProblem):
-    def tolerance(self) -> Tolerance:
-        return _rounded_at_each_step(super().tolerance())
-
-
-class SiluAndMulWritten(SiluAndMulProblem):
-    def tolerance(self) -> Tolerance:
-        return _rounded_at_each_step(super().tolerance())
-
-
-def _rounded_at_each_step(exact: Tolerance) -> Tolerance:
-    # The exponent of a softmax, of up to 9 below the largest of normal numbers, is off by half of eps of that.
-    return Tolerance(absolute=exact.absolute, relative=8 * exact.relative)
-
-
 class AsWritten(LibraryKernel[RowProblem]):
     """What people write, of operands as they come."""
 
@@ -100,6 +80,9 @@ class AsWritten(LibraryKernel[RowProblem]):
 
     def __init__(self, write: Callable[..., jax.Array]) -> None:
         self.write = write
+
+    def tolerance(self, problem: RowProblem, schedule: Any) -> Tolerance:
+        return rounded_at_each_step(problem)
 
     def run(self, problem: RowProblem, schedule: Any, target: Any, /, *args: Any, **params: Any) -> jax.Array:
         return self.write(*args)
@@ -122,19 +105,19 @@ def _silu_and_mul(x: jax.Array) -> jax.Array:
     return jax.nn.silu(x[..., :half]) * x[..., half:]
 
 
-def _written(
-    operation: Operation[Any], problem: type[RowProblem], write: Callable[..., jax.Array]
-) -> Operation[RowProblem]:
+def _written(operation: Operation[Any], write: Callable[..., jax.Array]) -> Operation[RowProblem]:
     library = operation.library
     assert isinstance(library, XlaRows)
     others = [kernel for kernel in operation.kernels if not kernel.library]
-    return Operation(f"{operation.name}_as_written", problem, (AsWritten(write), OwnXla(library.plain), *others))
+    return Operation(
+        f"{operation.name}_as_written", operation.problem, (AsWritten(write), OwnXla(library.plain), *others)
+    )
 
 
 # Workers find each by its name in this module. One bench times all of its kernels on the same operands.
-SOFTMAX_WRITTEN = _written(SOFTMAX, SoftmaxWritten, jax.nn.softmax)
-RMS_NORM_WRITTEN = _written(RMS_NORM, RmsNormWritten, _rms_norm)
-SILU_AND_MUL_WRITTEN = _written(SILU_AND_MUL, SiluAndMulWritten, _silu_and_mul)
+SOFTMAX_WRITTEN = _written(SOFTMAX, jax.nn.softmax)
+RMS_NORM_WRITTEN = _written(RMS_NORM, _rms_norm)
+SILU_AND_MUL_WRITTEN = _written(SILU_AND_MUL, _silu_and_mul)
 WRITTEN = {
     SOFTMAX.name: SOFTMAX_WRITTEN,
     RMS_NORM.name: RMS_NORM_WRITTEN,

@@ -25,7 +25,7 @@ from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule,
 from scheduler.text import schedule_to_text
 from scheduler.verify import Rows, compared_rows, comparison, mismatch
 from search_spaces import jax_compat
-from search_spaces.kernel import SLAB, Kernel, Operation, Problem
+from search_spaces.kernel import SLAB, Kernel, Operation, Problem, Tolerance
 
 Compiled = Callable[..., jax.Array]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
@@ -114,7 +114,7 @@ class Bench:
         compiled = self._build(kernel, self._problem, schedule, raising=raising)
         if isinstance(compiled, Failure):
             return compiled
-        if wrong := self._wrong(compiled, self._problem, self._draw):
+        if wrong := self._wrong(compiled, self._problem, self._draw, self._tolerance(kernel, self._problem, schedule)):
             return Failure("verify", wrong)
         self._compiled[_key(backend, schedule)] = compiled
         return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
@@ -136,14 +136,16 @@ class Bench:
         compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(compiled, Failure):
             return compiled
-        if wrong := self._wrong(compiled, self._problem, self._drawn(self._problem, self._seed + 1)):
+        tolerance = self._tolerance(kernel, self._problem, schedule)
+        if wrong := self._wrong(compiled, self._problem, self._drawn(self._problem, self._seed + 1), tolerance):
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return None
         compiled = self._build(kernel, neighbour, schedule)
         if isinstance(compiled, Failure):
             return Failure("verify", f"on {neighbour} {compiled}")
-        if wrong := self._wrong(compiled, neighbour, self._drawn(neighbour, self._seed)):
+        tolerance = self._tolerance(kernel, neighbour, schedule)
+        if wrong := self._wrong(compiled, neighbour, self._drawn(neighbour, self._seed), tolerance):
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
@@ -190,14 +192,17 @@ class Bench:
                 return failed("compile", error)
         return compiled
 
-    def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw) -> str | None:
+    def _tolerance(self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule) -> Tolerance:
+        return kernel.tolerance(problem, kernel.space(problem, self._hardware.target).decode(schedule))
+
+    def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw, tolerance: Tolerance) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
         self._results.clear()  # beside these, one more of gigabytes might be one too many
         poison = jax.block_until_ready(_poison(problem))
         with self._turn():
             try:
                 actual = compiled(poison, *draw.inputs)
-                wrong = mismatch(actual, draw.expected, problem.tolerance(), draw.rows, self._comparisons[problem])
+                wrong = mismatch(actual, draw.expected, tolerance, draw.rows, self._comparisons[problem])
             except jax.errors.JaxRuntimeError as error:
                 return first_line(error)
         if problem == self._problem:
@@ -288,7 +293,8 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     """Device memory that a bench of `problem` takes at most, an estimate from above.
 
     It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
-    operands and the reference of a second draw, and, while they are made, numbers and operands in float32.
+    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA
+    compares algorithms for its own program, it has two results of them.
     """
     sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
     operands, result = _operand_bytes(problem), _nbytes(problem.result())
@@ -296,10 +302,12 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     rows = compared_rows(problem)
     shape = problem.result().shape
     compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
-    held = sets * operands + _rotating_results(problem, hardware, sets) * result + compared
     # Of a slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(_nbytes, problem.operands())), 4 * sum(elements))
-    return round(FRAGMENTED * (held + drawn + 2 * compared)) + SCRATCH_BYTES
+    # A large result gets a region of a power of two to itself.
+    region = 2 ** math.ceil(math.log2(max(result, 1)))
+    results = region + max(1, _rotating_results(problem, hardware, sets) - 1) * result
+    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + results + SCRATCH_BYTES
 
 
 def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:

@@ -207,7 +207,7 @@ class Pool:
         if what not in self._most:
             _require_room(operation, problem, self._share(1))
             needed = needed_bytes(problem, self.hardware, l2)
-            self._most[what] = next(n for n in _halves(self.slots) if n == 1 or needed <= self._share(n))
+            self._most[what] = next(n for n in _fewer(self.slots) if n == 1 or needed <= self._share(n))
         return self._most[what]
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
@@ -252,7 +252,7 @@ class Pool:
         if _lacks_memory(alone):
             self._greedy[what] += 1
         else:  # the problem needs more than was estimated
-            self._most[what] = min(self._most[what], many // 2)
+            self._most[what] = min(self._most[what], many * 2 // 3)
         return alone
 
     def _asked(self, task: Task, do: Do, message: dict[str, Any]) -> dict[str, Any]:
@@ -457,11 +457,11 @@ def _require_room(operation: Operation[Any], problem: Problem, free_bytes: int |
         )
 
 
-def _halves(count: int) -> Iterator[int]:
-    """`count`, half of it, and so on down to 1."""
+def _fewer(count: int) -> Iterator[int]:
+    """`count`, two thirds of it, and so on down to 1: shares that problems of several sizes have in common."""
     while count:
         yield count
-        count //= 2
+        count = count * 2 // 3
 
 
 def _lacks_memory(reply: Mapping[str, Any]) -> bool:

@@ -389,6 +389,13 @@ class Kernel(abc.ABC, Generic[P, S]):
         """
         return target.architecture in self.verified_on
 
+    def tolerance(self, problem: P, schedule: S) -> Tolerance:
+        """How far from the reference the answer of `schedule` may be: the problem's tolerance, whoever computes it.
+
+        A library kernel has a wider one for a program that users would otherwise run themselves.
+        """
+        return problem.tolerance()
+
     @abc.abstractmethod
     def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         """Compute: traceable, arguments as in `problem.operands()`. `schedule` is a legal point of `space`."""
@@ -438,7 +445,7 @@ class LibraryKernel(Kernel[P, Library]):
     def programs(self, problem: P) -> tuple[str, ...]:
         """Those there are for `problem`; `Library`'s default, the first, answers where nothing was measured.
 
-        A search tries them all before anything else, and each must be as right as any schedule.
+        A search tries them all before anything else.
         """
         return (Library.program,)
 
