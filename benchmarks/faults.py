@@ -42,9 +42,14 @@ HARMLESS = "right"
 # Left of a device whose memory another process has taken: enough for the contexts of workers that are replaced.
 LEFT_BYTES = 4 * GIB
 CPU_BYTES = 2 * GIB  # of a pool without a GPU, so that there are problems which not all workers can hold
-TAKE = (
-    "import sys, jax.numpy as jnp; x = jnp.zeros(int(sys.argv[1]), jnp.uint8); x.block_until_ready(); print(); input()"
-)
+# In pieces, each as large as it is asked for.
+PIECE_BYTES = GIB
+TAKE = """
+import sys, jax.numpy as jnp
+x = [jnp.zeros(int(sys.argv[1]), jnp.uint8).block_until_ready() for _ in range(int(sys.argv[2]))]
+print("taken", flush=True)
+input()
+"""
 
 Row = dict[str, Any]
 
@@ -178,8 +183,8 @@ def _taken() -> Iterator[None]:
     """Within it a process holds all of the device's memory that is free now, but for `LEFT_BYTES`."""
     gpu = Gpu.query()
     assert gpu is not None
-    command = [sys.executable, "-c", TAKE, str(gpu.free_bytes - LEFT_BYTES)]
-    settings = {"XLA_CLIENT_MEM_FRACTION": "0.99", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-c", TAKE, str(PIECE_BYTES), str((gpu.free_bytes - LEFT_BYTES) // PIECE_BYTES)]
+    settings = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     taker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | settings, text=True
     )

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     gpu = Gpu.wanted()
     with contextlib.closing(Pool(gpu or Gpu("", "sizes", "", CPU_BYTES), slots=None if gpu else 2)) as runner:
         suite = jobs.parse(JOB.read_text()) if gpu else CPU_SUITE
+        share = jobs.part(suite, options.part)
         kept = Kept(options.work / "rows.jsonl")
         conditions = [
             {"problem": str(task), "device": runner.hardware.id, "jax": runner.environment.jax} for task in suite
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         left = [
             (task, condition) for task, condition in zip(suite, conditions, strict=True) if kept.get(condition) is None
         ]
-        for task, condition in paced(jobs.part(left, options.part), "job", started + options.seconds):
+        for task, condition in paced([one for one in left if one[0] in share], "job", started + options.seconds):
             kept.add(_row(task, runner), condition)
         kept = Kept(options.work / "rows.jsonl")
         rows = [row for condition in conditions if (row := kept.get(condition)) is not None]

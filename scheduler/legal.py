@@ -27,16 +27,6 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
     return None
 
 
-def too_large(problem: Problem, hardware: Hardware) -> str | None:
-    """Why the chip's memory cannot hold the problem's operands and result, in words; None where it can."""
-    arrays = (*problem.operands(), problem.result())
-    wanted = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    if wanted <= hardware.memory_bytes:
-        return None
-    has = f"{hardware.kind} has {hardware.memory_bytes / GIB:.0f} GiB"
-    return f"its operands and result take {wanted / GIB:.0f} GiB of memory, and {has}"
-
-
 def onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> int:
     """What one block of a point of the kernel's space asks for."""
     space = kernel.space(problem, hardware.target)

@@ -14,7 +14,6 @@ from typing import Any
 
 from scheduler import answer
 from scheduler.errors import NoCandidate
-from scheduler.legal import too_large
 from scheduler.prune import Candidate
 from scheduler.record import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.replay import Recorder, point, second_pass
@@ -71,8 +70,7 @@ def sweep(
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
-    if reason := too_large(problem, runner.hardware):
-        raise NoCandidate(f"{operation.name} {problem}: {reason}")
+    runner.room(operation, problem)  # or the memory holds none, and nothing need be planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)

@@ -22,7 +22,6 @@ from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.interpreter import search_seconds, smaller
 from scheduler.lease import Leases, leased
-from scheduler.legal import too_large
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
@@ -259,8 +258,7 @@ def tune(
                 run_timeout_s=run_timeout_s,
             )
             stack.callback(runner.close)
-        if not isinstance(runner, Recorded) and (reason := too_large(problem, runner.hardware)):
-            raise NoCandidate(f"{operation.name} {problem}: {reason}")
+        runner.room(operation, problem, l2)  # or the memory holds none, and nothing need be asked
         if store is not None:
             known = settled(operation, problem, runner.hardware, store, backends=backends, l2=l2)
             if isinstance(known, Record) and not (force or first_error):
@@ -309,7 +307,6 @@ class _Tuning:
         seed: int,
         progress: Callable[[Progress], None] | None,
     ) -> Record:
-        self._room()
         if seconds is None and self.runner.hardware.platform == "cpu" and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
         self._collect(allowed, self._told())

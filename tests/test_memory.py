@@ -119,10 +119,9 @@ def test_what_a_bench_holds_is_less_than_was_estimated_and_not_by_much(problem):
     assert least_bytes(problem) < held < needed
 
 
-def test_a_large_product_fits_fifteen_times_into_an_h200():
+def test_several_workers_of_an_h200_hold_a_product_whose_references_alone_were_once_too_much():
     """8192 x 152064 x 1024: a result of 2.5 GB, whose whole reference took 5 GB in each of 15 workers."""
-    assert needed_bytes(QWEN, H200) < 140 * GIB / 15 - CONTEXT_BYTES
-    assert needed_bytes(QWEN, H200) > 2 * least_bytes(QWEN)
+    assert 2 * least_bytes(QWEN) < needed_bytes(QWEN, H200) < 140 * GIB / 10 - CONTEXT_BYTES
 
 
 @pytest.mark.parametrize("problem", [QWEN, MatmulProblem(131072, 131072, 128), MatmulProblem(16384, 53248, 16384)])
@@ -195,7 +194,7 @@ def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, t
 def test_what_no_memory_holds_is_said_before_anything_runs(pool):
     problem = MatmulProblem(2**20, 2**20, 8)
     for runner in (pool, InProcess()):
-        with pytest.raises(NoCandidate, match=r"needs 2048 GiB for its operands and its result, and the device"):
+        with pytest.raises(NoCandidate, match=r"take 2048 GiB of memory, and the device has"):
             tune(MATMUL, problem, runner=runner)
 
 
