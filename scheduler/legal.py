@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from scheduler.hardware import GIB, Hardware
+from scheduler.hardware import Hardware
 from scheduler.record import Schedule
 from search_spaces.kernel import Kernel, Problem
 from search_spaces.space import Columns
