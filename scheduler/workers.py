@@ -452,8 +452,8 @@ _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 def _require_room(operation: Operation[Any], problem: Problem, free_bytes: int | None) -> None:
     if free_bytes is not None and (least := least_bytes(problem)) > free_bytes:
         raise NoCandidate(
-            f"{operation.name} {problem}: its operands and result take {least / GIB:.4g} GiB of memory, and the device has "
-            f"{free_bytes / GIB:.3g} GiB for them"
+            f"{operation.name} {problem}: its operands and result take {least / GIB:.4g} GiB of memory, and the "
+            f"device has {free_bytes / GIB:.3g} GiB for them"
         )
 
 

@@ -430,7 +430,7 @@ def test_a_cache_that_may_only_be_read_answers_every_question_and_refuses_every_
         assert json.loads(run("explain", "matmul", *SMALL, "--json")[0])["holds"]
         assert "Already tuned" in run("tune", "matmul", *SMALL)[0]
         cache = next(finding for finding in doctor.examine(lambda: CPU) if finding.what == "cache")
-        assert (cache.state, cache.detail) == ("ok", f"{open_path}: 1 records")
+        assert (cache.state, cache.detail.startswith("1 records")) == ("note", True)
         for change in (
             ("tune", "matmul", *SMALL, "--force"),
             ("import", file),
