@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import environment, write_result
+from harness import RESULTS, ROOT, Kept, commit, environment, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -60,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=None, help="worker processes  [default: 4, on a CPU 2]")
     parser.add_argument("--run-timeout", type=float, default=10.0, help="seconds that a turn on the device may take")
     parser.add_argument("--only", default="", help="only these faults, with commas between them")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "faults", help="rows kept for the next command")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
     options = parser.parse_args(arguments)
 
     gpu = Gpu.wanted()
@@ -77,8 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A GPU's memory is nothing that a process can damage by an address, and no CPU's can be taken away.
             **({"full": _full, "kernels": _kernels} if gpu else {"vandal": _scripted}),
         }
-        wanted = options.only.split(",") if options.only else list(searches)
-        rows = [row for fault in wanted for row in searches[fault](fault, options.times, runner)]
+        kept = options.work / "rows.jsonl"
+        conditions = {
+            fault: {"fault": fault, "times": options.times, "device": runner.hardware.id, **commit()}
+            for fault in searches
+        }
+        for fault in options.only.split(",") if options.only else searches:
+            if Kept(kept).get(conditions[fault]) is None:
+                Kept(kept).add({"rows": searches[fault](fault, options.times, runner)}, conditions[fault])
+        found = [Kept(kept).get(condition) for condition in conditions.values()]
+    rows = [row for one in found if one is not None for row in one["rows"]]
     table = Table(title=f"Faults injected into searches on {runner.hardware.kind}", title_justify="left")
     for column in ("fault", "injected", "caught as", "lost", "innocent blamed", "right one won", "seconds"):
         table.add_column(
@@ -92,9 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = {name: sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed")}
     summary["kinds"] = len(rows)
     Console().print(summary)
-    write_result(
-        "faults", runner.hardware, summary=summary, rows=rows, environment=environment(runner.environment, FAULTY)
-    )
+    if None in found:
+        print("other faults are to be injected by further commands, with --only, or without it all that are left")
+        return
+    made = environment(runner.environment, FAULTY)
+    write_result("faults", runner.hardware, summary=summary, rows=rows, environment=made, directory=options.results)
 
 
 def _scripted(fault: str, times: int, runner: Pool) -> list[Row]:

@@ -383,12 +383,13 @@ def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
     extent, then to the next group of the minor axis; when that plane is full, along the other axes, the last first.
     """
     f = footprint
-    grid = np.stack(np.broadcast_arrays(*(_array(extent) for extent in f.grid)))
+    # A scalar serves all schedules, also where no extent is anything else.
+    *extents_of, left = np.broadcast_arrays(*(np.atleast_1d(_array(x)) for x in (*f.grid, blocks)))
+    grid = np.stack(extents_of)
     axes, count = grid.shape
     orders = np.array([[axis, *(other for other in reversed(range(axes)) if other != axis)] for axis in range(axes)])
     order = orders[np.broadcast_to(np.asarray(f.minor), count)].T
     extents = np.take_along_axis(grid, order, axis=0)
-    left = np.broadcast_to(_array(blocks), count)
     box = np.empty_like(extents)
     group = np.minimum(_array(f.group), extents[0])
     if axes > 1:

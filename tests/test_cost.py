@@ -513,3 +513,12 @@ def test_times_lie_where_other_models_put_them(m, n, k, tile, low_us, high_us):
     schedule = dict(zip(names, tile, strict=True)) | {"grid_minor_dim": 0, "grid_tile_width": 4}
     columns = Columns({n: [v] for n, v in (schedule | {"wg_dimension": 0, "cluster_dimension": -1}).items()})
     assert low_us < CostModel(H200).seconds(hopper_sweep.footprint(m, n, k, columns))[0] * 1e6 < high_us
+
+
+def test_one_extent_for_all_schedules_is_a_grid_like_any_other():
+    operand = Operand(bytes=4096.0, axes=(0,))
+    scalar = Footprint("float32", (64.0,), (operand,), 1.0, 4096.0, np.full(3, 8))
+    column = dataclasses.replace(scalar, grid=(np.full(3, 64.0),))
+    model = CostModel(find("NVIDIA H200"))
+    assert np.array_equal(np.broadcast_to(model.floor(scalar), 3), np.broadcast_to(model.floor(column), 3))
+    assert np.array_equal(np.broadcast_to(model.seconds(scalar), 3), np.broadcast_to(model.seconds(column), 3))

@@ -20,7 +20,7 @@ def rounded_at_each_step(problem: RowProblem) -> Tolerance:
     The exponent of a softmax, of up to 9 below the largest of normal numbers, is off by half of eps of that.
     """
     exact = problem.tolerance()
-    return Tolerance(absolute=exact.absolute, relative=8 * exact.relative)
+    return Tolerance(absolute=8 * exact.absolute, relative=8 * exact.relative)
 
 
 class XlaRows(LibraryKernel[P], Generic[P]):
