@@ -27,6 +27,7 @@ from typing import Any, Literal, Protocol
 
 from scheduler import hardware as chips
 from scheduler.bench import Bench, least_bytes, needed_bytes
+from scheduler.cost import CostModel
 from scheduler.errors import CandidateFailed, NoCandidate, RemoteTrace, WorkerError
 from scheduler.hardware import GIB, Hardware
 from scheduler.process import Child, Children, Limit
@@ -40,6 +41,8 @@ CONTEXT_BYTES = GIB // 2
 # How long a step may take, in seconds; these bound what adapts to what was seen.
 START_LIMIT_S = 180.0
 COMPILE_LIMITS_S = (30.0, 120.0)
+# XLA tries its algorithms out while it compiles: so many runs of a problem, none faster than its lower bound.
+TRIED_OUT = 500
 RUN_LIMIT_S = 10.0
 FIRST_RUN_LIMIT_S = 60.0  # where no candidate has a time yet
 RESTART_PAUSES_S = (0.5, 5.0)
@@ -199,7 +202,7 @@ class Pool:
         except Exception:
             self.close()
             raise
-        self.hardware = chips.describe(**next(iter(self._living)).facts)
+        self.hardware = self._limits.hardware = chips.describe(**next(iter(self._living)).facts)
         self.environment = environment(driver=gpu.driver)
 
     def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
@@ -489,6 +492,7 @@ class _Limits:
 
     def __init__(self, compile_timeout_s: float | None, run_timeout_s: float | None) -> None:
         self._compile_timeout_s, self._run_timeout_s = compile_timeout_s, run_timeout_s
+        self.hardware: Hardware | None = None  # as soon as it is known
         self._compile_s: collections.deque[float] = collections.deque(maxlen=100)
         self._best_s: dict[tuple[Operation[Any], Problem], float] = {}
 
@@ -499,6 +503,8 @@ class _Limits:
                     return None
                 case "run":
                     return self._run_s(task)
+                case "compile" if task.operation.kernel(task.backend).library:
+                    return self._library_s(task)
                 case _:
                     return self._build_s()
 
@@ -518,6 +524,12 @@ class _Limits:
         shortest, longest = COMPILE_LIMITS_S
         seen = list(self._compile_s)
         return min(max(4 * statistics.median(seen), shortest), longest) if seen else longest
+
+    def _library_s(self, task: Task) -> float:
+        if self._compile_timeout_s is not None:
+            return self._compile_timeout_s
+        bound_s = CostModel(self.hardware).lower_bound(task.problem) if self.hardware is not None else 0.0
+        return COMPILE_LIMITS_S[1] + TRIED_OUT * bound_s
 
     def _run_s(self, task: Task) -> float:
         if self._run_timeout_s is not None:

@@ -1,5 +1,6 @@
 """Candidates in this process and in others: what is measured, what is refused, and what a lost process costs."""
 
+import dataclasses
 import math
 import os
 import re
@@ -19,11 +20,12 @@ from processes import gone
 
 from scheduler import tuned_matmul
 from scheduler.errors import WorkerError
-from scheduler.hardware import CPU, GIB
+from scheduler.hardware import CPU, GIB, find
 from scheduler.record import Failure, Measurement
 from scheduler.tuner import start_runner
 from scheduler.workers import Gpu, InProcess, Pool, Task, _Limits
 from search_spaces import jax_compat
+from search_spaces.matmul import MATMUL, MatmulProblem
 
 PROBLEM = DoubleProblem(n=8)
 
@@ -148,8 +150,8 @@ def test_closing_a_pool_ends_what_is_under_way():
 
 
 def test_limits_adapt_to_what_was_seen_unless_they_are_told():
-    adapting = _Limits(None, None)
-    limit_s = adapting.of(LIBRARY)
+    adapting, candidate = _Limits(None, None), task("ok")
+    limit_s = adapting.of(dataclasses.replace(candidate, repetitions=5))
     assert (limit_s("compile"), limit_s("run"), limit_s("wait")) == (120, 60, None)
     for seconds in (1.0, 10.0, 300.0):
         adapting.ended("compile", seconds)
@@ -159,6 +161,18 @@ def test_limits_adapt_to_what_was_seen_unless_they_are_told():
     assert limit_s("run") == 10
     told = _Limits(3.0, 4.0).of(LIBRARY)
     assert (told("prepare"), told("run"), told("wait")) == (3, 4, None)
+
+
+def test_xla_may_try_its_algorithms_out_for_as_long_as_a_large_problem_takes():
+    adapting = _Limits(None, None)
+    for _ in range(20):
+        adapting.ended("compile", 0.5)
+    adapting.hardware = find("NVIDIA H200")
+    library = Task(MATMUL, MatmulProblem(98304, 98304, 8192), "xla", {}, 10)
+    assert adapting.of(dataclasses.replace(library, backend="mosaic_gpu"))("compile") == 30
+    assert adapting.of(library)("lower") == 30
+    assert 120 + 50 < adapting.of(library)("compile") < 300
+    assert adapting.of(dataclasses.replace(library, problem=MatmulProblem(16, 16, 16)))("compile") < 121
 
 
 ORPHANS = """
