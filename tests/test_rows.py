@@ -318,14 +318,6 @@ def test_a_row_of_any_length_that_a_cluster_has_room_for_has_a_schedule_that_fit
         assert np.any(fits(footprint(problem, space(problem).legal()[0]))), problem
 
 
-def test_of_rows_with_ends_none_is_chosen_unmeasured_before_they_were_checked_on_a_device():
-    problem = SoftmaxProblem(64, 50272)  # 1571 lines of single elements, or 196 of eight and ends
-    points = space(problem).legal()[0].take(footprint(problem, space(problem).legal()[0]).registers < 255)
-    verified = np.broadcast_to(kernel_of(problem).verified(problem, points, TARGET), (len(points),))
-    assert set(points.vector[verified]) == {1}
-    assert set(points.vector[~verified]) == {8}
-
-
 def test_of_a_row_that_no_cluster_has_room_for_no_schedule_fits():
     assert np.any(fits(footprint(SoftmaxProblem(64, 2**19), space(SoftmaxProblem(64, 2**19)).legal()[0])))
     too_long = SoftmaxProblem(64, 2**20)

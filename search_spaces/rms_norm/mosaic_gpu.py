@@ -8,11 +8,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from search_spaces.kernel import Target
 from search_spaces.rms_norm.problem import EPS, RmsNormProblem
 from search_spaces.rowwise.mosaic_gpu import MosaicGpuRows
 from search_spaces.rowwise.reduction import Reduction, Statistics, Together
-from search_spaces.space import Column, Columns
 
 
 class RmsNorm(Reduction):
@@ -59,10 +57,6 @@ class MosaicGpuRmsNorm(MosaicGpuRows[RmsNormProblem]):
     special_ops = (0.0, 0.0)
     vector_ops = (6.0, 7.0)
     widens = False
-
-    def verified(self, problem: RmsNormProblem, schedules: Columns, target: Target) -> Column | bool:
-        # A weight of another dtype than `x` has not run on a device yet.
-        return super().verified(problem, schedules, target) & (not problem.weight_dtype)
 
     def reduction(self, problem: RmsNormProblem, *, eps: float = EPS, **params: Any) -> RmsNorm:
         return RmsNorm(problem.columns, eps)
