@@ -21,7 +21,7 @@ from rich.table import Table
 
 from scheduler import jobs
 from scheduler.bench import least_bytes, needed_bytes
-from scheduler.hardware import GIB
+from scheduler.hardware import GIB, Hardware
 from scheduler.record import Failure
 from scheduler.store import Store
 from scheduler.workers import Gpu, Pool, Runner
@@ -60,21 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kept.add(_row(task, runner), condition)
         kept = Kept(options.work / "rows.jsonl")
         rows = [row for condition in conditions if (row := kept.get(condition)) is not None]
-        summary = {
-            "problems": len(rows),
-            "large": sum(row["result_gb"] >= 1 for row in rows),
-            "largest_result_gb": max(row["result_gb"] for row in rows),
-            "problems_failed": sum(row["state"] == "failed" for row in rows),
-            "trials": sum(row["trials"] for row in rows),
-            "trials_failed": sum(sum(row["failures"].values()) for row in rows),
-        }
         _print(rows)
-        Console().print(summary)
-        if len(rows) == len(suite):
-            made = environment(runner.environment, MATMUL)
-            write_result(
-                "sizes", runner.hardware, summary=summary, rows=rows, environment=made, directory=options.results
-            )
+        made = environment(runner.environment, MATMUL)
+        conclude(rows, [str(task) for task in suite], runner.hardware, made, options.results)
+
+
+def conclude(
+    rows: Sequence[dict[str, Any]], suite: Sequence[str], hardware: Hardware, made: dict[str, Any], results: Path
+) -> None:
+    """Writes the result; `missing` in its environment names the problems that no command has come to yet."""
+    summary = {
+        "problems": len(rows),
+        "large": sum(row["result_gb"] >= 1 for row in rows),
+        "largest_result_gb": max((row["result_gb"] for row in rows), default=0.0),
+        "problems_failed": sum(row["state"] == "failed" for row in rows),
+        "trials": sum(row["trials"] for row in rows),
+        "trials_failed": sum(sum(row["failures"].values()) for row in rows),
+    }
+    Console().print(summary)
+    missing = [problem for problem in suite if problem not in {row["problem"] for row in rows}]
+    made = made | ({"missing": missing} if missing else {})
+    write_result("sizes", hardware, summary=summary, rows=rows, environment=made, directory=results)
 
 
 def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
