@@ -129,7 +129,7 @@ def test_a_product_without_epilogue_has_the_key_that_it_always_had():
 def test_an_epilogue_is_part_of_the_problem_and_is_spelt_on_a_command_line():
     texts = {"m": "4", "n": "5", "k": "6", "activation": "silu", "bias": "bfloat16", "residual": "float32"}
     p = MatmulProblem.parse(texts)
-    assert str(p) == "m=4 n=5 k=6 bias=bfloat16 activation=silu residual=float32"
+    assert str(p) == "m=4 n=5 k=6 dtype=bfloat16 bias=bfloat16 activation=silu residual=float32"
     assert MatmulProblem.from_canonical(p.canonical()) == p
     assert (
         len({p, p.plain, *(dataclasses.replace(p, **{name: ""}) for name in ("bias", "activation", "residual"))}) == 5
