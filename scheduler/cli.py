@@ -503,6 +503,7 @@ def explain(
     from scheduler import answer, hints, pose, report
     from scheduler import explain as accounts
     from scheduler import hardware as chips
+    from scheduler.record import choice_text
 
     with _usage_errors():
         op, problem = _problem(operation, fields)
@@ -525,7 +526,7 @@ def explain(
     for account in explained:
         _print(*report.account_parts(account, _console().width, trials_kept=kept), "")
     if isinstance(held, str) or record is None:
-        choice = report.choice_text(model.backend, model.schedule)
+        choice = choice_text(model.backend, model.schedule)
         why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
         _print(f"Without measuring, a call gets {choice}: {model.reason}.")
         _print(f"{why[0].upper()}{why[1:]}; run:")
@@ -789,13 +790,14 @@ def _read(file: Path) -> str:
 def _progress() -> Iterator[Callable[[Task, Progress], None]]:
     """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
     from scheduler import report
+    from scheduler.record import choice_text
 
     def said(progress: Progress) -> str:
         best = progress.best
         if best is None:
             return "building and checking the first" if progress.last is None else "nothing ran yet"
         time_s = getattr(best.outcome, "median_s", float("nan"))
-        return f"best {report.seconds_text(time_s)}: {report.choice_text(best.backend, best.schedule)}"
+        return f"best {report.seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
     if not sys.stderr.isatty():
         shown: dict[Task, str] = {}

@@ -17,7 +17,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.record import Calibration, Entry, Failure, Key, Measurement, Record, Schedule, Sweep, Trial
+from scheduler.record import (
+    Calibration,
+    Entry,
+    Failure,
+    Key,
+    Measurement,
+    Record,
+    Schedule,
+    Sweep,
+    Trial,
+    choice_text,
+    schedule_text,
+)
 from search_spaces import spelled
 
 if TYPE_CHECKING:
@@ -40,15 +52,6 @@ def seconds_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{_digits(seconds / scale)} {unit}"
     return f"{_digits(seconds / 1e-9)} ns"
-
-
-def schedule_text(schedule: Schedule) -> str:
-    """Sorted by name, as stores keep it: a schedule reads the same wherever it is printed."""
-    return " ".join(f"{name}={value}" for name, value in sorted(schedule.items()))
-
-
-def choice_text(backend: str, schedule: Schedule) -> str:
-    return f"{backend} {schedule_text(schedule)}".rstrip()
 
 
 def difference(schedule: Schedule, base: Schedule) -> str:
@@ -497,12 +500,11 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
 def unfinished_text(trials: Sequence[Trial]) -> str:
     """How far a search came that did not end."""
     ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    best = f", the best {seconds_text(min(ran)[0])}: {_choice(min(ran)[2])}" if ran else ", none of which ran"
-    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{best}"
-
-
-def _choice(trial: Trial) -> str:
-    return choice_text(trial.backend, trial.schedule)
+    said = ", none of which ran"
+    if ran:
+        best_s, _, best = min(ran)
+        said = f", the best {seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
+    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
 
 
 def kept_json(
