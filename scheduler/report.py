@@ -250,11 +250,10 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
-    from scheduler.race import TIE, margin
-    from scheduler.text import schedule_to_text
+    from scheduler.race import TIE, label_of, margin
 
     sure, winner = record.confidence, record.winner
-    tied = f"{other.backend} {schedule_to_text(other.schedule)}" in sure.tied
+    tied = label_of(other.backend, other.schedule) in sure.tied
     found = margin(winner.measurement, other.measurement, sure.rounds)
     if found is None or not math.isfinite(found.low):
         ratio = other.measurement.median_s / winner.measurement.median_s

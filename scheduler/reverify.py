@@ -14,7 +14,6 @@ from scheduler.hardware import Hardware
 from scheduler.legal import illegal, onchip_bytes
 from scheduler.race import Result
 from scheduler.record import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
-from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
 from scheduler.workers import Runner, Task
 from search_spaces import load
@@ -209,7 +208,7 @@ def _refreshed(
 
 
 def _label(rival: Rival) -> str:
-    return f"{rival.backend} {schedule_to_text(rival.schedule)}"
+    return race.label_of(rival.backend, rival.schedule)
 
 
 def _words(rival: Rival) -> str:

@@ -24,7 +24,7 @@ from scheduler.interpreter import search_seconds, smaller
 from scheduler.lease import Leases, leased
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prune import Candidate, prune
-from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
+from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, label_of, race
 from scheduler.race import Result as RaceResult
 from scheduler.record import (
     L2,
@@ -40,7 +40,6 @@ from scheduler.record import (
     Trial,
     Verdict,
 )
-from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate
@@ -537,7 +536,7 @@ class _Tuning:
     def _raise_first(self, index: int, outcome: Outcome) -> None:
         c = self.candidates[index]
         if self.first_error and isinstance(outcome, Failure) and not c.library:
-            raise CandidateFailed(f"{c.backend} {schedule_to_text(c.schedule)}: {outcome}")
+            raise CandidateFailed(f"{label_of(c.backend, c.schedule)}: {outcome}")
 
     def _refute(self, index: int, failure: Failure) -> None:
         self._raise_first(index, failure)
@@ -569,7 +568,7 @@ class _Tuning:
     def _run_off(self, finalists: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is."""
         rivals = {
-            Rival(f"{c.backend} {schedule_to_text(c.schedule)}", c.library, c.onchip_bytes): index
+            Rival(label_of(c.backend, c.schedule), c.library, c.onchip_bytes): index
             for index, c in ((index, self.candidates[index]) for index in finalists)
         }
         labelled = {rival.label: index for rival, index in rivals.items()}
