@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from scheduler.hardware import Hardware
     from scheduler.jobs import Result, Task
+    from scheduler.progress import Progress
     from scheduler.record import Key, Record, Trial
     from scheduler.store import Store
-    from scheduler.tuner import Progress
     from search_spaces.kernel import Operation, Problem
 
 # Everything that takes long to import (JAX, SQLAlchemy, Optuna) is imported by the commands that need it.

@@ -6,13 +6,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import re
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from scheduler import timer
 from scheduler.answer import allowed_backends, counted, key_of, recheck
@@ -23,6 +21,7 @@ from scheduler.hardware import Hardware
 from scheduler.interpreter import search_seconds, smaller
 from scheduler.lease import Leases, leased
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
+from scheduler.progress import Pace, Progress
 from scheduler.prune import Candidate, prune
 from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, label_of, race
 from scheduler.race import Result as RaceResult
@@ -46,7 +45,6 @@ from search_spaces import locate
 from search_spaces.kernel import Operation, Problem
 from search_spaces.space import Choice
 
-R = TypeVar("R")
 _Point = tuple[str, int, tuple[tuple[str, Choice], ...]]  # backend, version, schedule: what tells trials apart
 
 FINALISTS = 4
@@ -55,59 +53,8 @@ KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
 # A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
 PATIENCE = 24
-# Trials before the time left is told.
-FEWEST_TO_TELL = 3
 # A search that is longer where kernels are interpreted, in seconds, is wanted by nobody who has not bounded it.
 LONGEST_INTERPRETED_S = 600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a search is.
-
-    Attributes:
-      done, budget: trials that ended, and that may be spent.
-      best: the fastest trial so far, or None.
-      last: the trial that ended just now; None before one has.
-      elapsed_s: since the first trial was started.
-      eta_s: the time left at the pace of this run's trials, None while they are too few to tell.
-      resumed: trials among `done` that an earlier run of this search made before it was cut short.
-    """
-
-    done: int
-    budget: int
-    best: Trial | None
-    last: Trial | None
-    elapsed_s: float
-    eta_s: float | None
-    resumed: int = 0
-
-
-class Pace:
-    """How long trials take of which so many run at once."""
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._seconds: list[float] = []
-
-    def timed(self, call: Callable[[], R]) -> R:
-        """What `call` returns; a trial that ended."""
-        started = time.perf_counter()
-        result = call()
-        self._seconds.append(time.perf_counter() - started)
-        return result
-
-    def left_s(self, trials: int) -> float | None:
-        """The time that so many more take, in seconds; None where too few ended to tell.
-
-        By the median: the first trial of a process pays for what it imports and prepares, and one that hangs for its
-        limit. And of trials beside each other the quickest end first.
-        """
-        if trials == 0:
-            return 0.0
-        if len(self._seconds) < max(FEWEST_TO_TELL, self._slots):
-            return None
-        return statistics.median(self._seconds) * math.ceil(trials / self._slots)
 
 
 @runtime_checkable
