@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from typer.core import TyperGroup
 from scheduler.errors import CandidateFailed, SchedulerError, StoreError
 from scheduler.threads import left_behind
 from search_spaces.errors import DeclarationError
+from tile_scheduler import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(importlib.metadata.version("tile-scheduler"))
+        print(__version__)
         raise typer.Exit
 
 
@@ -675,9 +675,9 @@ def _hardware_here(device: int) -> Hardware:
 
 def _row(identity: str) -> Hardware | None:
     """The chip of a record, where the table has it."""
-    from scheduler.hardware import CPU, TABLE
+    from scheduler.hardware import CHIPS
 
-    return next((row for row in (*TABLE, CPU) if row.id == identity), None)
+    return next((row for row in CHIPS if row.id == identity), None)
 
 
 def _user_store() -> Store:
@@ -735,9 +735,9 @@ def _wanted(keys: Sequence[Key], operation: str | None, hardware: str | None) ->
         elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
     if hardware is not None and not any(hardware.lower() in key.hardware.lower() for key in keys):
-        from scheduler.hardware import CPU, TABLE, named
+        from scheduler.hardware import CHIPS, named
 
-        kinds = dict.fromkeys((*(row.kind for row in (*TABLE, CPU)), *(key.hardware for key in keys)))
+        kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
         if not named(hardware, kinds):
             raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
     return lambda key: (

@@ -74,8 +74,9 @@ def stale_line() -> str:
     )
 
 
-def library(record: Record, backend: str = "xla") -> Entry | None:
-    return record.best(frozenset({backend}))
+def library(record: Record) -> Entry | None:
+    """XLA's entry in the record, None where it did not run; a record does not say which kernel is the library."""
+    return record.best(frozenset({"xla"}))
 
 
 def table(*columns: str, numbers: Sequence[str] = ()) -> Table:

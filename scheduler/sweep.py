@@ -25,7 +25,7 @@ from search_spaces.kernel import Operation, Problem
 
 REPETITIONS = 5
 # Of the second pass.
-AGAIN, ROUNDS = 20, 10
+ROUNDS = 10
 
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
