@@ -122,11 +122,8 @@ def settled(
         return str(error)
     if record is None:
         return ""
-    entry = recheck(operation, problem, hardware, record, backends=backends)
-    if isinstance(entry, str):
-        return entry
-    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
-        return "it was measured with its operands in memory"
+    if reason := _useless(operation, problem, hardware, record, backends, l2):
+        return reason
     asked = allowed_backends(operation, backends) | {operation.library.backend}
     failed = [
         str(lost)
@@ -134,6 +131,23 @@ def settled(
         if lost.backend in asked and operation.kernel(lost.backend).supports(problem, hardware.target) is None
     ]
     return "; ".join(failed) or record
+
+
+def _useless(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    record: Record,
+    backends: frozenset[str] | None,
+    l2: L2,
+) -> str | None:
+    """Why a record is no answer to what is now asked for, in words, or None where it is one."""
+    entry = recheck(operation, problem, hardware, record, backends=backends)
+    if isinstance(entry, str):
+        return entry
+    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
+        return "it was measured with its operands in memory"
+    return None
 
 
 def tune(
@@ -206,13 +220,14 @@ def tune(
             stack.callback(runner.close)
         runner.room(operation, problem, l2)  # or the memory holds none, and nothing need be asked
         if store is not None:
-            known = settled(operation, problem, runner.hardware, store, backends=backends, l2=l2)
-            if isinstance(known, Record) and not (force or first_error):
-                return known
-            made = stack.enter_context(leased(store, key_of(operation, problem, runner.hardware)))
-            if made is not None and isinstance(
-                recheck(operation, problem, runner.hardware, made, backends=backends), Entry
-            ):
+            hardware = runner.hardware
+            if not (force or first_error):
+                known = settled(operation, problem, hardware, store, backends=backends, l2=l2)
+                if isinstance(known, Record):
+                    return known
+            made = stack.enter_context(leased(store, key_of(operation, problem, hardware)))
+            # A backend that failed for the other process would fail for this one, too.
+            if made is not None and _useless(operation, problem, hardware, made, backends, l2) is None:
                 return made
         return _Tuning(operation, problem, runner, budget, l2, store, first_error).run(
             allowed_backends(operation, backends), seconds, seed, progress
