@@ -46,6 +46,7 @@ class Answer:
 
 
 def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
+    """What stores know the question by."""
     return Key(operation.name, hardware.id, problem.canonical())
 
 
@@ -251,10 +252,12 @@ def recheck(
 
 
 def allowed_backends(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
+    """`backends` by name, where None stands for all of the operation."""
     return frozenset(operation.backends) if backends is None else backends
 
 
 def counted(reasons: Mapping[str, int]) -> str:
+    """Reasons with how many schedules each concerns, in a line."""
     return "{" + ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) + "}"
 
 

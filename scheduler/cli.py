@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import signal
@@ -24,15 +23,16 @@ from typer.core import TyperGroup
 from scheduler.errors import CandidateFailed, SchedulerError, StoreError
 from scheduler.threads import left_behind
 from search_spaces.errors import DeclarationError
+from tile_scheduler import __version__
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from scheduler.hardware import Hardware
     from scheduler.jobs import Result, Task
+    from scheduler.progress import Progress
     from scheduler.record import Key, Record, Trial
     from scheduler.store import Store
-    from scheduler.tuner import Progress
     from search_spaces.kernel import Operation, Problem
 
 # Everything that takes long to import (JAX, SQLAlchemy, Optuna) is imported by the commands that need it.
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(importlib.metadata.version("tile-scheduler"))
+        print(__version__)
         raise typer.Exit
 
 
@@ -503,6 +503,7 @@ def explain(
     from scheduler import answer, hints, pose, report
     from scheduler import explain as accounts
     from scheduler import hardware as chips
+    from scheduler.record import choice_text
 
     with _usage_errors():
         op, problem = _problem(operation, fields)
@@ -525,7 +526,7 @@ def explain(
     for account in explained:
         _print(*report.account_parts(account, _console().width, trials_kept=kept), "")
     if isinstance(held, str) or record is None:
-        choice = report.choice_text(model.backend, model.schedule)
+        choice = choice_text(model.backend, model.schedule)
         why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
         _print(f"Without measuring, a call gets {choice}: {model.reason}.")
         _print(f"{why[0].upper()}{why[1:]}; run:")
@@ -674,9 +675,9 @@ def _hardware_here(device: int) -> Hardware:
 
 def _row(identity: str) -> Hardware | None:
     """The chip of a record, where the table has it."""
-    from scheduler.hardware import CPU, TABLE
+    from scheduler.hardware import CHIPS
 
-    return next((row for row in (*TABLE, CPU) if row.id == identity), None)
+    return next((row for row in CHIPS if row.id == identity), None)
 
 
 def _user_store() -> Store:
@@ -734,9 +735,9 @@ def _wanted(keys: Sequence[Key], operation: str | None, hardware: str | None) ->
         elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
     if hardware is not None and not any(hardware.lower() in key.hardware.lower() for key in keys):
-        from scheduler.hardware import CPU, TABLE, named
+        from scheduler.hardware import CHIPS, named
 
-        kinds = dict.fromkeys((*(row.kind for row in (*TABLE, CPU)), *(key.hardware for key in keys)))
+        kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
         if not named(hardware, kinds):
             raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
     return lambda key: (
@@ -789,13 +790,14 @@ def _read(file: Path) -> str:
 def _progress() -> Iterator[Callable[[Task, Progress], None]]:
     """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
     from scheduler import report
+    from scheduler.record import choice_text
 
     def said(progress: Progress) -> str:
         best = progress.best
         if best is None:
             return "building and checking the first" if progress.last is None else "nothing ran yet"
         time_s = getattr(best.outcome, "median_s", float("nan"))
-        return f"best {report.seconds_text(time_s)}: {report.choice_text(best.backend, best.schedule)}"
+        return f"best {report.seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
     if not sys.stderr.isatty():
         shown: dict[Task, str] = {}

@@ -29,7 +29,7 @@ from scheduler.errors import (
     WorkerError,
 )
 from scheduler.hardware import Hardware
-from scheduler.record import Schedule
+from scheduler.record import Schedule, schedule_text
 from scheduler.threads import Threads
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat
@@ -169,7 +169,7 @@ def leave_to_library(operation: Operation[Any], options: Options, reason: str) -
             f"allowed ({allowed}) leave out"
         )
     if options.schedule:
-        words = " ".join(f"{name}={value}" for name, value in options.schedule)
+        words = schedule_text(dict(options.schedule))
         raise IllegalSchedule(f"{operation.name} cannot run the schedule {words}: {reason}")
     logger.debug("%s: %s answers, and no kernel is asked: %s", operation.name, library, reason)
 
@@ -262,7 +262,7 @@ class _Deciding:
         legal = [kernel for kernel in fitting if reasons[kernel] is None]
         if len(legal) == 1:
             return self._decision(hardware, legal[0].backend, schedule, "the caller's schedule")
-        words = " ".join(f"{name}={value}" for name, value in schedule.items())
+        words = schedule_text(schedule)
         if legal:
             names = ", ".join(kernel.backend for kernel in legal)
             raise IllegalSchedule(f"the schedule {words} suits several backends ({names}): choose one with backends=")

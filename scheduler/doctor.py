@@ -14,7 +14,7 @@ from typing import Any, Literal
 import tile_scheduler
 from scheduler.decide import ENVIRONMENT, ON_MISS, options
 from scheduler.errors import SchedulerError, StoreError
-from scheduler.hardware import CPU, TABLE, Hardware
+from scheduler.hardware import CHIPS, GIB, Hardware
 from scheduler.store import CACHE_VARIABLE, Store, default_url, shipped
 from scheduler.workers import Gpu
 from search_spaces import OPERATIONS, load
@@ -44,7 +44,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
       device: the GPU, by its index among the visible ones.
     """
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
-    yield Finding("versions", "ok", f"tile-scheduler {_version('tile-scheduler')}, python {platform.python_version()}")
+    yield Finding("versions", "ok", f"tile-scheduler {tile_scheduler.__version__}, python {platform.python_version()}")
     if (reason := tile_scheduler.trouble()) is not None:
         yield Finding("package", "broken", reason)
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
@@ -57,13 +57,13 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
         reason = "JAX_PLATFORMS keeps it out" if os.environ.get("JAX_PLATFORMS") else "install tile-scheduler[cuda13]"
         yield Finding("GPU", "note", f"one is here, and jax does not use it: {reason}")
     else:
-        yield Finding("GPU", "ok", f"driver {gpu.driver}, {gpu.free_bytes / 1024**3:.0f} GiB free")
+        yield Finding("GPU", "ok", f"driver {gpu.driver}, {gpu.free_bytes / GIB:.0f} GiB free")
     try:
         hardware = detect()
     except SchedulerError as error:
         yield Finding("hardware", "broken", str(error))
         return
-    if any(row.kind == hardware.kind for row in (*TABLE, CPU)):
+    if any(row.kind == hardware.kind for row in CHIPS):
         yield Finding("hardware", "ok", hardware.id)
     else:
         yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: predictions are rough")

@@ -12,7 +12,7 @@ from scheduler import answer
 from scheduler.fitted import calibrations, model_of
 from scheduler.hardware import Hardware
 from scheduler.prune import Pruned
-from scheduler.record import Failure, Schedule, Trial
+from scheduler.record import Schedule, Trial
 from search_spaces.kernel import Footprint, Kernel, Operation, Problem
 
 
@@ -72,10 +72,6 @@ class Account:
     fitted: str = ""
     tried: tuple[Trial, ...] = ()
     untried: int = 0
-
-    @property
-    def failed(self) -> list[Trial]:
-        return [trial for trial in self.tried if isinstance(trial.outcome, Failure)]
 
 
 def explain(

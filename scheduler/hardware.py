@@ -185,6 +185,8 @@ CPU = Hardware(
     launch_s=1e-3,
 )
 
+CHIPS = (*TABLE, CPU)
+
 
 def find(kind: str) -> Hardware:
     """The row of a chip by its driver's name or a part of it, in any case: "NVIDIA H200", "h200".
@@ -192,7 +194,7 @@ def find(kind: str) -> Hardware:
     Raises:
       ValueError: no such row, or several; the message names those there are.
     """
-    rows = {row.kind: row for row in (*TABLE, CPU)}
+    rows = {row.kind: row for row in CHIPS}
     found = [kind] if kind in rows else named(kind, rows)
     if len(found) == 1:
         return rows[found[0]]

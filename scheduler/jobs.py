@@ -13,9 +13,10 @@ from scheduler.answer import key_of, predict, recheck
 from scheduler.decide import allowed
 from scheduler.errors import CandidateFailed, NoCandidate, SchedulerError, StoreError
 from scheduler.hardware import Hardware
+from scheduler.progress import Progress
 from scheduler.record import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
 from scheduler.store import Store, shipped
-from scheduler.tuner import Progress, settled, start_runner, tune
+from scheduler.tuner import settled, start_runner, tune
 from scheduler.workers import Runner
 from search_spaces import load
 from search_spaces.errors import DeclarationError

@@ -23,6 +23,7 @@ NOT_EVERY_CALL = (
     '(other or mixed dtypes, empty arrays, another axis): the logger "scheduler" says why (DEBUG), and '
     'backends="pallas" makes it an error.'
 )
+_WEAKLY_TYPED = "an array is weakly typed, as Python's numbers are: give it a dtype with .astype"
 
 
 def matmul(
@@ -44,7 +45,7 @@ def matmul(
     if a.dtype != b.dtype:
         return f"a is {a.dtype} and b is {b.dtype}; kernels take two of one dtype"
     if a.weak_type or b.weak_type:
-        return "an array is weakly typed, as Python's numbers are: give it a dtype with .astype"
+        return _WEAKLY_TYPED
     if (rounding := _rounding(precision)) is None:
         return f"precision={precision!r} is not default, high or highest"
     m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
@@ -87,7 +88,7 @@ def rows(problem: type[RowProblem], arrays: Sequence[Any]) -> RowProblem | str:
     if not x.ndim:
         return "x is a scalar"
     if any(array.weak_type for array in arrays):
-        return "an array is weakly typed, as Python's numbers are: give it a dtype with .astype"
+        return _WEAKLY_TYPED
     try:
         return problem.of(jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype), *shared)
     except (TypeError, ValueError) as error:

@@ -110,25 +110,29 @@ def prune(
     """
     space = kernel.space(problem, hardware.target)
     points, dropped = space.legal()
-    if kernel.library:  # The model knows its programs as one.
-        kept = np.arange(len(points))[:keep]
-        if keep is not None and len(points) > keep:
-            dropped[f"ranked below the first {keep}"] = len(points) - keep
+
+    def full(value: npt.ArrayLike) -> npt.NDArray[Any]:
+        return np.broadcast_to(np.asarray(value), (len(points),))
+
+    def best(rank: npt.NDArray[Any], predicted_s: Any, floor_s: Any, onchip_bytes: Any) -> Pruned:
+        """Those to keep of the points with the indices `rank`."""
+        if keep is not None and len(rank) > keep:
+            dropped[f"ranked below the first {keep}"] = len(rank) - keep
+            rank = rank[:keep]
         return Pruned(
             kernel=kernel,
             space=space,
             size=space.size,
             dropped=dropped,
-            points=points.take(kept),
-            predicted_s=np.full(len(kept), model.library_seconds(problem)),
-            floor_s=np.zeros(len(kept)),
-            onchip_bytes=np.zeros(len(kept), dtype=np.int64),
+            points=points.take(rank),
+            predicted_s=predicted_s[rank],
+            floor_s=floor_s[rank],
+            onchip_bytes=onchip_bytes[rank].astype(np.int64),
         )
+
+    if kernel.library:  # The model knows its programs as one.
+        return best(np.arange(len(points)), full(model.library_seconds(problem)), full(0.0), full(0))
     footprint = kernel.footprint(problem, points, hardware.target)
-
-    def full(value: npt.ArrayLike) -> npt.NDArray[Any]:
-        return np.broadcast_to(np.asarray(value), (len(points),))
-
     onchip_bytes = full(footprint.onchip_bytes)
     obstacles = {
         f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": onchip_bytes
@@ -153,17 +157,4 @@ def prune(
     predicted = full(model.seconds(footprint))
     # Ties are common, say among orders of traversal: then larger arithmetic intensity, less on-chip memory, order.
     rank = np.lexsort((onchip_bytes, -full(arithmetic_intensity(footprint)), np.round(predicted, 12)))
-    rank = rank[alive[rank]]
-    if keep is not None and len(rank) > keep:
-        dropped[f"ranked below the first {keep}"] = len(rank) - keep
-        rank = rank[:keep]
-    return Pruned(
-        kernel=kernel,
-        space=space,
-        size=space.size,
-        dropped=dropped,
-        points=points.take(rank),
-        predicted_s=predicted[rank],
-        floor_s=floor_s[rank],
-        onchip_bytes=onchip_bytes[rank].astype(np.int64),
-    )
+    return best(rank[alive[rank]], predicted, floor_s, onchip_bytes)

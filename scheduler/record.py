@@ -17,6 +17,16 @@ Stage = Literal["lower", "compile", "verify", "time", "suspect", "timeout", "mem
 Schedule = Mapping[str, Choice]
 
 
+def schedule_text(schedule: Schedule) -> str:
+    """A schedule as a person reads it, ``stages=4 tile_m=128``: sorted by name, and so the same everywhere."""
+    return " ".join(f"{name}={value}" for name, value in sorted(schedule.items()))
+
+
+def choice_text(backend: str, schedule: Schedule) -> str:
+    """The same after its backend, which is all there is of a schedule at its defaults."""
+    return f"{backend} {schedule_text(schedule)}".rstrip()
+
+
 @dataclasses.dataclass(frozen=True)
 class Key:
     """What a schedule is stored under.

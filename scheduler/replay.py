@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler import hardware, text
 from scheduler.errors import NotRecorded, RecordingError
-from scheduler.record import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial
+from scheduler.record import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial, choice_text
+from search_spaces import spelled
 from search_spaces.kernel import Library
 
 if TYPE_CHECKING:
@@ -189,13 +190,15 @@ class Replay:
         Raises:
           NotRecorded: the recording is of another problem, or does not hold this schedule.
         """
-        asked = (task.operation.name, task.problem.canonical())
-        if asked != (self.sweep.operation, self.sweep.problem):
-            raise NotRecorded(f"{self.path} holds {self.sweep.operation} {self.sweep.problem}, not {' '.join(asked)}")
+        held = self.sweep
+        if (task.operation.name, task.problem.canonical()) != (held.operation, held.problem):
+            raise NotRecorded(
+                f"{self.path} holds {held.operation} {spelled(held.operation, held.problem)}, "
+                f"not {task.operation.name} {task.problem}"
+            )
         which = point(task.backend, task.schedule)
         if which not in self._trials:
-            words = " ".join(f"{name}={value}" for name, value in which[1])
-            raise NotRecorded(f"{self.path} does not hold the schedule {task.backend} {words}".rstrip())
+            raise NotRecorded(f"{self.path} does not hold the schedule {choice_text(task.backend, task.schedule)}")
         outcome = self._trials[which].outcome
         if self._seed is None or isinstance(outcome, Failure):
             return outcome

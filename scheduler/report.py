@@ -17,7 +17,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.record import Calibration, Entry, Failure, Key, Measurement, Record, Schedule, Sweep, Trial
+from scheduler.record import (
+    Calibration,
+    Entry,
+    Failure,
+    Key,
+    Measurement,
+    Record,
+    Schedule,
+    Sweep,
+    Trial,
+    choice_text,
+    schedule_text,
+)
 from search_spaces import spelled
 
 if TYPE_CHECKING:
@@ -42,15 +54,6 @@ def seconds_text(seconds: float) -> str:
     return f"{_digits(seconds / 1e-9)} ns"
 
 
-def schedule_text(schedule: Schedule) -> str:
-    """Sorted by name, as stores keep it: a schedule reads the same wherever it is printed."""
-    return " ".join(f"{name}={value}" for name, value in sorted(schedule.items()))
-
-
-def choice_text(backend: str, schedule: Schedule) -> str:
-    return f"{backend} {schedule_text(schedule)}".rstrip()
-
-
 def difference(schedule: Schedule, base: Schedule) -> str:
     """What of `schedule` is not as in `base`; a field that only `base` has is at its default."""
     told = {name: value for name, value in schedule.items() if name not in base or base[name] != value}
@@ -71,8 +74,9 @@ def stale_line() -> str:
     )
 
 
-def library(record: Record, backend: str = "xla") -> Entry | None:
-    return record.best(frozenset({backend}))
+def library(record: Record) -> Entry | None:
+    """XLA's entry in the record, None where it did not run; a record does not say which kernel is the library."""
+    return record.best(frozenset({"xla"}))
 
 
 def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -247,11 +251,10 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
-    from scheduler.race import TIE, margin
-    from scheduler.text import schedule_to_text
+    from scheduler.race import TIE, label_of, margin
 
     sure, winner = record.confidence, record.winner
-    tied = f"{other.backend} {schedule_to_text(other.schedule)}" in sure.tied
+    tied = label_of(other.backend, other.schedule) in sure.tied
     found = margin(winner.measurement, other.measurement, sure.rounds)
     if found is None or not math.isfinite(found.low):
         ratio = other.measurement.median_s / winner.measurement.median_s
@@ -497,12 +500,11 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
 def unfinished_text(trials: Sequence[Trial]) -> str:
     """How far a search came that did not end."""
     ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    best = f", the best {seconds_text(min(ran)[0])}: {_choice(min(ran)[2])}" if ran else ", none of which ran"
-    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{best}"
-
-
-def _choice(trial: Trial) -> str:
-    return choice_text(trial.backend, trial.schedule)
+    said = ", none of which ran"
+    if ran:
+        best_s, _, best = min(ran)
+        said = f", the best {seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
+    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
 
 
 def kept_json(

@@ -13,8 +13,7 @@ from scheduler.fitted import model_of
 from scheduler.hardware import Hardware
 from scheduler.legal import illegal, onchip_bytes
 from scheduler.race import Result
-from scheduler.record import Entry, Failure, Measurement, Outcome, Record, Schedule
-from scheduler.text import schedule_to_text
+from scheduler.record import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
 from scheduler.threads import Threads
 from scheduler.workers import Runner, Task
 from search_spaces import load
@@ -209,9 +208,8 @@ def _refreshed(
 
 
 def _label(rival: Rival) -> str:
-    return f"{rival.backend} {schedule_to_text(rival.schedule)}"
+    return race.label_of(rival.backend, rival.schedule)
 
 
 def _words(rival: Rival) -> str:
-    schedule = " ".join(f"{name}={value}" for name, value in sorted(rival.schedule.items()))
-    return f"{rival.role}, {rival.backend} {schedule}".rstrip()
+    return f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"

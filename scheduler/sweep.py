@@ -14,18 +14,18 @@ from typing import Any
 
 from scheduler import answer
 from scheduler.errors import NoCandidate
+from scheduler.progress import Pace, Progress
 from scheduler.prune import Candidate
 from scheduler.record import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.replay import Recorder, point, second_pass
 from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
-from scheduler.tuner import Pace, Progress
 from scheduler.workers import Runner, Task
 from search_spaces.kernel import Operation, Problem
 
 REPETITIONS = 5
 # Of the second pass.
-AGAIN, ROUNDS = 20, 10
+ROUNDS = 10
 
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:

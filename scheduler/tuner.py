@@ -6,13 +6,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import re
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from scheduler import timer
 from scheduler.answer import allowed_backends, counted, key_of, recheck
@@ -23,8 +21,9 @@ from scheduler.hardware import Hardware
 from scheduler.interpreter import search_seconds, smaller
 from scheduler.lease import Leases, leased
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
+from scheduler.progress import Pace, Progress
 from scheduler.prune import Candidate, prune
-from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
+from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, label_of, race
 from scheduler.race import Result as RaceResult
 from scheduler.record import (
     L2,
@@ -40,14 +39,12 @@ from scheduler.record import (
     Trial,
     Verdict,
 )
-from scheduler.text import schedule_to_text
 from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate
 from search_spaces.kernel import Operation, Problem
 from search_spaces.space import Choice
 
-R = TypeVar("R")
 _Point = tuple[str, int, tuple[tuple[str, Choice], ...]]  # backend, version, schedule: what tells trials apart
 
 FINALISTS = 4
@@ -56,59 +53,8 @@ KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
 # A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
 PATIENCE = 24
-# Trials before the time left is told.
-FEWEST_TO_TELL = 3
 # A search that is longer where kernels are interpreted, in seconds, is wanted by nobody who has not bounded it.
 LONGEST_INTERPRETED_S = 600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a search is.
-
-    Attributes:
-      done, budget: trials that ended, and that may be spent.
-      best: the fastest trial so far, or None.
-      last: the trial that ended just now; None before one has.
-      elapsed_s: since the first trial was started.
-      eta_s: the time left at the pace of this run's trials, None while they are too few to tell.
-      resumed: trials among `done` that an earlier run of this search made before it was cut short.
-    """
-
-    done: int
-    budget: int
-    best: Trial | None
-    last: Trial | None
-    elapsed_s: float
-    eta_s: float | None
-    resumed: int = 0
-
-
-class Pace:
-    """How long trials take of which so many run at once."""
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._seconds: list[float] = []
-
-    def timed(self, call: Callable[[], R]) -> R:
-        """What `call` returns; a trial that ended."""
-        started = time.perf_counter()
-        result = call()
-        self._seconds.append(time.perf_counter() - started)
-        return result
-
-    def left_s(self, trials: int) -> float | None:
-        """The time that so many more take, in seconds; None where too few ended to tell.
-
-        By the median: the first trial of a process pays for what it imports and prepares, and one that hangs for its
-        limit. And of trials beside each other the quickest end first.
-        """
-        if trials == 0:
-            return 0.0
-        if len(self._seconds) < max(FEWEST_TO_TELL, self._slots):
-            return None
-        return statistics.median(self._seconds) * math.ceil(trials / self._slots)
 
 
 @runtime_checkable
@@ -176,11 +122,8 @@ def settled(
         return str(error)
     if record is None:
         return ""
-    entry = recheck(operation, problem, hardware, record, backends=backends)
-    if isinstance(entry, str):
-        return entry
-    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
-        return "it was measured with its operands in memory"
+    if reason := _useless(operation, problem, hardware, record, backends, l2):
+        return reason
     asked = allowed_backends(operation, backends) | {operation.library.backend}
     failed = [
         str(lost)
@@ -188,6 +131,23 @@ def settled(
         if lost.backend in asked and operation.kernel(lost.backend).supports(problem, hardware.target) is None
     ]
     return "; ".join(failed) or record
+
+
+def _useless(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    record: Record,
+    backends: frozenset[str] | None,
+    l2: L2,
+) -> str | None:
+    """Why a record is no answer to what is now asked for, in words, or None where it is one."""
+    entry = recheck(operation, problem, hardware, record, backends=backends)
+    if isinstance(entry, str):
+        return entry
+    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
+        return "it was measured with its operands in memory"
+    return None
 
 
 def tune(
@@ -260,13 +220,14 @@ def tune(
             stack.callback(runner.close)
         runner.room(operation, problem, l2)  # or the memory holds none, and nothing need be asked
         if store is not None:
-            known = settled(operation, problem, runner.hardware, store, backends=backends, l2=l2)
-            if isinstance(known, Record) and not (force or first_error):
-                return known
-            made = stack.enter_context(leased(store, key_of(operation, problem, runner.hardware)))
-            if made is not None and isinstance(
-                recheck(operation, problem, runner.hardware, made, backends=backends), Entry
-            ):
+            hardware = runner.hardware
+            if not (force or first_error):
+                known = settled(operation, problem, hardware, store, backends=backends, l2=l2)
+                if isinstance(known, Record):
+                    return known
+            made = stack.enter_context(leased(store, key_of(operation, problem, hardware)))
+            # A backend that failed for the other process would fail for this one, too.
+            if made is not None and _useless(operation, problem, hardware, made, backends, l2) is None:
                 return made
         return _Tuning(operation, problem, runner, budget, l2, store, first_error).run(
             allowed_backends(operation, backends), seconds, seed, progress
@@ -537,7 +498,7 @@ class _Tuning:
     def _raise_first(self, index: int, outcome: Outcome) -> None:
         c = self.candidates[index]
         if self.first_error and isinstance(outcome, Failure) and not c.library:
-            raise CandidateFailed(f"{c.backend} {schedule_to_text(c.schedule)}: {outcome}")
+            raise CandidateFailed(f"{label_of(c.backend, c.schedule)}: {outcome}")
 
     def _refute(self, index: int, failure: Failure) -> None:
         self._raise_first(index, failure)
@@ -569,7 +530,7 @@ class _Tuning:
     def _run_off(self, finalists: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is."""
         rivals = {
-            Rival(f"{c.backend} {schedule_to_text(c.schedule)}", c.library, c.onchip_bytes): index
+            Rival(label_of(c.backend, c.schedule), c.library, c.onchip_bytes): index
             for index, c in ((index, self.candidates[index]) for index in finalists)
         }
         labelled = {rival.label: index for rival, index in rivals.items()}

@@ -206,7 +206,7 @@ class Problem(abc.ABC):
 
 
 def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
-    return (_drawn if math.prod(s.shape) <= SLAB else _in_slabs)(key, s.shape, s.dtype)
+    return (_drawn if s.size <= SLAB else _in_slabs)(key, s.shape, s.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -466,7 +466,7 @@ class LibraryKernel(Kernel[P, Library]):
 
 
 def _nbytes(array: jax.ShapeDtypeStruct) -> int:
-    return math.prod(array.shape) * int(array.dtype.itemsize)
+    return array.size * array.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

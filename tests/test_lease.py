@@ -1,5 +1,6 @@
 """Several processes, one cache: a problem that two are asked to tune is tuned once, and no record is lost."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -45,6 +46,30 @@ def test_who_comes_second_waits_for_the_record_of_the_first(path, caplog):
     assert f"is being tuned by process {os.getpid()}" in caplog.text
     tune(DOUBLE, problem, budget=5, store=store, runner=Rehearsal(), force=True)
     assert len(store.trials(second.key)) == 10  # nobody else was at it: forced, it is tuned again
+
+
+class Device(Rehearsal):
+    """Measures with its operands in memory, or in the cache, as asked, which a CPU cannot."""
+
+    def measure(self, task, *, again=False):
+        return dataclasses.replace(super().measure(task, again=again), l2=task.l2)
+
+
+def test_who_waited_takes_no_record_that_was_measured_otherwise_than_asked_for(path):
+    problem, entered = DoubleProblem(8), threading.Event()
+
+    def watch(progress):
+        entered.set()
+        time.sleep(0.05)
+
+    thread = threading.Thread(
+        target=lambda: tune(DOUBLE, problem, budget=5, store=Store(path), runner=Device(), progress=watch)
+    )
+    thread.start()
+    entered.wait()
+    second = tune(DOUBLE, problem, budget=5, store=Store(path), runner=Device(), l2="warm")
+    thread.join()
+    assert second.winner.measurement.l2 == "warm"
 
 
 def test_a_lease_that_expires_is_taken_over(path, monkeypatch):

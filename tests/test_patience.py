@@ -20,9 +20,10 @@ from scheduler import tuner
 from scheduler.errors import TakesHours
 from scheduler.hardware import CPU
 from scheduler.interpreter import search_seconds, smaller
+from scheduler.progress import FEWEST_TO_TELL, Pace
 from scheduler.record import Measurement
 from scheduler.store import Store
-from scheduler.tuner import FEWEST_TO_TELL, Pace, tune
+from scheduler.tuner import tune
 from scheduler.workers import InProcess
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem

@@ -8,7 +8,7 @@ import sys
 import pytest
 from test_cli import run
 
-from scheduler import report
+from scheduler.record import schedule_text
 from scheduler.store import shipped
 from search_spaces import OPERATIONS, load, spelled
 
@@ -51,7 +51,7 @@ def test_an_account_takes_a_screen_or_two(width):
     for kernel in explained["kernels"]:
         assert {f"-{count}" for count in kernel["dropped"].values()} <= words
     first = next(kernel["first"] for kernel in explained["kernels"] if kernel["backend"] == "mosaic_gpu")
-    assert set(report.schedule_text(first[0]["schedule"]).split()) <= words
+    assert set(schedule_text(first[0]["schedule"]).split()) <= words
     assert {name for ranked in first for name, seconds in ranked["terms"].items() if seconds} <= words
 
 

@@ -277,7 +277,7 @@ def refusal(p: RowProblem, target: Target) -> str | None:
         return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
     if p.columns < (LANES if p.rows >= WARPS else THREADS):
         return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
-    if max(int(np.prod(x.shape, dtype=np.int64)) for x in p.operands()) > MOST_ELEMENTS:
+    if max(x.size for x in p.operands()) > MOST_ELEMENTS:
         return "an array has more elements than 32-bit indices reach"
     return None
 
@@ -329,7 +329,7 @@ def _flow(p: RowProblem, s: Any) -> Flow:
 
 def _shared_bytes(p: RowProblem) -> int:
     """Of the operands that all rows share."""
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in p.operands()[1:])
+    return sum(x.size * x.dtype.itemsize for x in p.operands()[1:])
 
 
 def _rows_of_block(s: Any) -> Any:

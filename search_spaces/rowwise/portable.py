@@ -45,7 +45,7 @@ class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
         by_rows = [x for x in p.operands() if _in_rows(x)]
         whole = [x for x in p.operands() if not _in_rows(x)]
         row_bytes = sum(x.shape[1] * x.dtype.itemsize for x in by_rows)
-        whole_bytes = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in whole)
+        whole_bytes = sum(x.size * x.dtype.itemsize for x in whole)
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(blocks,),
