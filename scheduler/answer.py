@@ -127,7 +127,8 @@ def predict(
         gain = library_s / found.predicted_s
         reason = f"the model expects {gain:.2f}x the library's speed{found.words}"
         return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
-    reason = f"the model expects less than {wanted:.0%} over the library" if found is not None else _words(refused)
+    least = f"less than {wanted:.0%}" if wanted >= 0.005 else "no gain"
+    reason = f"the model expects {least} over the library" if found is not None else _words(refused)
     return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", told)
 
 

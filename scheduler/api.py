@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,9 @@ def tuned_matmul(
 
     What is None is left out. Sums, bias, activation and residual are computed in float32 (in float64 and in complex
     numbers where operands are that, in whole numbers where all are), and rounded once, to the dtype of the result.
+    Where something follows the product, a search also times the program that users write, which rounds after each step;
+    it answers where that was measured to be the fastest (``schedule={"program": "float32"}`` or ``backends="pallas"``
+    leaves it out).
 
     Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
     tuned calls too. On a mesh outside of manual axes XLA answers, as it does for empty operands, where `precision`
@@ -116,7 +120,11 @@ def tuned_softmax(
     backends: Backends | None = None,
     schedule: Any = None,
 ) -> jax.Array:
-    """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip, computed in float32.
+    """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip.
+
+    It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as `jax.nn.softmax`
+    does it, where that program of XLA's was measured to be the fastest (``schedule={"program": "float32"}`` or
+    ``backends="pallas"`` leaves it out). Along another axis it is `jax.nn.softmax`.
 
     Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for another axis than the last, for
     arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
@@ -149,7 +157,9 @@ def tuned_rms_norm(
     backends: Backends | None = None,
     schedule: Any = None,
 ) -> jax.Array:
-    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule, computed in float32.
+    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule.
+
+    It is computed in float32, and rounded once.
 
     Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight that is neither of the dtype
     of `x` nor float32, for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of
@@ -176,7 +186,11 @@ def tuned_rms_norm(
 def tuned_silu_and_mul(
     x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None
 ) -> jax.Array:
-    """``silu(x[..., :d]) * x[..., d:]`` with ``silu(g) = g / (1 + exp(-g))``, by the best known schedule, in float32.
+    """``silu(x[..., :d]) * x[..., d:]`` with ``silu(g) = g / (1 + exp(-g))``, by the best known schedule.
+
+    It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as
+    ``jax.nn.silu(gate) * up`` is, where that program of XLA's was measured to be the fastest
+    (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it out).
 
     Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for arrays other than float32, bfloat16
     or float16, for empty ones, and on a mesh outside of manual axes.
@@ -284,6 +298,8 @@ def tune(
       NoCandidate, CandidateFailed, WorkerError: as `scheduler.tuner.tune`.
     """
     end_load()
+    if isinstance(store, str | os.PathLike):
+        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.store.Store({str(store)!r})")
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), tuner.Recorded)
     cache = decide.user_cache() if store is None and not recorded else store

@@ -123,7 +123,8 @@ def calibrate(
         )
     if not made:
         raise NoCandidate(
-            f"no trial of {operation.name} was timed by the clock of {hardware.kind}: tune or sweep there first"
+            f"no trial of {operation.name} on {hardware.kind} was timed by the clock of an accelerator, to which the "
+            "model is fitted (a CPU has none): tune or sweep on one first"
         )
     return made
 

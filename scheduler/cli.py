@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import signal
@@ -117,6 +118,9 @@ RunTimeout = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # rules of tables, where a terminal has no letters but ASCII's
     sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
@@ -534,7 +538,7 @@ def explain(
     else:
         _print(f"Winner, from {found[0][0]}:", *report.record_head(record, trials_kept=bool(found[0][2])), "")
         _print(*report.entries(record, problem, chip), "", *report.verdict(record))
-    _print(f"\n{pose.NOT_EVERY_CALL}")
+    _print("", pose.NOT_EVERY_CALL)
 
 
 @app.command()
@@ -847,6 +851,8 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
         earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
         _print(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
     _print(*report.entries(record, problem, result.hardware), "", *report.verdict(record))
+    with contextlib.suppress(StoreError):  # what could not be stored has been told
+        _print(*report.failed_beside(store.last_trials(record.key), record))
     if result.stored:
         _print("Nothing is stored of a replay without --store" if store.in_memory else f"Stored in {store.location}")
 
@@ -873,6 +879,10 @@ def _print_goes_on(key: Key, command: str | None = None) -> None:
     if command is None:
         _print("the command that began it goes on from there")
     else:
+        if (chip := _row(key.hardware)) is not None and chip.platform == "cpu":
+            from scheduler.tuner import LONGEST_INTERPRETED_S
+
+            command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"  # one that takes longer may have been begun so only
         _print("it goes on from there with:")
         _print_command(command)
 

@@ -270,10 +270,9 @@ def interval_text(low: float, high: float) -> str:
     slower, faster = max(high, 0.0), max(-low, 0.0)
     if max(slower, faster) < 5e-5:
         return "as fast"
-    if low > 0:
-        return f"{low:.2%} to {high:.2%} slower"
-    if high < 0:
-        return f"{-high:.2%} to {-low:.2%} faster"
+    least, most = (f"{end:.2%}" for end in sorted((abs(low), abs(high))))
+    if low > 0 or high < 0:
+        return f"{least if least == most else f'{least} to {most}'} {'slower' if low > 0 else 'faster'}"
     if faster < 5e-5:
         return f"up to {slower:.2%} slower"
     if slower < 5e-5:
@@ -716,6 +715,18 @@ def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
     """How many trials failed, by reason; the most frequent first."""
     reasons = (_first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
     return dict(collections.Counter(reasons).most_common())
+
+
+def failed_beside(trials: Sequence[Trial], record: Record) -> list[str]:
+    """Of each backend that `record` has a schedule of, how many others failed, and what the most of them say."""
+    said = []
+    for backend in dict.fromkeys(entry.backend for entry in record.entries):
+        tried = [trial for trial in trials if trial.backend == backend]
+        if reasons := failures(tried):
+            said.append(
+                f"{sum(reasons.values())} of {len(tried)} schedules of {backend} failed: {next(iter(reasons))}."
+            )
+    return said
 
 
 def _first_line(text: str, most: int = 160) -> str:

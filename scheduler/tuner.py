@@ -208,6 +208,8 @@ def tune(
             raise TypeError(f"{name}={given!r} is a {type(given).__name__}; give a {wanted}")
     if budget < 1:
         raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
+    if seconds is not None and seconds <= 0:
+        raise ValueError(f"seconds={seconds} leaves no time for a trial; give a positive number, or None")
     with contextlib.ExitStack() as stack:
         if runner is None:
             runner = start_runner(

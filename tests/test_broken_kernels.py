@@ -35,6 +35,7 @@ MISTAKES = {
     "division": (BODY, f"{BODY} * (1 // 0)", "lower: ", "ZeroDivisionError"),
     "type": (BODY, 'x_ref[...] + "bias"', "lower: ", "TypeError"),
     "index": (BODY, f"{BODY} * (1.0, 2.0)[schedule.tile_m]", "lower: ", "IndexError"),
+    "one tile": (ROWS, "lambda i: (i + 1, 0))\n", "verify: ", None),
     "index map": (ROWS, "lambda i: (0, i))\n", "verify: ", None),
 }
 PROBLEM = ["m=50", "n=64", "--budget", "6"]
@@ -102,6 +103,15 @@ def test_once_mended_it_is_tuned_again_and_then_known(own, processes):
     assert states[0] == (1, "tuned", ["xla"])
     assert [(status, state) for status, state, _ in states[1:]] == [(0, "tuned"), (0, "known")]
     assert all({"xla", "blocked"} == set(backends) for _, _, backends in states[1:])
+
+
+def test_schedules_that_failed_beside_others_are_told_of_and_again_where_it_is_known(own):
+    path = own("one tile")
+    for state in ("5 trials", "Already tuned"):
+        status, out, _ = command("tune", f"{path}:BIAS_GELU", "m=64", "n=64", "--budget", "6", cwd=path.parent)
+        assert status == 0
+        assert state in out
+        assert "3 of 4 schedules of blocked failed: verify: 2" in out
 
 
 @PROCESSES

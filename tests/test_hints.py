@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from values import ENVIRONMENT, trial
+
+from scheduler.answer import key_of
+from scheduler.hardware import CPU
+from scheduler.store import Store
+from search_spaces.matmul import MATMUL, MatmulProblem
 
 ROOT = Path(__file__).parents[1]
 OWN = """
@@ -88,3 +94,16 @@ def test_what_show_and_explain_tell_to_run_fills_the_cache(tmp_path, name):
 def test_what_an_empty_list_tells_to_run_can_be_pasted(tmp_path, operation):
     told = shell(f"tile-scheduler list --hardware A100 {operation}", tmp_path).stdout
     assert shell(f"{hinted(told)} --budget 1", tmp_path).returncode == 0
+
+
+def test_a_search_cut_short_on_a_cpu_goes_on_where_without_a_bound_it_would_be_refused(tmp_path, monkeypatch):
+    cache = tmp_path / "cache.db"
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(cache))
+    problem, script = MatmulProblem(2048, 2048, 2048, "float32"), "tile-scheduler {} matmul m=2048 n=2048 k=2048"
+    Store(cache).add_trial(key_of(MATMUL, problem, CPU), trial(), ENVIRONMENT)
+    refused = shell(f"{script.format('tune')} dtype=float32", tmp_path)
+    assert "say for how long to search" in refused.stderr
+    told = [f"{script.format('show')} dtype=float32", "tile-scheduler list --hardware cpu"]
+    goes_on, same = (hinted(shell(line, tmp_path).stdout) for line in told)
+    assert goes_on == same == f"{script.format('tune')} dtype=float32 --seconds 600"
+    assert shell(f"{goes_on} --budget 1", tmp_path).returncode == 0

@@ -89,3 +89,10 @@ def test_a_schedule_told_by_its_difference_can_be_put_together_again():
     base, other = {"a": 1, "b": True, "c": "m"}, {"a": 2, "b": True, "d": 3}
     assert difference(other, base) == "a=2 c=default d=3"
     assert difference(base, base) == "the same"
+
+
+def test_an_interval_of_one_value_is_that_value():
+    assert interval_text(0.1198, 0.1198) == "11.98% slower"
+    assert interval_text(-0.02, -0.020001) == "2.00% faster"
+    assert interval_text(0.02, 0.03) == "2.00% to 3.00% slower"
+    assert interval_text(-0.03, -0.02) == "2.00% to 3.00% faster"

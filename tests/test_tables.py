@@ -1,12 +1,13 @@
 """What the command line prints fits the width it is printed in, and tells all of it."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
-from test_cli import run
+from test_cli import ROOT, run
 
 from scheduler.record import schedule_text
 from scheduler.store import shipped
@@ -42,10 +43,22 @@ def test_a_list_of_the_shipped_records_takes_two_lines_each_and_cuts_nothing(wid
     assert len(re.findall("stale", out)) <= len(OPERATIONS) + 1
 
 
+def test_a_terminal_without_other_letters_than_ascii_is_printed_to_as_well():
+    ran = subprocess.run(
+        [sys.executable, "-m", "scheduler", "list", "--operation", "softmax"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        cwd=ROOT,
+        capture_output=True,
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert b"rows=1001 columns=1000 dtype=bfloat16" in ran.stdout
+
+
 def test_an_account_takes_a_screen_or_two(width):
     out, _ = run("explain", "matmul", *LARGE, "--hardware", "h200")
     assert widest(out) <= width
     assert len(out.splitlines()) <= 90
+    assert "\n\nWhatever is stored, XLA answers" in out
     explained = json.loads(run("explain", "matmul", *LARGE, "--hardware", "h200", "--json")[0])
     words = set(out.split())
     for kernel in explained["kernels"]:

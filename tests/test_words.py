@@ -194,3 +194,18 @@ def test_the_command_line_says_it_in_a_sentence(command, tmp_path):
     ran = CliRunner().invoke(app, [command, f"{file}:OWN", "n=8"])
     assert ran.exit_code == 1
     assert "Wrong.supports returned False" in ran.output
+
+
+def test_a_search_without_time_and_a_path_for_a_store_are_answered_with_what_is_wanted(tmp_path):
+    for seconds in (0, -1, -0.5):
+        with pytest.raises(ValueError, match="leaves no time for a trial; give a positive number, or None"):
+            scheduler.tune("matmul", SMALL, seconds=seconds)
+    for path in (str(tmp_path / "cache.db"), tmp_path / "cache.db"):
+        with pytest.raises(TypeError, match=r"is a path; give the store there: scheduler.store.Store\('/"):
+            scheduler.tune("matmul", SMALL, budget=1, store=path)
+
+
+def test_a_prediction_expects_no_gain_of_nothing():
+    at_4096 = scheduler.predict("matmul", {"m": 4096, "n": 4096, "k": 4097}, kind="h200")
+    assert at_4096.backend == "xla"
+    assert at_4096.reason == "the model expects no gain over the library"
