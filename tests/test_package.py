@@ -108,7 +108,10 @@ def test_what_was_installed_over_another_package_works_and_says_so(site):
     status, said = ran(sys.executable, "-c", "import scheduler, search_spaces; scheduler.tuned", PYTHONPATH=str(place))
     assert status == 0, said
     assert said.count(sentence) == 1
-    look = "from scheduler import doctor as d; print(*(f for f in d.examine(lambda: d.CPU) if f.what == 'package'))"
+    look = (
+        "from scheduler import doctor as d, hardware as h; "
+        "print(*(f for f in d.examine(lambda: h.CPU) if f.what == 'package'))"
+    )
     status, said = ran(sys.executable, "-W", "ignore", "-c", look, PYTHONPATH=str(place))
     assert (status, f"state='broken', detail='{sentence}" in said) == (0, True), said
 
