@@ -339,11 +339,12 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(store):
     assert "Traceback" not in err
     key = json.dumps({"dtype": "float32", "k": 128, "m": 128, "n": 128}, separators=(",", ":"))
     assert store.trials(dataclasses.replace(KEY, hardware="cpu (1 cores, 16 GiB)", problem=key))
-    command = "  tile-scheduler tune matmul m=128 n=128 k=128 dtype=float32\n"
-    for told in (run("list")[0], run("show", *command.split()[2:])[0]):
+    fields = ["m=128", "n=128", "k=128", "dtype=float32"]
+    command = f"  tile-scheduler tune matmul {' '.join(fields)} --seconds 600\n"
+    for told in (run("list")[0], run("show", "matmul", *fields)[0]):
         assert "cut short, or still searched: " in told
         assert command in told
-    (shown,) = json.loads(run("show", *command.split()[2:], "--json")[0])
+    (shown,) = json.loads(run("show", "matmul", *fields, "--json")[0])
     assert shown["unfinished"] == len(shown["trials"]) > 0
 
 

@@ -95,7 +95,7 @@ def test_a_store_that_refuses_is_warned_of_once_and_the_search_goes_on(write, mo
 
 
 def test_seconds_bound_the_trials_too():
-    assert tune(SAFE_DOUBLE, PROBLEM, budget=64, seconds=0.0).tried == 1
+    assert tune(SAFE_DOUBLE, PROBLEM, budget=64, seconds=1e-9).tried == 1
 
 
 def test_nothing_that_ran_is_an_error_that_counts_the_reasons():
