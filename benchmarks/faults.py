@@ -29,16 +29,15 @@ from rich.table import Table
 
 from scheduler.bench import needed_bytes
 from scheduler.hardware import GIB
+from scheduler.progress import Progress
 from scheduler.record import Failure, Trial
 from scheduler.store import Store
-from scheduler.tuner import Progress, tune
+from scheduler.tuner import tune
 from scheduler.workers import Gpu, Pool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from operations import FAULTS, FAULTY, RIGHT, WALL_CLOCK_FAULTS, FaultyProblem
 
-# What a fault of the surroundings makes of a trial: nothing.
-HARMLESS = "right"
 # Left of a device whose memory another process has taken: enough for the contexts of workers that are replaced.
 LEFT_BYTES = 4 * GIB
 CPU_BYTES = 2 * GIB  # of a pool without a GPU, so that there are problems which not all workers can hold
@@ -79,15 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # A GPU's memory is nothing that a process can damage by an address, and no CPU's can be taken away.
             **({"full": _full, "kernels": _kernels} if gpu else {"vandal": _scripted}),
         }
-        kept = options.work / "rows.jsonl"
+        kept = Kept(options.work / "rows.jsonl")
         conditions = {
             fault: {"fault": fault, "times": options.times, "device": runner.hardware.id, **commit()}
             for fault in searches
         }
         for fault in options.only.split(",") if options.only else searches:
-            if Kept(kept).get(conditions[fault]) is None:
-                Kept(kept).add({"rows": searches[fault](fault, options.times, runner)}, conditions[fault])
-        found = [Kept(kept).get(condition) for condition in conditions.values()]
+            if kept.get(conditions[fault]) is None:
+                kept.add({"rows": searches[fault](fault, options.times, runner)}, conditions[fault])
+        kept = Kept(options.work / "rows.jsonl")  # with what other processes added
+        found = [kept.get(condition) for condition in conditions.values()]
     rows = [row for one in found if one is not None for row in one["rows"]]
     table = Table(title=f"Faults injected into searches on {runner.hardware.kind}", title_justify="left")
     for column in ("fault", "injected", "caught as", "lost", "innocent blamed", "right one won", "seconds"):
@@ -257,7 +257,7 @@ def _row(
     return {
         "fault": fault,
         "injected": injected,
-        "caught_as": collections.Counter(o.stage if isinstance(o, Failure) else HARMLESS for o in outcomes),
+        "caught_as": collections.Counter(o.stage if isinstance(o, Failure) else "right" for o in outcomes),
         "lost": lost,
         "innocent_blamed": sum(isinstance(t.outcome, Failure) and t.outcome.stage != expected(t) for t in trials),
         "right_one_won": won,

@@ -25,6 +25,7 @@ from scheduler.hardware import GIB, Hardware
 from scheduler.record import Failure
 from scheduler.store import Store
 from scheduler.workers import Gpu, Pool, Runner
+from search_spaces.kernel import nbytes
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 JOB = Path(__file__).with_suffix(".toml")
@@ -54,11 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {"problem": str(task), "device": runner.hardware.id, "jax": runner.environment.jax} for task in suite
         ]
         left = [
-            (task, condition) for task, condition in zip(suite, conditions, strict=True) if kept.get(condition) is None
+            (task, condition)
+            for task, condition in zip(suite, conditions, strict=True)
+            if task in share and kept.get(condition) is None
         ]
-        for task, condition in paced([one for one in left if one[0] in share], "job", started + options.seconds):
+        for task, condition in paced(left, "job", started + options.seconds):
             kept.add(_row(task, runner), condition)
-        kept = Kept(options.work / "rows.jsonl")
+        kept = Kept(options.work / "rows.jsonl")  # with what other processes added
         rows = [row for condition in conditions if (row := kept.get(condition)) is not None]
         _print(rows)
         made = environment(runner.environment, MATMUL)
@@ -91,7 +94,7 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
     trials = [] if result.record is None else store.trials(result.record.key)
     return {
         "problem": str(task),
-        "result_gb": _gb(task),
+        "result_gb": nbytes(task.problem.result()) / 1e9,
         "least_gb": least_bytes(task.problem) / 1e9,
         "needed_gb": needed_bytes(task.problem, runner.hardware) / 1e9,
         "workers": runner.room(task.operation, task.problem),
@@ -104,11 +107,6 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
         "xla_us": result.library and result.library.measurement.median_s * 1e6,
         "elapsed_s": time.perf_counter() - started,
     }
-
-
-def _gb(task: jobs.Task) -> float:
-    result = task.problem.result()
-    return float(result.size * result.dtype.itemsize / 1e9)
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler import timer
+from scheduler.progress import Progress
 from scheduler.record import Failure, Record
-from scheduler.tuner import Progress, start_runner, tune
+from scheduler.tuner import start_runner, tune
 from scheduler.workers import Runner, Task
 from search_spaces.matmul import MATMUL, MatmulProblem
 

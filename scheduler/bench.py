@@ -25,7 +25,7 @@ from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule,
 from scheduler.text import schedule_to_text
 from scheduler.verify import Rows, compared_rows, comparison, mismatch
 from search_spaces import jax_compat
-from search_spaces.kernel import SLAB, Kernel, Operation, Problem, Tolerance
+from search_spaces.kernel import SLAB, Kernel, Operation, Problem, nbytes
 
 Compiled = Callable[..., jax.Array]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
@@ -114,7 +114,7 @@ class Bench:
         compiled = self._build(kernel, self._problem, schedule, raising=raising)
         if isinstance(compiled, Failure):
             return compiled
-        if wrong := self._wrong(compiled, self._problem, self._draw, self._tolerance(kernel, self._problem, schedule)):
+        if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._draw):
             return Failure("verify", wrong)
         self._compiled[_key(backend, schedule)] = compiled
         return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
@@ -136,16 +136,15 @@ class Bench:
         compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(compiled, Failure):
             return compiled
-        tolerance = self._tolerance(kernel, self._problem, schedule)
-        if wrong := self._wrong(compiled, self._problem, self._drawn(self._problem, self._seed + 1), tolerance):
+        again = self._drawn(self._problem, self._seed + 1)
+        if wrong := self._wrong(kernel, schedule, compiled, self._problem, again):
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return None
         compiled = self._build(kernel, neighbour, schedule)
         if isinstance(compiled, Failure):
             return Failure("verify", f"on {neighbour} {compiled}")
-        tolerance = self._tolerance(kernel, neighbour, schedule)
-        if wrong := self._wrong(compiled, neighbour, self._drawn(neighbour, self._seed), tolerance):
+        if wrong := self._wrong(kernel, schedule, compiled, neighbour, self._drawn(neighbour, self._seed)):
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
@@ -192,11 +191,11 @@ class Bench:
                 return failed("compile", error)
         return compiled
 
-    def _tolerance(self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule) -> Tolerance:
-        return kernel.tolerance(problem, kernel.space(problem, self._hardware.target).decode(schedule))
-
-    def _wrong(self, compiled: Compiled, problem: Problem, draw: Draw, tolerance: Tolerance) -> str | None:
+    def _wrong(
+        self, kernel: Kernel[Any, Any], schedule: Schedule, compiled: Compiled, problem: Problem, draw: Draw
+    ) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
+        tolerance = kernel.tolerance(problem, kernel.space(problem, self._hardware.target).decode(schedule))
         self._results.clear()  # beside these, one more of gigabytes might be one too many
         poison = jax.block_until_ready(_poison(problem))
         with self._turn():
@@ -281,12 +280,12 @@ def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
 
 def _rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
     """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
-    return 1 if _nbytes(problem.result()) > 2 * hardware.l2_bytes else max(2, sets)
+    return 1 if nbytes(problem.result()) > 2 * hardware.l2_bytes else max(2, sets)
 
 
 def least_bytes(problem: Problem) -> int:
     """Device memory without which `problem` cannot run at all: its operands and its result."""
-    return _operand_bytes(problem) + _nbytes(problem.result())
+    return _operand_bytes(problem) + nbytes(problem.result())
 
 
 def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
@@ -297,13 +296,13 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     compares algorithms for its own program, it has two results of them.
     """
     sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
-    operands, result = _operand_bytes(problem), _nbytes(problem.result())
+    operands, result = _operand_bytes(problem), nbytes(problem.result())
     elements = [math.prod(x.shape) for x in problem.operands()]
     rows = compared_rows(problem)
     shape = problem.result().shape
     compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
     # Of a slab: random bits, their halves, and float32 numbers.
-    drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(_nbytes, problem.operands())), 4 * sum(elements))
+    drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
     # A large result gets a region of a power of two to itself.
     region = 2 ** math.ceil(math.log2(max(result, 1)))
     results = region + max(1, _rotating_results(problem, hardware, sets) - 1) * result
@@ -312,18 +311,15 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
 
 def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:
     """The right answer as a function of all operands: of those rows alone, where they are given."""
-    if rows is None or (part := problem.at_rows(rows)) is None:
+    part = None if rows is None else problem.at_rows(rows)
+    if part is None:
         return problem.reference
     below, take = part
     return lambda *args: below.reference(*take(args))
 
 
 def _operand_bytes(problem: Problem) -> int:
-    return sum(map(_nbytes, problem.operands()))
-
-
-def _nbytes(array: jax.ShapeDtypeStruct) -> int:
-    return int(math.prod(array.shape) * array.dtype.itemsize)
+    return sum(map(nbytes, problem.operands()))
 
 
 def _poison(problem: Problem) -> jax.Array:

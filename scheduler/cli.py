@@ -738,15 +738,14 @@ def _wanted(keys: Sequence[Key], operation: str | None, hardware: str | None) ->
                 operation = load(operation).name
         elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
-    if hardware is not None and not any(hardware.lower() in key.hardware.lower() for key in keys):
-        from scheduler.hardware import CHIPS, named
+    if hardware is None:
+        return lambda key: operation in (None, key.operation)
+    from scheduler.hardware import CHIPS, named
 
-        kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
-        if not named(hardware, kinds):
-            raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
-    return lambda key: (
-        operation in (None, key.operation) and (hardware is None or hardware.lower() in key.hardware.lower())
-    )
+    kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
+    if not named(hardware, kinds):
+        raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
+    return lambda key: operation in (None, key.operation) and bool(named(hardware, [key.hardware]))
 
 
 @contextlib.contextmanager

@@ -351,7 +351,7 @@ class Pool:
         for worker in self._workers:
             worker.abandon()
         for worker in self._workers:
-            worker.close()
+            worker.stop()
         self._children.shut_down()
 
     def __enter__(self) -> Pool:
@@ -616,13 +616,8 @@ class _Worker:
     def abandon(self) -> None:
         """Ends the process from any thread; requests under way raise a WorkerError, and none is replaced."""
         self._abandoned = True
-        if self._child is not None:
-            self._child.kill()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._child is not None:
-                self._child.close()
+        if (child := self._child) is not None:  # another thread may be ending it
+            child.kill()
 
     def _attempt(self, message: dict[str, Any], limit_s: Limit) -> dict[str, Any]:
         if self._child is None:

@@ -72,7 +72,7 @@ class Problem(abc.ABC):
         if all(value < _SMALL for value in vars(self).values() if isinstance(value, int)):
             return
         for array in (*self.operands(), self.result()):
-            if (size := _nbytes(array)) >= 2**63:
+            if (size := nbytes(array)) >= 2**63:
                 shape = ", ".join(map(str, array.shape))
                 raise ValueError(f"{array.dtype}[{shape}] would be {size / 2**30:.3g} GiB, which no memory holds")
 
@@ -106,7 +106,7 @@ class Problem(abc.ABC):
     def bytes_moved(self) -> float:
         """Compulsory device-memory traffic in bytes: each operand read once, each result written once."""
         arrays = (*self.operands(), self.result())
-        return float(sum(map(_nbytes, arrays)))
+        return float(sum(map(nbytes, arrays)))
 
     @property
     def arithmetic(self) -> str:
@@ -458,14 +458,15 @@ class LibraryKernel(Kernel[P, Library]):
         return Footprint(
             arithmetic=problem.arithmetic,
             grid=(one,),
-            operands=(Operand(bytes=one * (problem.bytes_moved - _nbytes(problem.result())), axes=(0,)),),
+            operands=(Operand(bytes=one * (problem.bytes_moved - nbytes(problem.result())), axes=(0,)),),
             flops=one * problem.flops,
-            bytes_written=one * _nbytes(problem.result()),
+            bytes_written=one * nbytes(problem.result()),
             onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
         )
 
 
-def _nbytes(array: jax.ShapeDtypeStruct) -> int:
+def nbytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array of this shape and dtype."""
     return array.size * array.dtype.itemsize
 
 
