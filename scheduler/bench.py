@@ -1,4 +1,4 @@
-"""Compile, verify and time candidates of one problem in this process."""
+"""Compile, verify and time candidates of one problem in this process, in memory that is known before."""
 
 from __future__ import annotations
 

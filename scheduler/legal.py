@@ -1,4 +1,4 @@
-"""Whether a problem, and one schedule of a kernel for it, can run on a chip, and why not."""
+"""Whether one schedule of a kernel can run for a problem on a chip, and why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row-wise formula as XLA fuses it: the answer to beat, and a legal one."""
+"""A row-wise formula as XLA fuses it, in float32 and as users write it: the answer to beat, and a legal one."""
 
 from __future__ import annotations
 
