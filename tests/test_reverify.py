@@ -11,14 +11,14 @@ from operations import Double, DoubleLibrary, DoubleProblem
 from paced import PACED
 from typer.testing import CliRunner
 
-from scheduler import report
-from scheduler.answer import key_of, predict, recheck
-from scheduler.cli import app
-from scheduler.hardware import CPU
-from scheduler.record import Entry, Environment, Failure, Measurement, Record
-from scheduler.reverify import reverify
-from scheduler.store import Store
-from scheduler.workers import InProcess
+from scheduler.cli import report
+from scheduler.cli.app import app
+from scheduler.core.hardware import CPU
+from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
+from scheduler.measure.pool import InProcess
+from scheduler.prediction.predict import key_of, predict, recheck
+from scheduler.search.reverify import reverify
+from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 

@@ -1,0 +1,1 @@
+"""The command line: commands parse and call, rendering prints."""
