@@ -12,9 +12,10 @@ from judge import REPETITIONS
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Record
 from scheduler.measure.pool import Runner
-from scheduler.prediction.predict import key_of, recheck
+from scheduler.prediction.validation import recheck
 from scheduler.search import jobs
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

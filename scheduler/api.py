@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scheduler.core import hardware
+from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import dispatch, front_end
 from scheduler.dispatch.dispatch import OnMiss, Options
@@ -307,7 +308,7 @@ def tune(
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), tuner.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
-    record = tuner.tune(operation, posed, store=cache, backends=dispatch.allowed(operation, backends), **search)
+    record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
         warnings.warn(str(lost), RuntimeWarning, stacklevel=2)
     reload()
@@ -330,7 +331,7 @@ def predict(
     operation, posed = _named(operation, problem)
     chip = hardware.detect() if kind is None else hardware.find(kind)
     records = dispatch.user_cache().records(operation=operation.name, hardware=chip.id)
-    return predict_for(operation, posed, chip, backends=dispatch.allowed(operation, backends), records=records)
+    return predict_for(operation, posed, chip, backends=named_backends(operation, backends), records=records)
 
 
 def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:

@@ -30,8 +30,8 @@ from modes import frozen
 import scheduler
 from scheduler import tuned, tuned_matmul
 from scheduler.core import hardware
+from scheduler.core.identity import key_of
 from scheduler.dispatch import dispatch
-from scheduler.prediction import predict
 from scheduler.search import tuner
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, Problem, load
@@ -1048,7 +1048,7 @@ def test_a_script_without_a_guard_is_loaded_for_its_operation_without_searching_
     )
     operation = load(f"{script}:OWN")
     assert operation.name == "own"
-    assert Store(default_url()).get(predict.key_of(operation, operation.problem(8), hardware.CPU)) is None
+    assert Store(default_url()).get(key_of(operation, operation.problem(8), hardware.CPU)) is None
     with pytest.raises(SystemExit, match="went on"):
         runpy.run_path(str(script), run_name="__main__")
-    assert Store(default_url()).get(predict.key_of(operation, operation.problem(8), hardware.CPU)) is not None
+    assert Store(default_url()).get(key_of(operation, operation.problem(8), hardware.CPU)) is not None

@@ -16,9 +16,10 @@ import scheduler
 from scheduler.cli.app import app
 from scheduler.core.errors import CacheMiss, CandidateFailed, NoCandidate
 from scheduler.core.hardware import CPU
+from scheduler.core.identity import key_of
 from scheduler.core.records import AllFailed, Failure, Measurement
 from scheduler.measure.pool import InProcess
-from scheduler.prediction.predict import key_of, recheck
+from scheduler.prediction.validation import recheck
 from scheduler.search import jobs
 from scheduler.search.tuner import settled, tune
 from scheduler.store.store import Store

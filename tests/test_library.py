@@ -18,7 +18,8 @@ from scheduler.measure.pool import InProcess
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.pruning import prune
-from scheduler.prediction.predict import predict, recheck
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
 from scheduler.search.final_comparison import Rival, race
 from scheduler.search.sweep import sweep
 from scheduler.search.tuner import tune

@@ -7,11 +7,13 @@ import pytest
 from invented import H200, NOW, Alone
 
 import scheduler
+from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Key, Measurement, Record
 from scheduler.dispatch import dispatch
 from scheduler.model.feasibility import illegal
-from scheduler.prediction.predict import key_of, predict, recheck
+from scheduler.prediction.predict import predict
 from scheduler.prediction.transfer import distance, nearest
+from scheduler.prediction.validation import recheck
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load

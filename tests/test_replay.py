@@ -24,10 +24,10 @@ from scheduler.core import codec
 from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.hardware import CPU, find
+from scheduler.core.identity import key_of
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.pool import InProcess, Task
 from scheduler.measure.replay import Recorder, Replay, read, read_again
-from scheduler.prediction.predict import key_of
 from scheduler.search.sweep import file_name, sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from scheduler.cli.app import app
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import CPU, find
+from scheduler.core.identity import key_of
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import bench
 from scheduler.measure.pool import InProcess
-from scheduler.prediction.predict import key_of
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from scheduler.cli import report
 from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
+from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
 from scheduler.measure.pool import InProcess
-from scheduler.prediction.predict import key_of, predict, recheck
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
 from scheduler.search.reverify import reverify
 from scheduler.store.store import Store
 from search_spaces import Operation

@@ -512,16 +512,17 @@ def explain(
     from scheduler.cli import report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
+    from scheduler.core.identity import key_of
     from scheduler.core.records import choice_text
     from scheduler.dispatch import front_end
     from scheduler.inspect import explain as accounts
-    from scheduler.prediction import predict
+    from scheduler.prediction import predict, validation
 
     with _usage_errors():
         op, problem = _problem(operation, fields)
         chip = chips.find(hardware) if hardware is not None else None
     chip = chip or _hardware_here(device)
-    key = predict.key_of(op, problem, chip)
+    key = key_of(op, problem, chip)
     asked = list(_ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
     trials = [trial for _, (_, tried) in asked for trial in tried]
@@ -529,7 +530,7 @@ def explain(
     stored = _ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
     model = predict.predict(op, problem, chip, records=[record for _, records in stored for record in records])
     record = found[0][1] if found else None
-    held = predict.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
+    held = validation.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:
         _print_json(report.explanation_json(explained, model, record, held, problem, chip))
         return

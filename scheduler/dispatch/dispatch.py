@@ -11,7 +11,7 @@ import os
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +19,7 @@ import jax
 
 from scheduler.core import hardware as chips
 from scheduler.core import hints
+from scheduler.core.backends import named_backends
 from scheduler.core.errors import (
     CacheMiss,
     IllegalSchedule,
@@ -28,9 +29,12 @@ from scheduler.core.errors import (
     WorkerError,
 )
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
 from scheduler.core.records import Schedule, schedule_text
 from scheduler.core.threads import Threads
 from scheduler.model import constants
+from scheduler.model.feasibility import illegal
+from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import end_load, jax_compat
@@ -98,7 +102,7 @@ def options(
         items = None if schedule is None else tuple(sorted(dict(schedule).items()))
     except (TypeError, ValueError):
         raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
-    policy, among = _policy(on_miss), allowed(operation, backends)
+    policy, among = _policy(on_miss), named_backends(operation, backends)
     library = operation.library.backend
     if policy == "xla" and among is not None and library not in among:
         raise ValueError(f"on_miss='xla' asks for an answer that {backends=} leaves out: allow {library!r}, too")
@@ -120,27 +124,6 @@ def _policy(on_miss: str | None) -> OnMiss:
         if found == policy:
             return policy
     raise ValueError(f"{name}={found!r} is not one of {', '.join(ON_MISS)}")
-
-
-def allowed(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
-    """The backends that `wanted` names: None for all; "pallas" is all but the library's, among other names, too.
-
-    Raises:
-      TypeError: `wanted` is neither a name nor several.
-      ValueError: an unknown backend, or none at all; the message names those there are.
-    """
-    if wanted is None:
-        return None
-    known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {operation.library.backend})'
-    if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable):
-        raise TypeError(f"backends={wanted!r} is neither a name nor several {known}")
-    names = [wanted] if isinstance(wanted, str) else list(wanted)
-    if not names:
-        raise ValueError(f"backends is empty: nothing could run {known}")
-    pallas = [kernel.backend for kernel in operation.kernels if not kernel.library]
-    return frozenset(
-        backend for name in names for backend in (pallas if name == "pallas" else [operation.kernel(name).backend])
-    )
 
 
 def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
@@ -255,8 +238,6 @@ class _Deciding:
         return stored if isinstance(stored, Decision) else self._missed(hardware, stored)
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
-        from scheduler.model.feasibility import illegal
-
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
         fitting = [k for k in allowed if _has_fields(k, self.problem, hardware.target, schedule)] or allowed
         reasons = {kernel: illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
@@ -272,14 +253,12 @@ class _Deciding:
 
     def _stored(self, hardware: Hardware) -> Decision | str:
         """What the stores answer, or why what they have is of no use; "" where they have nothing."""
-        from scheduler.prediction import predict  # the model behind it loads only where a new call needs it
-
         several = jax.process_count() > 1
         if several:
             _require_one_code()
-        key, useless = predict.key_of(self.operation, self.problem, hardware), ""
+        key, useless = key_of(self.operation, self.problem, hardware), ""
         for place, record in self.cache.find(key, shared_only=several):
-            found = predict.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+            found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
             if not isinstance(found, str):
                 return self._decision(hardware, found.backend, found.schedule, f"measured, from {place}")
             _say_once(f"{self._question(hardware)}: the schedule in {place} no longer holds: {found}")
@@ -302,10 +281,10 @@ class _Deciding:
         return self._predicted(hardware)
 
     def _predicted(self, hardware: Hardware) -> Decision:
-        from scheduler.prediction import predict
+        from scheduler.prediction.predict import predict  # the model loads only where a new call needs it
 
         several = jax.process_count() > 1
-        found = predict.predict(
+        found = predict(
             self.operation,
             self.problem,
             hardware,
@@ -319,7 +298,6 @@ class _Deciding:
         return self._decision(hardware, found.backend, found.schedule, found.reason)
 
     def _tuned(self, hardware: Hardware) -> Decision:
-        from scheduler.prediction import predict
         from scheduler.search import tuner
 
         if jax.process_count() > 1:
@@ -341,7 +319,7 @@ class _Deciding:
             return self._predicted(hardware)
         for lost in record.failed:
             warn_once(f"{self._question(hardware)}: {lost}")
-        found = predict.recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+        found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
         if isinstance(found, str):
             raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")
         return self._decision(hardware, found.backend, found.schedule, "measured now")

@@ -1,4 +1,4 @@
-"""The free answer: what the model says without measuring, and whether a stored answer still holds."""
+"""The free answer: what the model says without measuring."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Entry, Key, Record, Schedule
+from scheduler.core.identity import key_of
+from scheduler.core.records import Record, Schedule
 from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.pruning import Pruned, prune
 from scheduler.prediction.transfer import TELLING, Neighbour, nearest
+from scheduler.prediction.validation import recheck
 from search_spaces.kernel import Kernel, Operation, Problem
 from search_spaces.space import Columns
 
@@ -43,11 +46,6 @@ class Answer:
     library_s: float
     reason: str
     neighbour: str = ""
-
-
-def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
-    """What stores know the question by."""
-    return Key(operation.name, hardware.id, problem.canonical())
 
 
 def explain(
@@ -223,38 +221,6 @@ def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sc
     """Whether a legal schedule is of the part of the space that was checked on a device of this architecture."""
     one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
     return bool(np.all(kernel.verified(problem, one, hardware.target)))
-
-
-def recheck(
-    operation: Operation[Any],
-    problem: Problem,
-    hardware: Hardware,
-    record: Record,
-    *,
-    backends: frozenset[str] | None = None,
-) -> Entry | str:
-    """The entry of a stored record to serve today, or why it no longer holds, in words."""
-    allowed = allowed_backends(operation, backends)
-    for kernel in operation.kernels:
-        then = record.versions.get(kernel.backend)
-        if kernel.backend not in allowed and not kernel.library:
-            continue
-        if then is None and kernel.supports(problem, hardware.target) is None:
-            return f"it was measured before there was a {kernel.backend} kernel for it"
-        if then is not None and then != kernel.version:
-            return f"the {kernel.backend} kernel is now version {kernel.version}, and {then} was measured"
-    entry = record.best(allowed)
-    if entry is None:
-        failed = "; ".join(str(lost) for lost in record.failed if lost.backend in allowed)
-        return failed or f"none of {', '.join(sorted(allowed))} ran when it was measured"
-    if reason := illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
-        return reason
-    return entry
-
-
-def allowed_backends(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
-    """`backends` by name, where None stands for all of the operation."""
-    return frozenset(operation.backends) if backends is None else backends
 
 
 def counted(reasons: Mapping[str, int]) -> str:

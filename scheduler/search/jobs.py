@@ -9,13 +9,15 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+from scheduler.core.backends import named_backends
 from scheduler.core.errors import CandidateFailed, NoCandidate, SchedulerError, StoreError
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
 from scheduler.core.progress import Progress
 from scheduler.core.records import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
-from scheduler.dispatch.dispatch import allowed
 from scheduler.measure.pool import Runner
-from scheduler.prediction.predict import key_of, predict, recheck
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
 from scheduler.search.tuner import settled, start_runner, tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
@@ -166,7 +168,7 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
     if not isinstance(text, str | None):
         raise ValueError(f'backends={text!r} is no text: names with commas between them, or "pallas"')
     names = [name.strip() for name in text.split(",")] if text is not None else None
-    return allowed(operation, names[0] if names and len(names) == 1 else names)
+    return named_backends(operation, names[0] if names and len(names) == 1 else names)
 
 
 def run(

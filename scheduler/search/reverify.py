@@ -14,7 +14,7 @@ from scheduler.core.threads import Threads
 from scheduler.measure.pool import Runner, Task
 from scheduler.model.constants import model_of
 from scheduler.model.feasibility import illegal, onchip_bytes
-from scheduler.prediction import predict
+from scheduler.prediction import predict, validation
 from scheduler.search import final_comparison, tuner
 from scheduler.search.final_comparison import Result
 from search_spaces import load
@@ -116,7 +116,7 @@ def _verdict(operation: Operation[Any], record: Record, runner: Runner, within: 
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
         return Verdict(record, "broken", f"its problem is none of {operation.name} today: {error}")
-    if isinstance(reason := predict.recheck(operation, problem, hardware, record), str):
+    if isinstance(reason := validation.recheck(operation, problem, hardware, record), str):
         return Verdict(record, "broken", f"{reason}; tune it again")
     rivals, ended = _timed(operation, problem, runner, _rivals(operation, problem, hardware, record), record, seed)
     ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}

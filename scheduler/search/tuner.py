@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import CandidateFailed, MalformedRecord, NoCandidate, StoreError, TakesHours
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import (
     L2,
@@ -35,8 +37,9 @@ from scheduler.measure.bench import condition
 from scheduler.measure.pool import Gpu, InProcess, Pool, Runner, Task
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import Candidate, prune
-from scheduler.prediction.predict import allowed_backends, counted, key_of, recheck
+from scheduler.prediction.predict import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
+from scheduler.prediction.validation import recheck
 from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Rival, label_of, race
 from scheduler.search.final_comparison import Result as RaceResult
 from scheduler.search.interpreter_time import search_seconds, smaller
