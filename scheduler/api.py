@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scheduler import front_end
 from scheduler.core import hardware
 from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
-from scheduler.dispatch import dispatch, front_end
+from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.dispatch.primitive import Params, tuned_call
 from scheduler.prediction.predict import Answer

@@ -509,12 +509,12 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
+    from scheduler import front_end
     from scheduler.cli import report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
     from scheduler.core.identity import key_of
     from scheduler.core.records import choice_text
-    from scheduler.dispatch import front_end
     from scheduler.inspect import explain as accounts
     from scheduler.prediction import predict, validation
 
