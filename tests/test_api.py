@@ -851,9 +851,10 @@ PROCESS = """
     import sys, jax, numpy as np
     rank, address, scratch = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
-    from scheduler import decide, tuned_matmul
+    from scheduler import tuned_matmul
+    from scheduler.dispatch import dispatch
     if scratch == "differ":
-        decide._digest = lambda: f"code of process {rank}"
+        dispatch._digest = lambda: f"code of process {rank}"
     a, b = np.ones((8, 6), np.float32), np.ones((6, 4), np.float32)
     with jax.default_device(jax.local_devices()[0]):
         try:
