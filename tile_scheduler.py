@@ -78,7 +78,7 @@ def _mended(other: str | None) -> str:
 def main() -> None:
     if (reason := stranger()) is not None:
         raise SystemExit(f"tile-scheduler: {reason}")
-    importlib.import_module("scheduler.cli").main()
+    importlib.import_module("scheduler.cli.app").main()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ from harness import environment, write_result
 from rich.console import Console
 from rich.table import Table
 
-from scheduler import decide, hardware, tuned, tuned_matmul, workers
+from scheduler import tuned, tuned_matmul
+from scheduler.core import hardware
+from scheduler.dispatch import dispatch
+from scheduler.measure import pool
 from search_spaces.matmul import MATMUL
 
 WARM_UP = 50
@@ -42,20 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         table.add_row(row["call"], *(f"{row[f]:.2f}" for f in ("tuned_us", "direct_us", "overhead_us")))
     Console().print(table)
-    gpu = workers.Gpu.query() if chip.platform == "cuda" else None
+    gpu = pool.Gpu.query() if chip.platform == "cuda" else None
     write_result(
         "call_overhead",
         chip,
         summary={"eager_overhead_us": max(row["overhead_us"] for row in rows)},
         rows=rows,
-        environment=environment(workers.environment(driver=gpu.driver if gpu else ""), MATMUL),
+        environment=environment(pool.environment(driver=gpu.driver if gpu else ""), MATMUL),
     )
 
 
 def _cases() -> list[tuple[str, Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
     a, b = (jax.random.normal(key, (16, 16), jnp.float32) for key in jax.random.split(jax.random.key(0)))
     problem = MATMUL.problem.of(a, b)
-    found = decide.decide(MATMUL, problem, hardware.detect().platform, decide.options(MATMUL))
+    found = dispatch.decide(MATMUL, problem, hardware.detect().platform, dispatch.options(MATMUL))
     direct = jax.jit(functools.partial(found.kernel.run, problem, found.schedule, found.target))
     worded = functools.partial(tuned_matmul, transpose_b=False, precision="default", on_miss="xla")
     return [

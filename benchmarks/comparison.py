@@ -13,10 +13,10 @@ from problems import Product
 from rich.table import Table
 from suite import answers
 
-from scheduler.cost import CostModel
-from scheduler.hardware import Hardware
-from scheduler.record import Entry, Measurement, Record, Sweep, Trial
-from scheduler.workers import Runner
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Entry, Measurement, Record, Sweep, Trial
+from scheduler.measure.pool import Runner
+from scheduler.model.cost import CostModel
 from search_spaces.matmul import MATMUL
 
 # Who is compared, in the order of the table.

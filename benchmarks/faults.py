@@ -27,13 +27,13 @@ from harness import RESULTS, ROOT, Kept, commit, environment, write_result
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.bench import needed_bytes
-from scheduler.hardware import GIB
-from scheduler.progress import Progress
-from scheduler.record import Failure, Trial
-from scheduler.store import Store
-from scheduler.tuner import tune
-from scheduler.workers import Gpu, Pool
+from scheduler.core.hardware import GIB
+from scheduler.core.progress import Progress
+from scheduler.core.records import Failure, Trial
+from scheduler.measure.bench import needed_bytes
+from scheduler.measure.pool import Gpu, Pool
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from operations import FAULTS, FAULTY, RIGHT, WALL_CLOCK_FAULTS, FaultyProblem

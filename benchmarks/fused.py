@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from suite import answers, conclude, found, judge_all, search
 
-from scheduler import jobs
-from scheduler.cost import CostModel
-from scheduler.record import Record
-from scheduler.store import Store, default_url
-from scheduler.tuner import start_runner
-from scheduler.workers import Runner, Task
+from scheduler.core.records import Record
+from scheduler.measure.pool import Runner, Task
+from scheduler.model.cost import CostModel
+from scheduler.search import jobs
+from scheduler.search.tuner import start_runner
+from scheduler.store.store import Store, default_url
 from search_spaces import Library, LibraryKernel, Operation, Target
 from search_spaces.kernel import Tolerance
 from search_spaces.matmul import MATMUL, MatmulProblem

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scheduler.hardware import Hardware
-from scheduler.record import Environment
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Environment
 from search_spaces import Operation, Problem
 
 ROOT = Path(__file__).resolve().parents[1]

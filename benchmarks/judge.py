@@ -9,10 +9,10 @@ from typing import Any
 
 from harness import told
 
-from scheduler import timer
-from scheduler.record import Entry, Failure, Measurement, Outcome, Trial
-from scheduler.threads import Threads
-from scheduler.workers import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
+from scheduler.core.records import Entry, Failure, Measurement, Outcome, Trial
+from scheduler.core.threads import Threads
+from scheduler.measure import timer
+from scheduler.measure.pool import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
 from search_spaces import Operation, Problem
 
 # Of each candidate in each round.

@@ -27,12 +27,13 @@ from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
 from suite import conclude, found, search
 
-from scheduler import jobs, replay
-from scheduler.hardware import Hardware
-from scheduler.store import Store, default_url
-from scheduler.sweep import file_name, sweep
-from scheduler.tuner import start_runner
-from scheduler.workers import Runner, Task
+from scheduler.core.hardware import Hardware
+from scheduler.measure import replay
+from scheduler.measure.pool import Runner, Task
+from scheduler.search import jobs
+from scheduler.search.sweep import file_name, sweep
+from scheduler.search.tuner import start_runner
+from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 STEPS = ("tune", "rival", "judge")

@@ -10,8 +10,8 @@ from typing import Any
 from harness import RESULTS, ROOT, posed
 from problems import MATMULS, Product
 
-from scheduler import hardware
-from scheduler.hardware import Hardware
+from scheduler.core import hardware
+from scheduler.core.hardware import Hardware
 from search_spaces.matmul import MatmulProblem
 
 DOCUMENT = ROOT / "docs" / "performance.md"

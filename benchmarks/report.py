@@ -21,7 +21,7 @@ from harness import RESULTS, ROOT, Kept, told, write_result
 from jax_hopper import RIVALS
 from problems import FUSED, MATMULS
 
-from scheduler import hardware
+from scheduler.core import hardware
 from search_spaces import Operation
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.silu_and_mul import SILU_AND_MUL

@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 from suite import answers, conclude, found, judge_all, search
 
-from scheduler import jobs
-from scheduler.hardware import Hardware
-from scheduler.jobs import Malformed
-from scheduler.record import Record
-from scheduler.store import Store, default_url
-from scheduler.tuner import start_runner
-from scheduler.workers import Runner, Task
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Record
+from scheduler.measure.pool import Runner, Task
+from scheduler.search import jobs
+from scheduler.search.jobs import Malformed
+from scheduler.search.tuner import start_runner
+from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, load
 from search_spaces.kernel import Tolerance
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem

@@ -33,13 +33,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from scheduler import hardware as chips
-from scheduler import replay
-from scheduler.calibrate import Observed, fit, observed
-from scheduler.cost import Constants, CostModel
-from scheduler.hardware import Hardware
-from scheduler.record import Measurement, Sweep, Trial
-from scheduler.search import Search
+from scheduler.core import hardware as chips
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Measurement, Sweep, Trial
+from scheduler.measure import replay
+from scheduler.model.calibration import Observed, fit, observed
+from scheduler.model.cost import Constants, CostModel
+from scheduler.search.search import Search
 from search_spaces import Operation, load
 from search_spaces.kernel import Kernel
 

@@ -19,12 +19,12 @@ from harness import RESULTS, ROOT, Kept, environment, paced, write_result
 from rich.console import Console
 from rich.table import Table
 
-from scheduler import jobs
-from scheduler.bench import least_bytes, needed_bytes
-from scheduler.hardware import GIB, Hardware
-from scheduler.record import Failure
-from scheduler.store import Store
-from scheduler.workers import Gpu, Pool, Runner
+from scheduler.core.hardware import GIB, Hardware
+from scheduler.core.records import Failure
+from scheduler.measure.bench import least_bytes, needed_bytes
+from scheduler.measure.pool import Gpu, Pool, Runner
+from scheduler.search import jobs
+from scheduler.store.store import Store
 from search_spaces.kernel import nbytes
 from search_spaces.matmul import MATMUL, MatmulProblem
 

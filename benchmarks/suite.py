@@ -10,14 +10,15 @@ from typing import Any, TypeVar
 from harness import RESULTS, ROOT, Kept, environment, paced, write_result
 from judge import REPETITIONS
 
-from scheduler import jobs
-from scheduler.answer import key_of, recheck
-from scheduler.errors import NoCandidate
-from scheduler.hardware import Hardware
-from scheduler.record import Entry, Record
-from scheduler.store import Store
-from scheduler.tuner import tune
-from scheduler.workers import Runner
+from scheduler.core.errors import NoCandidate
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
+from scheduler.core.records import Entry, Record
+from scheduler.measure.pool import Runner
+from scheduler.prediction.validation import recheck
+from scheduler.search import jobs
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Operation, Problem
 
 C = TypeVar("C")

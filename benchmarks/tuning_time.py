@@ -18,11 +18,11 @@ from problems import REHEARSED, REPEATED
 from rich.console import Console
 from rich.table import Table
 
-from scheduler import timer
-from scheduler.progress import Progress
-from scheduler.record import Failure, Record
-from scheduler.tuner import start_runner, tune
-from scheduler.workers import Runner, Task
+from scheduler.core.progress import Progress
+from scheduler.core.records import Failure, Record
+from scheduler.measure import timer
+from scheduler.measure.pool import Runner, Task
+from scheduler.search.tuner import start_runner, tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 SEEDS = (1, 2)

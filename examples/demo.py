@@ -9,11 +9,12 @@ import time
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler import hardware, tuned_matmul
-from scheduler.answer import key_of
-from scheduler.record import Record
-from scheduler.store import Store, default_url
-from scheduler.tuner import tune
+from scheduler import tuned_matmul
+from scheduler.core import hardware
+from scheduler.core.identity import key_of
+from scheduler.core.records import Record
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 PALLAS = frozenset(MATMUL.backends) - {MATMUL.library.backend}

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import scheduler
-from scheduler import hardware, tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
-from scheduler.cost import CostModel
+from scheduler import tuned_rms_norm, tuned_silu_and_mul, tuned_softmax
+from scheduler.core import hardware
+from scheduler.model.cost import CostModel
 from search_spaces import load
 
 CALLS = {

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
         tuned_silu_and_mul,
         tuned_softmax,
     )
-    from scheduler.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
+    from scheduler.core.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
+    from scheduler.measure.replay import Replay
+    from scheduler.store.store import Store
 
 __all__ = [
     "CacheMiss",
     "IllegalSchedule",
     "NoCandidate",
+    "Replay",
     "SchedulerError",
+    "Store",
     "StoreError",
     "WorkerError",
     "__version__",
@@ -44,13 +48,17 @@ __all__ = [
 tile_scheduler.warn()
 
 _ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "StoreError", "WorkerError")
+_HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
+    "Replay": "scheduler.measure.replay",
+    "Store": "scheduler.store.store",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Loaded when first used: `import scheduler` costs nothing, and worker processes load only what they run.
     if name not in __all__:
         raise AttributeError(f"module 'scheduler' has no attribute {name!r} (it has: {', '.join(__all__)})")
-    value = getattr(importlib.import_module("scheduler.errors" if name in _ERRORS else "scheduler.api"), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "scheduler.api")), name)
     globals()[name] = value
     return value
 

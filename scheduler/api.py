@@ -14,10 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler import answer, decide, hardware, pose, tuner
-from scheduler.decide import OnMiss, Options
-from scheduler.primitive import Params, tuned_call
-from scheduler.record import Record
+from scheduler import front_end
+from scheduler.core import hardware
+from scheduler.core.backends import named_backends
+from scheduler.core.records import Record
+from scheduler.dispatch import dispatch
+from scheduler.dispatch.dispatch import OnMiss, Options
+from scheduler.dispatch.primitive import Params, tuned_call
+from scheduler.prediction.predict import Answer
+from scheduler.prediction.predict import predict as predict_for
+from scheduler.search import tuner
 from search_spaces import OPERATIONS, end_load, load
 from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
@@ -29,7 +35,7 @@ from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
 
 if TYPE_CHECKING:
-    from scheduler.store import Store
+    from scheduler.store.store import Store
 
 Backends = str | Sequence[str]
 MOST_COMPILED = 1024
@@ -141,9 +147,9 @@ def tuned_softmax(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
     if axis not in (-1, jnp.ndim(x) - 1):
-        options = decide.options(SOFTMAX, on_miss=on_miss, backends=backends, schedule=schedule)
+        options = dispatch.options(SOFTMAX, on_miss=on_miss, backends=backends, schedule=schedule)
         result = jax.nn.softmax(x, axis)
-        decide.leave_to_library(SOFTMAX, options, f"{axis=} is not the last one of x {jnp.shape(x)}")
+        dispatch.leave_to_library(SOFTMAX, options, f"{axis=} is not the last one of x {jnp.shape(x)}")
         return result
     return _rows(SOFTMAX, (), (x,), on_miss, backends, schedule)
 
@@ -268,7 +274,7 @@ def reload() -> None:
 
     What the caller's own `jax.jit` has compiled keeps its schedules: clear it with ``jitted.clear_cache()``.
     """
-    decide.reload()
+    dispatch.reload()
     _compiled.clear()
 
 
@@ -289,26 +295,26 @@ def tune(
       operation: an `Operation`, its name as in `search_spaces.load`, or a function that runs it (`tuned_matmul`).
       problem: of that operation, or its fields.
       store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
-      search: `force`, `first_error`, `budget`, `seconds`, `seed`, `runner`, `progress`: as in `scheduler.tuner.tune`.
+      search: `force`, `first_error`, `budget`, `seconds`, `seed`, `runner`, `progress`: as in `search.tuner.tune`.
       backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
 
     Raises:
       ValueError: an unknown operation, field or backend.
       TypeError: an argument of another type, with what is wanted.
-      NoCandidate, CandidateFailed, WorkerError: as `scheduler.tuner.tune`.
+      NoCandidate, CandidateFailed, WorkerError: as `search.tuner.tune`.
     """
     end_load()
     if isinstance(store, str | os.PathLike):
-        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.store.Store({str(store)!r})")
+        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), tuner.Recorded)
-    cache = decide.user_cache() if store is None and not recorded else store
-    record = tuner.tune(operation, posed, store=cache, backends=decide.allowed(operation, backends), **search)
+    cache = dispatch.user_cache() if store is None and not recorded else store
+    record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
         warnings.warn(str(lost), RuntimeWarning, stacklevel=2)
     reload()
     if store is None and not recorded:
-        decide.user_cache().remember(record)
+        dispatch.user_cache().remember(record)
     return record
 
 
@@ -318,15 +324,15 @@ def predict(
     *,
     kind: str | None = None,
     backends: Backends | None = None,
-) -> answer.Answer:
+) -> Answer:
     """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
 
     What is stored of similar problems on that chip counts; what is stored of this one, and still holds, is the answer.
     """
     operation, posed = _named(operation, problem)
     chip = hardware.detect() if kind is None else hardware.find(kind)
-    records = decide.user_cache().records(operation=operation.name, hardware=chip.id)
-    return answer.predict(operation, posed, chip, backends=decide.allowed(operation, backends), records=records)
+    records = dispatch.user_cache().records(operation=operation.name, hardware=chip.id)
+    return predict_for(operation, posed, chip, backends=named_backends(operation, backends), records=records)
 
 
 def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:
@@ -393,7 +399,7 @@ def _frozen(value: Any) -> Any:
 
 def _operation(question: Any) -> Callable[..., jax.Array]:
     operation, params, on_miss, backends, schedule = question
-    options = decide.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
+    options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
     fields = [field.name for field in dataclasses.fields(operation.problem)]
     for name, _ in params:
         if name not in fields and name not in operation.params:
@@ -416,17 +422,17 @@ def _operation(question: Any) -> Callable[..., jax.Array]:
 
 def _matmul(question: Any) -> Callable[..., jax.Array]:
     transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule = question
-    options = decide.options(MATMUL, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
+    options = dispatch.options(MATMUL, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
 
     def call(*arrays: Any) -> jax.Array:
         operands = Operands(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays))
         how = {"precision": precision, "preferred_element_type": preferred_element_type, "activation": activation}
-        posed = pose.matmul(operands, transpose_a=transpose_a, transpose_b=transpose_b, **how)
+        posed = front_end.matmul(operands, transpose_a=transpose_a, transpose_b=transpose_b, **how)
         if not isinstance(posed, str):
             return _product(posed, operands, options)
         a, b = _swapped(operands.a, transpose_a, "a"), _swapped(operands.b, transpose_b, "b")
         result = xla.matmul(operands._replace(a=a, b=b), **how)  # first: what JAX refuses, it refuses in its own words
-        decide.leave_to_library(MATMUL, options, posed)
+        dispatch.leave_to_library(MATMUL, options, posed)
         return result
 
     return call
@@ -437,7 +443,7 @@ def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Arra
         return tuned_call(MATMUL, problem, *args, options=options)
 
     a, b, bias, residual = operands
-    result = pose.result_shape(a, b, p.m, p.n)
+    result = front_end.result_shape(a, b, p.m, p.n)
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     matrices = p.named([s.shape for s in p.operands()])
     many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
@@ -477,14 +483,14 @@ def _rows(
 
 def _row_wise(question: Any) -> Callable[..., jax.Array]:
     operation, _, params, on_miss, backends, schedule = question
-    options = decide.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
+    options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
 
     def call(*arrays: Any) -> jax.Array:
         x, *shared = arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
-        problem = pose.rows(operation.problem, arrays)
+        problem = front_end.rows(operation.problem, arrays)
         if isinstance(problem, str):
             result = _plain_rows(operation.problem, dict(params), *arrays)
-            decide.leave_to_library(operation, options, problem)
+            dispatch.leave_to_library(operation, options, problem)
             return result
         rows = x.reshape(-1, x.shape[-1])
         out = tuned_call(operation, problem, rows, *shared, params=params, options=options)

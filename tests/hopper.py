@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic_gpu_core
 
-from scheduler import hardware
+from scheduler.core import hardware
 from search_spaces import Kernel, Problem
 from search_spaces.jax_compat import gpu_interpreter
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler import hardware
+from scheduler.core import hardware
 from search_spaces import Columns, Footprint
 from search_spaces.matmul import MatmulProblem
 

@@ -2,10 +2,10 @@
 
 import random
 
-from scheduler.cost import Constants, CostModel
-from scheduler.hardware import find
-from scheduler.record import Environment, Measurement
-from scheduler.sweep import sweep
+from scheduler.core.hardware import find
+from scheduler.core.records import Environment, Measurement
+from scheduler.model.cost import Constants, CostModel
+from scheduler.search.sweep import sweep
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.space import Columns
 

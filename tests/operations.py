@@ -240,7 +240,7 @@ def _parent(process: Path) -> int:
 
 def _serves(process: Path) -> bool:
     try:
-        return b"scheduler.serve" in (process / "cmdline").read_bytes()
+        return b"scheduler.measure.worker" in (process / "cmdline").read_bytes()
     except OSError:
         return False
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from scheduler.hardware import CPU
-from scheduler.record import Failure, Measurement, Outcome
-from scheduler.workers import Task, environment
+from scheduler.core.hardware import CPU
+from scheduler.core.records import Failure, Measurement, Outcome
+from scheduler.measure.pool import Task, environment
 
 
 class Rehearsal:

@@ -5,7 +5,7 @@ import typing
 import values
 from hypothesis import strategies as st
 
-from scheduler.record import (
+from scheduler.core.records import (
     AllFailed,
     Calibration,
     Entry,

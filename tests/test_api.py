@@ -28,8 +28,12 @@ from hypothesis import strategies as st
 from modes import frozen
 
 import scheduler
-from scheduler import answer, decide, hardware, tuned, tuned_matmul, tuner
-from scheduler.store import Store, default_url
+from scheduler import tuned, tuned_matmul
+from scheduler.core import hardware
+from scheduler.core.identity import key_of
+from scheduler.dispatch import dispatch
+from scheduler.search import tuner
+from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, Problem, load
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.portable import PortableSchedule
@@ -275,7 +279,7 @@ def test_no_precision_follows_the_configuration_and_an_eager_answer_does_not_out
             traced = jax.make_jaxpr(tuned_matmul)(A, B)
             seen.append(next(e.params["problem"].precision for e in traced.eqns if e.primitive.name == "tuned_call"))
     assert seen == ["highest", "default", "default"]
-    answered = {problem.precision for _, problem, _, _ in decide._answers.decisions}
+    answered = {problem.precision for _, problem, _, _ in dispatch._answers.decisions}
     assert answered == {"highest", "default"}
 
 
@@ -778,7 +782,7 @@ def test_a_gpu_kernel_is_one_branch_of_an_export_for_several_platforms():
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
         )(a, b)
     assert both.mlir_module().count("mosaic_gpu") >= 1
-    assert {d.kernel.backend for d in decide._answers.decisions.values()} == {"mosaic_gpu", "xla"}
+    assert {d.kernel.backend for d in dispatch._answers.decisions.values()} == {"mosaic_gpu", "xla"}
     close(both.call(a, b), jnp.tanh(a @ b), 2e-2)
 
 
@@ -786,9 +790,9 @@ def test_a_target_answers_for_a_chip_that_is_not_here():
     args = [jax.ShapeDtypeStruct((128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)]
     with scheduler.target("NVIDIA H200"):
         jax.jit(tuned_matmul).trace(*args).lower(lowering_platforms=("cuda",))
-    asked = {(platform, options.target) for _, _, platform, options in decide._answers.decisions}
+    asked = {(platform, options.target) for _, _, platform, options in dispatch._answers.decisions}
     assert asked == {("cuda", "NVIDIA H200")}
-    decision = next(iter(decide._answers.decisions.values()))
+    decision = next(iter(dispatch._answers.decisions.values()))
     assert decision.target == hardware.find("NVIDIA H200").target
     with pytest.raises(ValueError, match="no hardware 'H2000'"), scheduler.target("H2000"):
         pass
@@ -847,9 +851,10 @@ PROCESS = """
     import sys, jax, numpy as np
     rank, address, scratch = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
-    from scheduler import decide, tuned_matmul
+    from scheduler import tuned_matmul
+    from scheduler.dispatch import dispatch
     if scratch == "differ":
-        decide._digest = lambda: f"code of process {rank}"
+        dispatch._digest = lambda: f"code of process {rank}"
     a, b = np.ones((8, 6), np.float32), np.ones((6, 4), np.float32)
     with jax.default_device(jax.local_devices()[0]):
         try:
@@ -1044,7 +1049,7 @@ def test_a_script_without_a_guard_is_loaded_for_its_operation_without_searching_
     )
     operation = load(f"{script}:OWN")
     assert operation.name == "own"
-    assert Store(default_url()).get(answer.key_of(operation, operation.problem(8), hardware.CPU)) is None
+    assert Store(default_url()).get(key_of(operation, operation.problem(8), hardware.CPU)) is None
     with pytest.raises(SystemExit, match="went on"):
         runpy.run_path(str(script), run_name="__main__")
-    assert Store(default_url()).get(answer.key_of(operation, operation.problem(8), hardware.CPU)) is not None
+    assert Store(default_url()).get(key_of(operation, operation.problem(8), hardware.CPU)) is not None

@@ -13,11 +13,11 @@ import pytest
 from jax.experimental import pallas as pl
 from operations import DoubleLibrary, DoubleProblem
 
-from scheduler.bench import SLOW, Bench
-from scheduler.hardware import CPU, describe
-from scheduler.record import Failure, Measurement
-from scheduler.store import Store
-from scheduler.tuner import tune
+from scheduler.core.hardware import CPU, describe
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.bench import SLOW, Bench
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space
 from search_spaces.jax_compat import writing_over
 from search_spaces.matmul import MATMUL, MatmulProblem

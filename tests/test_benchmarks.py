@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from invented import Alone
 
-from scheduler.bench import condition
-from scheduler.cost import CostModel
-from scheduler.errors import RecordingError
-from scheduler.hardware import GIB
-from scheduler.prune import prune
-from scheduler.record import Environment, Failure, Measurement
-from scheduler.store import Store
-from scheduler.workers import CONTEXT_BYTES, Task
+from scheduler.core.errors import RecordingError
+from scheduler.core.hardware import GIB
+from scheduler.core.records import Environment, Failure, Measurement
+from scheduler.measure.bench import condition
+from scheduler.measure.pool import CONTEXT_BYTES, Task
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
+from scheduler.store.store import Store
 from search_spaces import Columns, load, locate
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.matmul import MATMUL, MatmulProblem

@@ -13,15 +13,16 @@ from operations import DoubleLibrary, DoubleProblem
 from paced import Paced
 
 import scheduler
-from scheduler import jobs
-from scheduler.answer import key_of, recheck
-from scheduler.cli import app
-from scheduler.errors import CacheMiss, CandidateFailed, NoCandidate
-from scheduler.hardware import CPU
-from scheduler.record import AllFailed, Failure, Measurement
-from scheduler.store import Store
-from scheduler.tuner import settled, tune
-from scheduler.workers import InProcess
+from scheduler.cli.app import app
+from scheduler.core.errors import CacheMiss, CandidateFailed, NoCandidate
+from scheduler.core.hardware import CPU
+from scheduler.core.identity import key_of
+from scheduler.core.records import AllFailed, Failure, Measurement
+from scheduler.measure.pool import InProcess
+from scheduler.prediction.validation import recheck
+from scheduler.search import jobs
+from scheduler.search.tuner import settled, tune
+from scheduler.store.store import Store
 from search_spaces import Operation, load
 
 ROOT = Path(__file__).parents[1]
@@ -331,11 +332,11 @@ def test_where_nothing_ran_at_all_it_is_no_candidate_as_ever():
 def test_a_record_from_before_this_was_kept_reads_and_counts_as_it_did():
     from values import record
 
-    from scheduler import text
+    from scheduler.core import codec
 
     old = record()
-    assert "failed" not in json.loads(text.record_to_text(old))
-    assert text.record_from_text(text.record_to_text(old)).failed == ()
+    assert "failed" not in json.loads(codec.record_to_text(old))
+    assert codec.record_from_text(codec.record_to_text(old)).failed == ()
     lost = AllFailed("scripted", 3, Failure("lower", "AssertionError (own.py:7)"), 3)
     new = dataclasses.replace(old, failed=(lost,))
-    assert text.record_from_text(text.record_to_text(new)) == new
+    assert codec.record_from_text(codec.record_to_text(new)) == new

@@ -16,15 +16,17 @@ from operations import DOUBLE, DoubleProblem
 from scipy.stats import kendalltau
 from typer.testing import CliRunner
 
-from scheduler import fitted, measured, text
-from scheduler.answer import predict
-from scheduler.calibrate import Observed, calibrate, fit, observed
-from scheduler.cli import app
-from scheduler.cost import Constants, CostModel
-from scheduler.errors import NoCandidate, RecordingError
-from scheduler.hardware import find
-from scheduler.record import Calibration, Measurement, Trial
-from scheduler.store import Store
+from scheduler.cli.app import app
+from scheduler.core import codec
+from scheduler.core.errors import NoCandidate, RecordingError
+from scheduler.core.hardware import find
+from scheduler.core.records import Calibration, Measurement, Trial
+from scheduler.model import constants
+from scheduler.model.calibration import Observed, calibrate, fit, observed
+from scheduler.model.cost import Constants, CostModel
+from scheduler.prediction.predict import predict
+from scheduler.search import dataset
+from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.mosaic_gpu import geometry
 
@@ -36,7 +38,7 @@ KERNEL = MATMUL.kernel("mosaic_gpu")
 def of_today(path):
     """Whether a recording is of today's version of the kernel: what it says of another proves nothing."""
     with gzip.open(path, "rt") as file:
-        return text.sweep_from_text(file.readline()).versions.get(KERNEL.backend) == KERNEL.version
+        return codec.sweep_from_text(file.readline()).versions.get(KERNEL.backend) == KERNEL.version
 
 
 SWEEPS = sorted(filter(of_today, (ROOT / "sweeps" / "nvidia-h200").glob("matmul-*.jsonl.gz")))
@@ -50,7 +52,7 @@ def as_recorded(monkeypatch):
 
 @functools.cache
 def recorded(path):
-    ((problem, trials),) = measured.recorded(MATMUL, path).trials.items()
+    ((problem, trials),) = dataset.recorded(MATMUL, path).trials.items()
     return observed(KERNEL, problem, H200, trials)
 
 
@@ -119,7 +121,7 @@ def test_constants_of_one_kernel_rank_the_schedules_of_another():
 
     The constants are those that this package ships.
     """
-    model = fitted.model_of(MATMUL, KERNEL, H200)
+    model = constants.model_of(MATMUL, KERNEL, H200)
     taus, first = [], []
     for (m, n, k), schedules, measured_s, _ in hopper_sweep.sweeps():
         footprint = hopper_sweep.footprint(m, n, k, schedules)
@@ -167,20 +169,20 @@ def test_the_users_constants_are_used_before_the_shipped_and_not_where_processes
     problem, user = MatmulProblem(4096, 4096, 4096), Store(os.environ["TILE_SCHEDULER_CACHE"])
     before = predict(MATMUL, problem, H200)
     user.put_calibration(of_library(library_s=1.0))
-    fitted.forget()
+    constants.forget()
     assert predict(MATMUL, problem, H200).library_s == pytest.approx(1.0, rel=0.01)
     assert predict(MATMUL, problem, H200, shared_only=True) == before
 
 
 def test_a_constant_that_todays_model_lacks_is_left_out():
     Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(of_library(library_s=1e-3, phlogiston=2.0))
-    assert fitted.model_of(MATMUL, MATMUL.library, H200).fitted.library_s == 1e-3
+    assert constants.model_of(MATMUL, MATMUL.library, H200).fitted.library_s == 1e-3
 
 
 def test_an_unreadable_cache_leaves_the_shipped_constants():
     path = Path(os.environ["TILE_SCHEDULER_CACHE"])
     path.write_bytes(b"no database at all, but long enough to be taken for one" * 20)
-    assert "mosaic_gpu" in fitted.calibrations("matmul", H200)
+    assert "mosaic_gpu" in constants.calibrations("matmul", H200)
 
 
 def run(*arguments, status=0):
@@ -197,22 +199,22 @@ def test_the_command_line_fits_recordings_stores_what_it_found_and_explain_says_
     assert "Stored in" in said
     kept = Store(os.environ["TILE_SCHEDULER_CACHE"]).calibrations(hardware=H100.id)
     assert {c.backend for c in kept} == {"mosaic_gpu", "xla"}
-    fitted.forget()
+    constants.forget()
     explained = json.loads(run("explain", "matmul", "m=64", "n=8192", "k=8192", "--hardware", H100.kind, "--json"))
     mine = next(kernel for kernel in explained["kernels"] if kernel["backend"] == "mosaic_gpu")
     trials = next(c.trials for c in kept if c.backend == "mosaic_gpu")
     assert f"fitted to {trials} trials" in mine["fitted"]
     assert "Written to" in run("calibrate", "matmul", few, "--ship", tmp_path)
-    assert [c.constants for c in text.read_calibrations(tmp_path)] == [c.constants for c in kept]
+    assert [c.constants for c in codec.read_calibrations(tmp_path)] == [c.constants for c in kept]
 
 
 def test_a_recording_of_something_else_is_refused(tmp_path):
     path = invented.recording(tmp_path / "few.jsonl.gz", (16, 8192, 8192), sample=2)
     with pytest.raises(RecordingError, match="not of double"):
-        measured.recorded(DOUBLE, path)
-    other = measured.Measured(find("NVIDIA A100-SXM4-80GB"), {})
+        dataset.recorded(DOUBLE, path)
+    other = dataset.Measured(find("NVIDIA A100-SXM4-80GB"), {})
     with pytest.raises(RecordingError, match="several chips"):
-        measured.merged([measured.Measured(H200, {}), other])
+        dataset.merged([dataset.Measured(H200, {}), other])
 
 
 def test_a_problem_that_the_model_misses_by_far_hardly_moves_the_constants():

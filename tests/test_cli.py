@@ -17,12 +17,12 @@ from processes import gone
 from typer.testing import CliRunner
 from values import ENVIRONMENT, KEY, record, trial
 
-from scheduler import cli, doctor
-from scheduler.cli import app
-from scheduler.errors import StoreError
-from scheduler.hardware import CPU
-from scheduler.record import Key
-from scheduler.store import Store
+from scheduler.cli.app import _of_a_user, app
+from scheduler.core.errors import StoreError
+from scheduler.core.hardware import CPU
+from scheduler.core.records import Key
+from scheduler.inspect import doctor
+from scheduler.store.store import Store
 from search_spaces import load
 
 ROOT = Path(__file__).parents[1]
@@ -324,7 +324,7 @@ def test_an_operation_that_raises_is_one_sentence_with_its_file_and_line(tmp_pat
 def test_a_defect_of_this_program_keeps_its_traceback():
     with pytest.raises(AttributeError) as raised:
         load(None)
-    assert cli._of_a_user(raised.value) is None
+    assert _of_a_user(raised.value) is None
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_was_measured(store):
@@ -406,7 +406,7 @@ def test_a_candidate_that_hangs_is_given_up_after_the_time_that_was_allowed(stor
 @pytest.mark.parametrize("arguments", [["--help"], ["list", "--json"], ["export"]], ids=str)
 def test_what_needs_no_device_does_not_import_jax(arguments):
     program = (
-        "import sys\nfrom scheduler.cli import main\n"
+        "import sys\nfrom scheduler.cli.app import main\n"
         f"try:\n    main({arguments})\nfinally:\n    sys.exit('jax' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=os.environ)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
-from scheduler import cost
-from scheduler.cost import Constants, CostModel
-from scheduler.hardware import CPU, find
+from scheduler.core.hardware import CPU, find
+from scheduler.model import cost
+from scheduler.model.cost import Constants, CostModel
 from search_spaces import Columns, Footprint, Operand
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule

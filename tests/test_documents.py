@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from scheduler.cli import app
+from scheduler.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scheduler.hardware import find
-from scheduler.verify import mismatch
+from scheduler.core.hardware import find
+from scheduler.measure.verification import mismatch
 from search_spaces import Columns, Library, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter, plgpu
 from search_spaces.matmul import MATMUL, MatmulProblem, epilogue

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from scheduler.explain import Access, explain
-from scheduler.hardware import CPU, find
-from scheduler.record import Failure, Measurement, Trial
+from scheduler.core.hardware import CPU, find
+from scheduler.core.records import Failure, Measurement, Trial
+from scheduler.inspect.explain import Access, explain
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from operations import FAULTS, FAULTY, RIGHT, FaultyProblem
 
-from scheduler.errors import WorkerError
-from scheduler.hardware import GIB
-from scheduler.record import Failure, Measurement
-from scheduler.store import Store
-from scheduler.tuner import tune
-from scheduler.workers import Gpu, Pool, Task
+from scheduler.core.errors import WorkerError
+from scheduler.core.hardware import GIB
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.pool import Gpu, Pool, Task
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 
 # Each of these costs the start of a process or two.
 CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", *RIGHT)

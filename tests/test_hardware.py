@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler import hardware
-from scheduler.hardware import CPU, GIB, KIB, TABLE, describe, detect, find
+from scheduler.core import hardware
+from scheduler.core.hardware import CPU, GIB, KIB, TABLE, describe, detect, find
 
 EVERY = [pytest.param(row, id=row.kind) for row in (*TABLE, CPU)]
 

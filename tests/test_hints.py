@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from values import ENVIRONMENT, trial
 
-from scheduler.answer import key_of
-from scheduler.hardware import CPU
-from scheduler.store import Store
+from scheduler.core.hardware import CPU
+from scheduler.core.identity import key_of
+from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ scheduler.tuned(OWN)(x, x, on_miss="error")
 def shell(line, cwd):
     """As a terminal in `cwd` does: nothing of the directory is on the path of a command that is installed."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    line = re.sub("^ *tile-scheduler", f"{sys.executable} -P -c 'from scheduler.cli import main; main()'", line)
+    line = re.sub("^ *tile-scheduler", f"{sys.executable} -P -c 'from scheduler.cli.app import main; main()'", line)
     return subprocess.run(line, shell=True, cwd=cwd, env=env, capture_output=True, text=True)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from operations import DOUBLE, DoubleProblem
 
-from scheduler import jobs
-from scheduler.errors import WorkerError
-from scheduler.jobs import Malformed, Task, parse, parse_backends
-from scheduler.record import Measurement
-from scheduler.store import Store
-from scheduler.workers import InProcess
+from scheduler.core.errors import WorkerError
+from scheduler.core.records import Measurement
+from scheduler.measure.pool import InProcess
+from scheduler.search import jobs
+from scheduler.search.jobs import Malformed, Task, parse, parse_backends
+from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "offline_job.toml"

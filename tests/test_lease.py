@@ -14,10 +14,10 @@ import values
 from operations import DOUBLE, DoubleProblem
 from rehearsal import Rehearsal
 
-from scheduler import lease
-from scheduler.lease import leased
-from scheduler.store import Store
-from scheduler.tuner import tune
+from scheduler.search.tuner import tune
+from scheduler.store import lease
+from scheduler.store.lease import leased
+from scheduler.store.store import Store
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_lease_of_a_process_of_this_host_that_died_is_taken_over_at_once(pat
     store = Store(path)
     code = (
         f"import os, sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import values\n"
-        f"from scheduler.lease import leased; from scheduler.store import Store\n"
+        f"from scheduler.store.lease import leased; from scheduler.store.store import Store\n"
         f"held = leased(Store({str(path)!r}), values.KEY); held.__enter__(); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 9
@@ -111,8 +111,8 @@ import os, sys
 sys.path[:0] = [{tests!r}, {root!r}]
 from operations import DOUBLE, DoubleProblem
 from rehearsal import Rehearsal
-from scheduler import search, tuner  # once, before the processes part
-from scheduler.store import Store
+from scheduler.search import search, tuner  # once, before the processes part
+from scheduler.store.store import Store
 
 children = []
 for i in range(16):

@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 from operations import Double, DoubleLibrary, DoubleProblem
 
-from scheduler import decide, replay
-from scheduler.answer import predict, recheck
-from scheduler.cost import CostModel
-from scheduler.hardware import CPU
-from scheduler.legal import illegal
-from scheduler.prune import prune
-from scheduler.race import Rival, race
-from scheduler.record import Entry, Failure, Measurement
-from scheduler.store import Store
-from scheduler.sweep import sweep
-from scheduler.tuner import tune
-from scheduler.workers import InProcess
+from scheduler.core.hardware import CPU
+from scheduler.core.records import Entry, Failure, Measurement
+from scheduler.dispatch import dispatch
+from scheduler.measure import replay
+from scheduler.measure.pool import InProcess
+from scheduler.model.cost import CostModel
+from scheduler.model.feasibility import illegal
+from scheduler.model.pruning import prune
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
+from scheduler.search.final_comparison import Rival, race
+from scheduler.search.sweep import sweep
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Library, Operation, Target
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
@@ -96,8 +98,8 @@ def test_a_budget_of_one_is_spent_on_the_program_that_answers_unmeasured():
 
 def test_what_was_not_measured_is_answered_by_the_first_program():
     for how in ({"backends": "xla"}, {"on_miss": "xla"}, {"on_miss": "model"}):
-        options = decide.options(operation(TwoPrograms()), **how)
-        decision = decide.decide(operation(TwoPrograms()), PROBLEM, "cpu", options)
+        options = dispatch.options(operation(TwoPrograms()), **how)
+        decision = dispatch.decide(operation(TwoPrograms()), PROBLEM, "cpu", options)
         assert (decision.kernel.backend, decision.schedule) == ("xla", Library("float32")), how
     record, _ = searched(TwoPrograms(), budget=64)
     assert predict(operation(TwoPrograms()), DoubleProblem(n=16), CPU, records=[record]).schedule == {}

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from operations import CROWDED, DOUBLE, CrowdedProblem, DoubleProblem
 
-from scheduler import verify
-from scheduler.bench import Bench, least_bytes, needed_bytes
-from scheduler.errors import NoCandidate, WorkerError
-from scheduler.hardware import CPU, GIB, find
-from scheduler.record import Failure, Measurement
-from scheduler.tuner import tune
-from scheduler.workers import CONTEXT_BYTES, Gpu, InProcess, Pool, Task
+from scheduler.core.errors import NoCandidate, WorkerError
+from scheduler.core.hardware import CPU, GIB, find
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure import verification
+from scheduler.measure.bench import Bench, least_bytes, needed_bytes
+from scheduler.measure.pool import CONTEXT_BYTES, Gpu, InProcess, Pool, Task
+from scheduler.search.tuner import tune
 from search_spaces.kernel import Problem
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RmsNormProblem
@@ -48,38 +48,38 @@ def test_the_reference_of_some_rows_is_those_rows_of_the_reference(problem):
 
 
 def test_rows_that_are_compared_are_one_of_each_run_the_first_and_the_last_among_them():
-    rows = verify.compared_rows(QWEN)
+    rows = verification.compared_rows(QWEN)
     each = -(-QWEN.m // len(rows))
-    assert len(rows) * QWEN.n <= verify.MOST_COMPARED
+    assert len(rows) * QWEN.n <= verification.MOST_COMPARED
     assert (rows[0], rows[-1]) == (0, QWEN.m - 1)
     assert np.all(np.diff(rows) > 0)
     assert np.diff(rows).max() < 2 * each
     assert each < 16, "a tile of 16 rows and more is looked at"
-    assert verify.compared_rows(MatmulProblem(8192, 8192, 1024)) is None
-    assert verify.compared_rows(DoubleProblem(2**28)) is None, "an operation that does not say how it is cut"
+    assert verification.compared_rows(MatmulProblem(8192, 8192, 1024)) is None
+    assert verification.compared_rows(DoubleProblem(2**28)) is None, "an operation that does not say how it is cut"
 
 
 @pytest.fixture
 def sampled(monkeypatch):
-    monkeypatch.setattr(verify, "MOST_COMPARED", 64 * 8)
+    monkeypatch.setattr(verification, "MOST_COMPARED", 64 * 8)
 
 
 @pytest.mark.usefixtures("sampled")
 def test_of_a_large_result_a_wrong_tile_and_a_row_that_was_not_written_are_found():
     problem = MatmulProblem(256, 64, 16, dtype="float32")
-    rows, inputs = verify.compared_rows(problem), problem.inputs(0)
+    rows, inputs = verification.compared_rows(problem), problem.inputs(0)
     below, take = problem.at_rows(rows)
     expected, right = below.reference(*take(inputs)), problem.reference(*inputs)
     assert expected.shape == (8, 64)
-    assert verify.mismatch(right, expected, problem.tolerance(), rows) is None
+    assert verification.mismatch(right, expected, problem.tolerance(), rows) is None
     tile = right.at[64:128, 16:32].mul(2)
-    said = verify.mismatch(tile, expected, problem.tolerance(), rows)
+    said = verification.mismatch(tile, expected, problem.tolerance(), rows)
     assert said.startswith(f"{16 * sum((rows >= 64) & (rows < 128))} of 512 elements are off")
     row = int(said.split("at (")[1].split(",")[0])
     assert row in rows
     assert 64 <= row < 128
     unseen = next(i for i in range(256) if i not in rows)
-    said = verify.mismatch(right.at[unseen, 3].set(jnp.nan), expected, problem.tolerance(), rows)
+    said = verification.mismatch(right.at[unseen, 3].set(jnp.nan), expected, problem.tolerance(), rows)
     assert said == "1 of 256 rows hold elements that are NaN, as where nothing was written"
 
 
@@ -201,7 +201,7 @@ def test_what_no_memory_holds_is_said_before_anything_runs(pool):
 def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an_error(monkeypatch):
     with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), slots=2) as pool:
         first, second = pool._workers
-        monkeypatch.setattr("scheduler.workers.RESTART_PAUSES_S", (0.0,))
+        monkeypatch.setattr("scheduler.measure.pool.RESTART_PAUSES_S", (0.0,))
 
         def refused(share_bytes):
             return WorkerError("the device is full")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from scheduler import replay
+from scheduler.measure import replay
 from search_spaces import Columns, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE
 from search_spaces.matmul.mosaic_gpu import HopperSchedule, MosaicGpuMatmul, geometry

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scheduler import hardware, tuned_matmul
-from scheduler.verify import mismatch
+from scheduler import tuned_matmul
+from scheduler.core import hardware
+from scheduler.measure.verification import mismatch
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.problem import RESULTS
 

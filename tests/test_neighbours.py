@@ -7,13 +7,15 @@ import pytest
 from invented import H200, NOW, Alone
 
 import scheduler
-from scheduler import decide
-from scheduler.answer import key_of, predict, recheck
-from scheduler.legal import illegal
-from scheduler.neighbours import distance, nearest
-from scheduler.record import Entry, Key, Measurement, Record
-from scheduler.store import Store, shipped
-from scheduler.tuner import tune
+from scheduler.core.identity import key_of
+from scheduler.core.records import Entry, Key, Measurement, Record
+from scheduler.dispatch import dispatch
+from scheduler.model.feasibility import illegal
+from scheduler.prediction.predict import predict
+from scheduler.prediction.transfer import distance, nearest
+from scheduler.prediction.validation import recheck
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store, shipped
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
@@ -105,7 +107,7 @@ def test_a_small_gain_counts_where_a_neighbour_vouches_for_both():
 
 def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_next_to_it():
     problem = MatmulProblem(112, 8192, 8192)
-    asked = decide.decide(MATMUL, problem, "cuda", decide.options(MATMUL, target=H200.kind))
+    asked = dispatch.decide(MATMUL, problem, "cuda", dispatch.options(MATMUL, target=H200.kind))
     assert asked.kernel.backend == "mosaic_gpu"
     assert str(WIDE) in asked.reason
     assert scheduler.predict(MATMUL, problem, kind=H200.kind).neighbour == str(WIDE)

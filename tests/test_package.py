@@ -109,7 +109,7 @@ def test_what_was_installed_over_another_package_works_and_says_so(site):
     assert status == 0, said
     assert said.count(sentence) == 1
     look = (
-        "from scheduler import doctor as d, hardware as h; "
+        "from scheduler.core import hardware as h; from scheduler.inspect import doctor as d; "
         "print(*(f for f in d.examine(lambda: h.CPU) if f.what == 'package'))"
     )
     status, said = ran(sys.executable, "-W", "ignore", "-c", look, PYTHONPATH=str(place))

@@ -16,15 +16,15 @@ from operations import DoubleLibrary, DoubleProblem
 from paced import Paced
 
 import scheduler
-from scheduler import tuner
-from scheduler.errors import TakesHours
-from scheduler.hardware import CPU
-from scheduler.interpreter import search_seconds, smaller
-from scheduler.progress import FEWEST_TO_TELL, Pace
-from scheduler.record import Measurement
-from scheduler.store import Store
-from scheduler.tuner import tune
-from scheduler.workers import InProcess
+from scheduler.core.errors import TakesHours
+from scheduler.core.hardware import CPU
+from scheduler.core.progress import FEWEST_TO_TELL, Pace
+from scheduler.core.records import Measurement
+from scheduler.measure.pool import InProcess
+from scheduler.search import tuner
+from scheduler.search.interpreter_time import search_seconds, smaller
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 

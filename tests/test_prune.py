@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost import CostModel
-from scheduler.hardware import CPU, find
-from scheduler.prune import prune
+from scheduler.core.hardware import CPU, find
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces import Columns, Footprint, Kernel, Operand, Space
 from search_spaces.matmul.portable import PortableMatmul
 from search_spaces.matmul.problem import MatmulProblem

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from scheduler.race import TIE, Rival, median_interval, race
-from scheduler.record import Failure, Measurement
+from scheduler.core.records import Failure, Measurement
+from scheduler.search.final_comparison import TIE, Rival, median_interval, race
 
 REPETITIONS = 10
 LIBRARY = Rival("xla {}", library=True, onchip_bytes=0)

@@ -19,18 +19,18 @@ from paced import PACED
 from typer.testing import CliRunner
 
 import scheduler
-from scheduler import text
-from scheduler.answer import key_of
-from scheduler.cli import app
-from scheduler.errors import NotRecorded, RecordingError
-from scheduler.hardware import CPU, find
-from scheduler.record import Failure, Measurement
-from scheduler.replay import Recorder, Replay, read, read_again
-from scheduler.store import Store
-from scheduler.sweep import file_name, sweep
-from scheduler.text import schedule_to_text
-from scheduler.tuner import tune
-from scheduler.workers import InProcess, Task
+from scheduler.cli.app import app
+from scheduler.core import codec
+from scheduler.core.codec import schedule_to_text
+from scheduler.core.errors import NotRecorded, RecordingError
+from scheduler.core.hardware import CPU, find
+from scheduler.core.identity import key_of
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.pool import InProcess, Task
+from scheduler.measure.replay import Recorder, Replay, read, read_again
+from scheduler.search.sweep import file_name, sweep
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Operation, load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -254,7 +254,7 @@ def test_any_sweep_and_trial_survive_the_file(tmp_path_factory, head, trial):
     with Recorder(path, head) as recorder:
         recorder.add(trial)
     assert read(path) == (head, [trial])
-    assert text.sweep_from_text(text.sweep_to_text(head)) == head
+    assert codec.sweep_from_text(codec.sweep_to_text(head)) == head
 
 
 def test_a_search_of_a_recording_finds_what_a_search_of_the_device_finds(recorded):
@@ -305,7 +305,7 @@ def test_a_search_ends_where_nothing_more_is_to_be_found_and_its_record_says_so(
     assert record.excluded > 0, "what cannot beat the fastest by its lower bound"
     best_s = min(t.outcome.median_s for t in read(replay.path)[1] if isinstance(t.outcome, Measurement))
     assert record.winner.measurement.median_s <= 1.01 * best_s
-    assert text.record_from_text(text.record_to_text(record)) == record
+    assert codec.record_from_text(codec.record_to_text(record)) == record
 
 
 def test_the_kept_sweeps_are_small():

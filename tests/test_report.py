@@ -6,10 +6,11 @@ import math
 import pytest
 from values import VERDICT, record
 
-from scheduler.race import Rival, race
-from scheduler.record import Entry, Measurement, Verdict
-from scheduler.report import difference, gain_text, interval_text, library, standing, verdict
-from scheduler.store import shipped
+from scheduler.cli.layout import difference
+from scheduler.cli.verdict_report import gain_text, interval_text, library, standing, verdict
+from scheduler.core.records import Entry, Measurement, Verdict
+from scheduler.search.final_comparison import Rival, race
+from scheduler.store.store import shipped
 
 SHIPPED = list(shipped().records())
 

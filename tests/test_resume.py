@@ -15,15 +15,15 @@ from operations import DoubleLibrary, DoubleProblem
 from paced import PACED, Paced
 from typer.testing import CliRunner
 
-from scheduler import bench
-from scheduler.answer import key_of
-from scheduler.cli import app
-from scheduler.errors import NoCandidate
-from scheduler.hardware import CPU, find
-from scheduler.record import Failure, Measurement
-from scheduler.store import Store
-from scheduler.tuner import tune
-from scheduler.workers import InProcess
+from scheduler.cli.app import app
+from scheduler.core.errors import NoCandidate
+from scheduler.core.hardware import CPU, find
+from scheduler.core.identity import key_of
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure import bench
+from scheduler.measure.pool import InProcess
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MatmulProblem
 

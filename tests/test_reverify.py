@@ -11,14 +11,16 @@ from operations import Double, DoubleLibrary, DoubleProblem
 from paced import PACED
 from typer.testing import CliRunner
 
-from scheduler import report
-from scheduler.answer import key_of, predict, recheck
-from scheduler.cli import app
-from scheduler.hardware import CPU
-from scheduler.record import Entry, Environment, Failure, Measurement, Record
-from scheduler.reverify import reverify
-from scheduler.store import Store
-from scheduler.workers import InProcess
+from scheduler.cli import record_report
+from scheduler.cli.app import app
+from scheduler.core.hardware import CPU
+from scheduler.core.identity import key_of
+from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
+from scheduler.measure.pool import InProcess
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
+from scheduler.search.reverify import reverify
+from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -135,8 +137,8 @@ def test_a_refreshed_record_has_todays_order_times_and_environment_and_keeps_wha
     fresh = verdict(runner).refreshed
     assert [(e.backend, e.measurement.median_s) for e in fresh.entries] == [("scripted", 1e-3), ("xla", 1.1e-3)]
     assert fresh.environment == runner.environment
-    assert report.stale(record())
-    assert not report.stale(fresh)
+    assert record_report.stale(record())
+    assert not record_report.stale(fresh)
     old = record()
     assert (fresh.key, fresh.versions, fresh.budget, fresh.tried, fresh.space) == (
         old.key,

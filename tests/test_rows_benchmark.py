@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import hardware, jobs
+from scheduler.core import hardware
+from scheduler.search import jobs
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import rows as benchmark

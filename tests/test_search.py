@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost import CostModel
-from scheduler.hardware import find
-from scheduler.search import Search
-from scheduler.surrogate import Process, expected_improvement
+from scheduler.core.hardware import find
+from scheduler.model.cost import CostModel
+from scheduler.search.gaussian_process import Process, expected_improvement
+from scheduler.search.search import Search
 from search_spaces import Space
 
 H200 = find("NVIDIA H200")
@@ -347,5 +347,5 @@ def test_the_improvement_expected_of_a_certain_point_is_its_gain():
 
 
 def test_importing_the_model_loads_no_optuna():
-    program = "import sys, scheduler.prune, scheduler.cost; sys.exit('optuna' in sys.modules)"
+    program = "import sys, scheduler.model.pruning, scheduler.model.cost; sys.exit('optuna' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

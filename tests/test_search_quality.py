@@ -8,9 +8,9 @@ import invented
 import numpy as np
 import pytest
 
-from scheduler import replay
-from scheduler.calibrate import fit
-from scheduler.cost import Constants
+from scheduler.measure import replay
+from scheduler.model.calibration import fit
+from scheduler.model.cost import Constants
 from search_spaces.matmul import MATMUL
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))

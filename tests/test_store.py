@@ -19,11 +19,11 @@ import values
 from hypothesis import HealthCheck, given, settings
 from modes import frozen, with_modes
 
-from scheduler import store as store_module
-from scheduler import text
-from scheduler.errors import StoreError
-from scheduler.record import Calibration, Failure, Key
-from scheduler.store import MIGRATIONS, Store, build_shipped, default_url, file_system
+from scheduler.core import codec
+from scheduler.core.errors import StoreError
+from scheduler.core.records import Calibration, Failure, Key
+from scheduler.store import store as store_module
+from scheduler.store.store import MIGRATIONS, Store, build_shipped, default_url, file_system
 
 
 @pytest.fixture
@@ -204,8 +204,8 @@ WRITER = """
 import sys, time
 sys.path[:0] = [{tests!r}, {root!r}]
 import values
-from scheduler.record import Key
-from scheduler.store import Store
+from scheduler.core.records import Key
+from scheduler.store.store import Store
 store = Store({url!r})
 print("ready", flush=True)
 sys.stdin.readline()
@@ -456,7 +456,7 @@ def test_a_password_is_never_told(tmp_path):
     assert "someone" in store.location
 
 
-@pytest.mark.parametrize("line", ["{}", "nonsense", text.record_to_text(values.record(other_key(problem="{}")))])
+@pytest.mark.parametrize("line", ["{}", "nonsense", codec.record_to_text(values.record(other_key(problem="{}")))])
 def test_a_malformed_record_is_an_error_to_get_and_a_warning_to_list(path, line, caplog):
     store = Store(path)
     for operation in ("matmul", "softmax"):
@@ -535,7 +535,7 @@ def test_readonly_of_nothing_is_an_error(path):
 
 def test_the_shipped_file_is_one_file_with_the_same_bytes_each_time(tmp_path):
     records = [values.record(other_key(problem=f'{{"m":{m}}}')) for m in range(30)]
-    text.add_records(tmp_path / "records", records)
+    codec.add_records(tmp_path / "records", records)
     first, second = tmp_path / "a" / "first.db", tmp_path / "a" / "second.db"
     first.parent.mkdir()
     assert build_shipped(tmp_path / "records", first) == 30
@@ -544,13 +544,13 @@ def test_the_shipped_file_is_one_file_with_the_same_bytes_each_time(tmp_path):
     assert first.read_bytes() == second.read_bytes()
     assert sorted(file.name for file in first.parent.iterdir()) == ["first.db", "second.db"]
     assert first.read_bytes()[18:20] == b"\x01\x01"  # No write-ahead log (SQLite, "Database File Format", 1.3.3).
-    assert list(Store(first, readonly=True).records()) == text.read_records(tmp_path / "records")
+    assert list(Store(first, readonly=True).records()) == codec.read_records(tmp_path / "records")
 
 
 def test_the_shipped_file_opens_in_a_directory_that_cannot_be_written(tmp_path):
     place = tmp_path / "frozen"
     place.mkdir()
-    text.add_records(tmp_path / "records", [values.record()])
+    codec.add_records(tmp_path / "records", [values.record()])
     build_shipped(tmp_path / "records", place / "cache.db")
     (place / "cache.db").chmod(0o444)
     place.chmod(0o555)

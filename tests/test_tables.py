@@ -9,8 +9,8 @@ import sys
 import pytest
 from test_cli import ROOT, run
 
-from scheduler.record import schedule_text
-from scheduler.store import shipped
+from scheduler.core.records import schedule_text
+from scheduler.store.store import shipped
 from search_spaces import OPERATIONS, load, spelled
 
 RECORDS = list(shipped().records())

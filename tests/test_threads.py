@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from scheduler.threads import Threads
+from scheduler.core.threads import Threads
 
 
 def test_results_come_as_they_end_and_as_many_run_at_once_as_there_are_threads():

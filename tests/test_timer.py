@@ -7,8 +7,8 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from scheduler import timer
-from scheduler.record import Measurement
+from scheduler.core.records import Measurement
+from scheduler.measure import timer
 
 
 def sleeping(*seconds):

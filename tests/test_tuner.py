@@ -5,15 +5,17 @@ import dataclasses
 import pytest
 from operations import Double, DoubleLibrary, DoubleProblem
 
-from scheduler.answer import explain, key_of, predict, recheck
-from scheduler.errors import NoCandidate, StoreError
-from scheduler.hardware import CPU, find
-from scheduler.legal import illegal
-from scheduler.race import FEWEST_ROUNDS
-from scheduler.record import Entry, Failure, Measurement
-from scheduler.store import Store
-from scheduler.tuner import tune
-from scheduler.workers import InProcess
+from scheduler.core.errors import NoCandidate, StoreError
+from scheduler.core.hardware import CPU, find
+from scheduler.core.identity import key_of
+from scheduler.core.records import Entry, Failure, Measurement
+from scheduler.measure.pool import InProcess
+from scheduler.model.feasibility import illegal
+from scheduler.prediction.predict import explain, predict
+from scheduler.prediction.validation import recheck
+from scheduler.search.final_comparison import FEWEST_ROUNDS
+from scheduler.search.tuner import tune
+from scheduler.store.store import Store
 from search_spaces import Operation, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 

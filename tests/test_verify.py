@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scheduler.verify import mismatch
+from scheduler.measure.verification import mismatch
 from search_spaces.kernel import Tolerance
 
 TOLERANCE = Tolerance(absolute=0.01, relative=0.01)

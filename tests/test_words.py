@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import scheduler
 from scheduler import tuned, tuned_matmul
-from scheduler.cli import app
-from scheduler.hardware import CPU
+from scheduler.cli.app import app
+from scheduler.core.hardware import CPU
 from search_spaces import DeclarationError, Footprint, Operand, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX
@@ -201,7 +201,7 @@ def test_a_search_without_time_and_a_path_for_a_store_are_answered_with_what_is_
         with pytest.raises(ValueError, match="leaves no time for a trial; give a positive number, or None"):
             scheduler.tune("matmul", SMALL, seconds=seconds)
     for path in (str(tmp_path / "cache.db"), tmp_path / "cache.db"):
-        with pytest.raises(TypeError, match=r"is a path; give the store there: scheduler.store.Store\('/"):
+        with pytest.raises(TypeError, match=r"is a path; give the store there: scheduler.Store\('/"):
             scheduler.tune("matmul", SMALL, budget=1, store=path)
 
 

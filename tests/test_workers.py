@@ -19,11 +19,11 @@ from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, Note
 from processes import gone
 
 from scheduler import tuned_matmul
-from scheduler.errors import WorkerError
-from scheduler.hardware import CPU, GIB, find
-from scheduler.record import Failure, Measurement
-from scheduler.tuner import start_runner
-from scheduler.workers import Gpu, InProcess, Pool, Task, _Limits
+from scheduler.core.errors import WorkerError
+from scheduler.core.hardware import CPU, GIB, find
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.pool import Gpu, InProcess, Pool, Task, _Limits
+from scheduler.search.tuner import start_runner
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -177,8 +177,8 @@ def test_xla_may_try_its_algorithms_out_for_as_long_as_a_large_problem_takes():
 
 ORPHANS = """
 import sys, threading, time
-from scheduler.hardware import GIB
-from scheduler.workers import Gpu, Pool
+from scheduler.core.hardware import GIB
+from scheduler.measure.pool import Gpu, Pool
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), slots=2)
 print(*(worker._child._process.pid for worker in pool._workers), flush=True)
 {then}
@@ -219,7 +219,7 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
 
 
 def test_there_are_as_many_workers_as_cores_that_the_process_may_use_but_one():
-    count = "from scheduler.workers import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool.slots)"
+    count = "from scheduler.measure.pool import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool.slots)"
     command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c", count]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)

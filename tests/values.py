@@ -1,6 +1,6 @@
 """A record and a trial that tests start from."""
 
-from scheduler.record import Entry, Environment, Key, Measurement, Record, Trial, Verdict
+from scheduler.core.records import Entry, Environment, Key, Measurement, Record, Trial, Verdict
 
 KEY = Key("matmul", "NVIDIA H200 (132 cores, 140 GiB)", '{"dtype":"bfloat16","k":512,"m":256,"n":256}')
 ENVIRONMENT = Environment("0.11.2", "0.11.2", "580.95", "2026-03-01T12:00:00Z")

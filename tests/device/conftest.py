@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from scheduler.record import Measurement
-from scheduler.workers import Gpu, Pool
+from scheduler.core.records import Measurement
+from scheduler.measure.pool import Gpu, Pool
 from search_spaces import jax_compat
 
 

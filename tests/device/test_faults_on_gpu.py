@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.record import Failure, Measurement
-from scheduler.workers import Gpu, Pool, Task
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.pool import Gpu, Pool, Task
 from search_spaces import jax_compat
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from scheduler.cost import CostModel
-from scheduler.prune import prune
-from scheduler.tuner import tune
-from scheduler.workers import Task
+from scheduler.measure.pool import Task
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
+from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 PROBLEMS = [
@@ -103,7 +103,7 @@ def test_every_part_of_the_space_has_schedules_among_the_problems(pool):
 SAME_BITS = """
 import jax
 import numpy as np
-from scheduler import hardware
+from scheduler.core import hardware
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 kernel, target = MATMUL.kernel("mosaic_gpu"), hardware.detect().target

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from scheduler.cost import CostModel
-from scheduler.record import Failure, Measurement
-from scheduler.tuner import tune
-from scheduler.workers import Task
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure.pool import Task
+from scheduler.model.cost import CostModel
+from scheduler.search.tuner import tune
 from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul import MATMUL, MatmulProblem

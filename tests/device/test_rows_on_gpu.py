@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from scheduler.cost import CostModel
-from scheduler.prune import prune
-from scheduler.workers import Task
+from scheduler.measure.pool import Task
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem

@@ -1,0 +1,3 @@
+"""The command line. Commands parse, call and print; what takes long to import (JAX, SQLAlchemy, Optuna) they import
+where they need it.
+"""

@@ -1,0 +1,148 @@
+"""The command line: its commands, and how every one of them ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from scheduler.cli import inspecting, measuring, storing
+from scheduler.core.errors import CandidateFailed, SchedulerError
+from scheduler.core.threads import left_behind
+from search_spaces.errors import DeclarationError
+from tile_scheduler import __version__
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, where Ctrl-C may come as well."""
+
+
+class _Commands(TyperGroup):
+    """Ends every command as a shell expects: an error is one sentence on standard error and status 1.
+
+    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with _terminable():
+                return super().invoke(ctx)
+        except (SchedulerError, DeclarationError) as error:
+            if isinstance(error, CandidateFailed) and error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            print(f"tile-scheduler: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except Exception as error:
+            if (place := _of_a_user(error)) is None:
+                raise
+            said = str(error).partition("\n")[0]  # more is for a traceback, which JAX's messages come with
+            print(f"tile-scheduler: {place}: {type(error).__name__}: {said}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            kept = "what was measured so far is kept, and the same command goes on from there"
+            print(f"tile-scheduler: interrupted; {kept}", file=sys.stderr)
+            raise typer.Exit(143 if isinstance(interrupt, _Terminated) else 130) from None
+
+
+def _of_a_user(error: BaseException) -> str | None:
+    """File, line and function of an operation of one's own that raised this; None where it is a defect of this program.
+
+    Libraries raise for whoever called them: to blame is the innermost function that is in none of them.
+    """
+    root = Path(__file__).parents[2]
+    ours = [root / "scheduler", root / "search_spaces"]
+    libraries = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib", "scripts")]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if any(file.is_relative_to(package) for package in ours):
+            return None
+        if not frame.filename.startswith("<") and not any(file.is_relative_to(library) for library in libraries):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Search, inspect and carry the tile schedules of JAX Pallas kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+_COMMANDS: Mapping[str, Callable[..., None]] = {
+    "tune": measuring.tune,
+    "sweep": measuring.sweep,
+    "calibrate": measuring.calibrate,
+    "verify": measuring.verify,
+    "list": inspecting.list_,
+    "show": inspecting.show,
+    "explain": inspecting.explain,
+    "export": storing.export,
+    "import": storing.import_,
+    "forget": storing.forget,
+    "build-cache": storing.build_cache,
+    "doctor": inspecting.doctor,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # rules of tables, where a terminal has no letters but ASCII's
+    sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+    except SystemExit as end:
+        if left_behind():  # an interrupted candidate of this process: JAX would wait for it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Search, inspect and carry the tile schedules of JAX Pallas kernels."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Within, SIGTERM is raised as Ctrl-C is; a second one ends the process at once, and its workers with it."""
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

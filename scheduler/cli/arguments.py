@@ -1,0 +1,152 @@
+"""The words of a command line: options that commands share, and what they name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scheduler.core.errors import SchedulerError
+
+if TYPE_CHECKING:
+    from scheduler.core.hardware import Hardware
+    from scheduler.core.records import Key, Record
+    from search_spaces.kernel import Operation, Problem
+
+OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
+
+
+Fields = Annotated[list[str], typer.Argument(help="The problem, as name=value: m=4096 n=4096 k=4096 dtype=bfloat16.")]
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+HardwareName = Annotated[str | None, typer.Option("--hardware", help="A chip by a part of its name: h200.")]
+
+
+Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips whose name contains this, in any case.")]
+
+
+Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
+
+
+Part = Annotated[
+    str | None,
+    typer.Option(help="i/n: every n-th problem of the job from the i-th, for GPUs or hosts that share it."),
+]
+
+
+CompileTimeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]")
+]
+
+
+RunTimeout = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"),
+]
+
+
+def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Problem]:
+    from search_spaces import load
+
+    operation = load(name)
+    try:
+        return operation, operation.problem.parse(field_texts(fields))
+    except ValueError as error:
+        raise ValueError(f"{operation.name}: {error}") from error
+
+
+def field_texts(fields: Sequence[str]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for field in fields:
+        key, equals, value = field.partition("=")
+        if not equals:
+            raise ValueError(f"a field is name=value, not {field!r}")
+        if key in texts:
+            raise ValueError(f"{key} is given twice")
+        texts[key] = value
+    return texts
+
+
+def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
+    """Whether a record's problem has these values."""
+    from search_spaces import load
+
+    if not fields:
+        return True
+    values = json.loads(record.key.problem)
+    with contextlib.suppress(ValueError):  # without its operation, what is at its default is not known
+        values = vars((operation or load(record.key.operation)).problem.from_canonical(record.key.problem))
+    return all(str(values.get(name)).lower() == text.lower() for name, text in fields.items())
+
+
+def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) -> Callable[[Key], bool]:
+    """Whether a key is of that operation, and on a chip that `hardware` may mean; None leaves either open.
+
+    Raises:
+      BadParameter: neither `keys` nor this program know an operation or a chip of that name.
+    """
+    from search_spaces import OPERATIONS, load
+    from search_spaces.space import unknown
+
+    if operation is not None:
+        if ":" in operation:
+            with usage_errors():
+                operation = load(operation).name
+        elif operation not in (known := dict.fromkeys((*OPERATIONS, *(key.operation for key in keys)))):
+            raise typer.BadParameter(f"no operation {unknown(operation, known)}")
+    if hardware is None:
+        return lambda key: operation in (None, key.operation)
+    from scheduler.core.hardware import CHIPS, named
+
+    kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
+    if not named(hardware, kinds):
+        raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
+    return lambda key: operation in (None, key.operation) and bool(named(hardware, [key.hardware]))
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """What is wrong with the words of a command line, said as such: status 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextlib.contextmanager
+def file_errors(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SchedulerError(f"{file}: {reason}") from error
+
+
+def read_text(file: Path) -> str:
+    with file_errors(file):
+        return file.read_text(encoding="utf-8")
+
+
+def hardware_here(device: int) -> Hardware:
+    """The chip, learnt from another process where it is a GPU, which this one then need not hold."""
+    from scheduler.core import hardware as chips
+    from scheduler.measure.pool import Gpu, Pool
+
+    if (gpu := Gpu.wanted(device)) is not None:
+        with Pool(gpu, slots=1) as pool:
+            return pool.hardware
+    return chips.detect()
+
+
+def chip_of(identity: str) -> Hardware | None:
+    """The chip of a record, where the table has it."""
+    from scheduler.core.hardware import CHIPS
+
+    return next((row for row in CHIPS if row.id == identity), None)

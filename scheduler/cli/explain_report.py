@@ -1,0 +1,112 @@
+"""Where the schedules of a problem went, as a JSON object and for a person."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from scheduler.cli.layout import Json, labelled, schedule_rows, seconds_text, table, texts
+from scheduler.cli.record_report import record_json
+from scheduler.cli.search_report import failures
+from scheduler.core.records import Entry, Record
+
+if TYPE_CHECKING:
+    from scheduler.core.hardware import Hardware
+    from scheduler.inspect.explain import Access, Account, Ranked
+    from scheduler.prediction.predict import Answer
+    from search_spaces.kernel import Problem
+
+
+def explanation_json(
+    accounts: Sequence[Account],
+    answer: Answer,
+    record: Record | None,
+    held: Entry | str,
+    problem: Problem,
+    hardware: Hardware,
+) -> Json:
+    """Where every schedule went; `held` is the entry that a call gets, or why the record is of no use."""
+    kernels = [
+        {
+            "backend": account.backend,
+            "version": account.version,
+            "refused": account.refused,
+            "size": account.size,
+            "dropped": dict(account.dropped),
+            "first": [dataclasses.asdict(ranked) for ranked in account.first],
+            "fitted": account.fitted,
+            "tried": len(account.tried),
+            "failed": dict(failures(account.tried)),
+            "untried": account.untried,
+        }
+        for account in accounts
+    ]
+    return {
+        "hardware": hardware.id,
+        "kernels": kernels,
+        "model": dataclasses.asdict(answer),
+        "record": record_json(record, problem, hardware) if record is not None else None,
+        "holds": not isinstance(held, str),
+        "reason": held if isinstance(held, str) else "",
+    }
+
+
+def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> Iterator[RenderableType]:
+    """One kernel's schedules, counted down from all of them, and the model's first with its terms.
+
+    Args:
+      trials_kept: whether the trials of the problem's record are here; else nobody can tell which were tried.
+    """
+    title = f"{account.backend}, version {account.version}"
+    if account.refused:
+        yield f"{title}: {account.refused}"
+        return
+    yield f"{title}: {account.size} schedule{'' if account.size == 1 else 's'}"
+    counts = Table.grid(padding=(0, 2))
+    counts.add_column(justify="right", no_wrap=True)
+    counts.add_column(overflow="fold")
+    for reason, count in account.dropped.items():
+        counts.add_row(*texts(f"-{count}", reason))
+    counts.add_row(*texts(f"={account.untried + len(account.tried)}", "legal"))
+    if trials_kept:
+        counts.add_row(*texts(len(account.tried), "of them tried"))
+        for reason, count in failures(account.tried).items():
+            counts.add_row(*texts(count, f"of these failed: {reason}"))
+        counts.add_row(*texts(account.untried, "not tried"))
+    yield counts
+    if any(ranked.terms for ranked in account.first):
+        yield ""
+        yield from _first_choices(account.first, width)
+    if account.fitted:
+        yield account.fitted
+
+
+def _first_choices(first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:
+    """The model's first, a column each, with what their times are made of; then their schedules."""
+    rows: dict[str, Sequence[str]] = {
+        "predicted": [seconds_text(ranked.predicted_s) for ranked in first],
+        "on-chip": [f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in first],
+    }
+    for name in dict.fromkeys(name for ranked in first for name, seconds in ranked.terms.items() if seconds):
+        rows[name] = [seconds_text(ranked.terms[name]) for ranked in first]
+    if any(ranked.access for ranked in first):
+        accesses = [_access_texts(ranked.access) if ranked.access else ("", "", "") for ranked in first]
+        rows |= dict(zip(("accesses", "wanted", "each"), zip(*accesses, strict=True), strict=True))
+    title = "the model's first"
+    widest = max(len(cell) for cells in rows.values() for cell in cells)
+    fitting = max(1, (width - len(title)) // (widest + 3))
+    for start in range(0, len(first), fitting):
+        numbers = [str(number + 1) for number in range(start, min(start + fitting, len(first)))]
+        made = table(title, *numbers, numbers=numbers)
+        for name, cells in rows.items():
+            made.add_row(*texts(name, *cells[start : start + fitting]))
+        yield made
+    yield labelled(schedule_rows((number + 1, "", ranked.schedule) for number, ranked in enumerate(first)))
+
+
+def _access_texts(access: Access) -> tuple[str, str, str]:
+    return f"{access.transactions:.3g}", f"{access.coalescing:.0%}", f"{access.bytes:.0f} B"

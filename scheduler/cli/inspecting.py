@@ -1,0 +1,181 @@
+"""Commands that look: list, show, explain, doctor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scheduler.cli.arguments import (
+    AsJson,
+    Chips,
+    Device,
+    Fields,
+    HardwareName,
+    OperationName,
+    chip_of,
+    hardware_here,
+    problem_of,
+    usage_errors,
+    wanted_by,
+)
+from scheduler.cli.stores import ask_stores
+from scheduler.cli.terminal import console_here, output, print_command, print_json
+from scheduler.core.errors import SchedulerError
+
+if TYPE_CHECKING:
+    from scheduler.core.records import Key, Record, Trial
+    from scheduler.store.store import Store
+
+
+def list_(
+    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    hardware: Chips = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the stored schedules, the user's own and those shipped with this package, and searches cut short."""
+    from scheduler.cli import record_report
+
+    kept = list(ask_stores(lambda store: (list(store.records()), store.unfinished())))
+    keys = [key for _, (records, cut) in kept for key in (*(record.key for record in records), *cut)]
+    wanted = wanted_by(keys, operation, hardware)
+    rows = [(where, record) for where, (records, _) in kept for record in records if wanted(record.key)]
+    if as_json:
+        print_json([{"where": where, **record_report.record_json(record)} for where, record in rows])
+        return
+    if rows:
+        output(*record_report.records(rows, console_here().width))
+    for where, (_, cut) in kept:
+        for key, trials in cut.items():
+            if wanted(key):
+                output("", f"{key}, {where}: {record_report.unfinished_text(trials)}")
+                _print_goes_on(key)
+    if not any(map(wanted, keys)):
+        from scheduler.core import hints
+        from scheduler.inspect import doctor
+        from scheduler.store.store import default_url
+        from search_spaces import OPERATIONS, load
+
+        op = load(operation if operation in OPERATIONS else OPERATIONS[0])
+        small = doctor.example(op, 256)
+        assert small is not None, "of the operations here, all that has no default is an extent"
+        output(f"nothing of that is in {default_url()} or shipped; to search a problem, for example:")
+        print_command(hints.tune(op, small))
+
+
+def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
+    """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
+    from scheduler.cli import record_report, verdict_report
+    from scheduler.core import hints
+
+    with usage_errors():
+        op, problem = problem_of(operation, fields)
+    command, canonical = hints.tune(op, problem), problem.canonical()
+
+    def ask(store: Store) -> list[tuple[Key, Record | None, list[Trial], list[Trial]]]:
+        cut = store.unfinished(op.name)
+        records = {record.key: record for record in store.records(operation=op.name)}
+        keys = [key for key in dict.fromkeys((*records, *cut)) if key.problem == canonical]
+        return [(key, records.get(key), store.last_trials(key), cut.get(key, [])) for key in keys]
+
+    kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
+    wanted = wanted_by([key for _, key, *_ in kept], None, hardware)
+    found = [row for row in kept if wanted(row[1])]
+    if not found:
+        on = f" on {hardware}" if hardware else ""
+        raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {command}")
+    if as_json:
+        print_json([record_report.kept_json(*row, problem, chip_of(row[1].hardware)) for row in found])
+        return
+    for where, key, record, trials, cut in found:
+        if record is not None:
+            output(f"{key}, {where}", *record_report.record_head(record, trials_kept=bool(trials)), "")
+            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict_report.verdict(record))
+        if cut:
+            output(*([""] * (record is not None)), f"{key}, {where}: {record_report.unfinished_text(cut)}")
+            _print_goes_on(key, command)
+        if trials:
+            output("", *record_report.trials_told(trials, record, console_here().width))
+
+
+def explain(
+    operation: OperationName,
+    fields: Fields,
+    hardware: HardwareName = None,
+    device: Device = 0,
+    top: Annotated[int, typer.Option(min=1, help="How many of the model's first to show.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Account for every schedule, from the size of the space down to the winner."""
+    from scheduler import front_end
+    from scheduler.cli import explain_report, record_report, verdict_report
+    from scheduler.core import hardware as chips
+    from scheduler.core import hints
+    from scheduler.core.identity import key_of
+    from scheduler.core.records import choice_text
+    from scheduler.inspect import explain as accounts
+    from scheduler.prediction import predict, validation
+
+    with usage_errors():
+        op, problem = problem_of(operation, fields)
+        chip = chips.find(hardware) if hardware is not None else None
+    chip = chip or hardware_here(device)
+    key = key_of(op, problem, chip)
+    asked = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
+    found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
+    trials = [trial for _, (_, tried) in asked for trial in tried]
+    explained = accounts.explain(op, problem, chip, trials, top=top)
+    stored = ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
+    model = predict.predict(op, problem, chip, records=[record for _, records in stored for record in records])
+    record = found[0][1] if found else None
+    held = validation.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
+    if as_json:
+        print_json(explain_report.explanation_json(explained, model, record, held, problem, chip))
+        return
+    output(f"{op.name} {problem} on {chip.id}", "")
+    kept = record is None or bool(trials)
+    for account in explained:
+        output(*explain_report.account_parts(account, console_here().width, trials_kept=kept), "")
+    if isinstance(held, str) or record is None:
+        choice = choice_text(model.backend, model.schedule)
+        why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
+        output(f"Without measuring, a call gets {choice}: {model.reason}.")
+        output(f"{why[0].upper()}{why[1:]}; run:")
+        print_command(hints.tune(op, problem))
+    else:
+        output(f"Winner, from {found[0][0]}:", *record_report.record_head(record, trials_kept=bool(found[0][2])), "")
+        output(*record_report.entries(record, problem, chip), "", *verdict_report.verdict(record))
+    output("", front_end.NOT_EVERY_CALL)
+
+
+def doctor(device: Device = 0, as_json: AsJson = False) -> None:
+    """Say what is here: the chip, the backends, the caches, the versions, and what is missing."""
+    from scheduler.cli import layout
+    from scheduler.inspect import doctor as checks
+
+    findings = list(checks.examine(lambda: hardware_here(device), device))
+    if as_json:
+        print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
+    else:
+        output(layout.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_goes_on(key: Key, command: str | None = None) -> None:
+    """How an unfinished search goes on; where its operation is defined, only whoever began it knows."""
+    from scheduler.core import hints
+    from search_spaces import OPERATIONS, load
+
+    if command is None and key.operation in OPERATIONS:
+        op = load(key.operation)
+        command = hints.tune(op, op.problem.from_canonical(key.problem))
+    if command is None:
+        output("the command that began it goes on from there")
+    else:
+        if (chip := chip_of(key.hardware)) is not None and chip.platform == "cpu":
+            from scheduler.search.tuner import LONGEST_INTERPRETED_S
+
+            command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"  # one that takes longer may have been begun so only
+        output("it goes on from there with:")
+        print_command(command)

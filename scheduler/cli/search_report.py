@@ -1,0 +1,168 @@
+"""What became of searches, sweeps, calibrations and verifications, as JSON objects and for a person."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from scheduler.cli.layout import WIDEST, Json, Row, abbreviated, first_line, ledger, seconds_text, table, texts
+from scheduler.cli.record_report import entry_json, record_json
+from scheduler.cli.verdict_report import standing
+from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
+from search_spaces import spelled
+
+if TYPE_CHECKING:
+    from scheduler.search.jobs import Result
+    from scheduler.search.reverify import Verdict as Reverified
+
+
+def result_json(result: Result) -> Json:
+    """What became of one problem of a job; `state` is "tuned", "known" or "failed"."""
+    values: Json = {
+        "task": str(result.task),
+        "state": result.state,
+        "reason": result.reason,
+        "elapsed_s": result.elapsed_s,
+        "resumed": result.resumed,
+    }
+    problem = getattr(result.task, "problem", None)
+    if result.before is not None:
+        values["before"] = dataclasses.asdict(result.before)
+    if result.entry is not None:
+        values["answer"] = entry_json(result.entry, problem, result.hardware)
+    if result.record is not None:
+        values["record"] = record_json(result.record, problem, result.hardware)
+    return values
+
+
+def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
+    """Before and after, a row for each problem of a job."""
+    told = abbreviated([(r.entry.backend, r.entry.schedule) for r in of if r.entry is not None], width)
+    schedules = iter(told.texts)
+    rows = []
+    for result in of:
+        figures = [result.state, "", "", "", ""]
+        if result.entry is not None:
+            figures[2] = seconds_text(result.entry.measurement.median_s)
+            if result.before is not None:
+                figures[1] = ("" if result.before.measured else "~") + seconds_text(result.before.seconds)
+                figures[4] = _gain(result)
+            if result.library is not None:
+                figures[3] = seconds_text(result.library.measurement.median_s)
+        under = [next(schedules)] if result.entry is not None else []
+        rows.append(Row(str(result.task), figures, [*under, *map(str, result.broken), result.reason]))
+    yield from ledger("problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(told.base, rows)], width)
+    if any(row.figures[1].startswith("~") for row in rows):
+        yield "~: a prediction"
+
+
+def _gain(result: Result) -> str:
+    """The time before over the time after; no ratio where that was not measured, or the run-off could not tell."""
+    before, record, after = result.before, result.record, result.entry
+    if before is None or record is None or after is None or not before.measured:
+        return ""
+    same = [e for e in record.entries if (e.backend, dict(e.schedule)) == (before.backend, dict(before.schedule))]
+    if after != record.winner or not same:  # measured apart
+        ratio = before.seconds / after.measurement.median_s
+        return f"{ratio:.2f}x" if ratio >= 1 else "undecided"
+    if same[0] == record.winner:
+        return "1.00x"
+    stands = standing(record, same[0])
+    return f"{stands.ratio:.2f}x" if stands.state == "ahead" else stands.state
+
+
+def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
+    """What a sweep measured, and what came out of it."""
+    drawn = "all" if sweep.sample is None else f"{sweep.sample} drawn with seed {sweep.seed}, and the library"
+    yield f"{sweep.operation} {spelled(sweep.operation, sweep.problem)} on {sweep.kind}"
+    yield f"{sweep.space} schedules, {sweep.legal} of them legal; {drawn}, measured {sweep.repetitions} times each"
+    for reason, count in failures(trials).items():
+        yield f"{count} failed: {reason}"
+    times = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
+    if times:
+        best_s, _, best = min(times)
+        yield f"fastest: {seconds_text(best_s)}, {choice_text(best.backend, best.schedule)}"
+    if sweep.again:
+        yield f"the {sweep.again} fastest, and the library, measured once more in {sweep.rounds} rounds"
+
+
+def calibration_json(calibration: Calibration) -> Json:
+    return dataclasses.asdict(calibration)
+
+
+def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
+    """What was fitted for each kernel, and how far off the model then is."""
+    made = table(
+        "", "problems", "trials", "typical error", "constants", numbers=("problems", "trials", "typical error")
+    )
+    for c in calibrations:
+        constants = " ".join(f"{name}={value:.3g}" for name, value in c.constants.items())
+        made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, f"{c.error:.1%}", constants))
+    return made
+
+
+def reverified_json(verdict: Reverified) -> Json:
+    record = verdict.record
+    return {
+        "operation": record.key.operation,
+        "problem": json.loads(record.key.problem),
+        "hardware": record.key.hardware,
+        "state": verdict.state,
+        "reason": verdict.reason,
+        "then_s": record.winner.measurement.median_s,
+        "now_s": verdict.now.median_s if verdict.now else None,
+        "then": dataclasses.asdict(record.environment),
+        "rivals": [
+            {
+                "role": rival.role,
+                "backend": rival.backend,
+                "schedule": dict(rival.schedule),
+                "then_s": rival.then.measurement.median_s if rival.then else None,
+                "now_s": rival.now.median_s if isinstance(rival.now, Measurement) else None,
+                "failure": str(rival.now) if isinstance(rival.now, Failure) else None,
+            }
+            for rival in verdict.rivals
+        ],
+    }
+
+
+def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
+    """What became of each stored winner, a row each."""
+    states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
+    told = abbreviated([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts], min(width, WIDEST))
+    rows = []
+    for verdict, schedule in zip(verdicts, told.texts, strict=True):
+        record = verdict.record
+        then, now = seconds_text(record.winner.measurement.median_s), verdict.now
+        rows.append(
+            Row(
+                f"{record.key.operation} {spelled(record.key.operation, record.key.problem)}",
+                (record.environment.jax, then, seconds_text(now.median_s) if now else ""),
+                [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
+            )
+        )
+    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(told.base, rows)], width)
+
+
+def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
+    """How many trials failed, by reason; the most frequent first."""
+    reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
+    return dict(collections.Counter(reasons).most_common())
+
+
+def failed_beside(trials: Sequence[Trial], record: Record) -> list[str]:
+    """Of each backend that `record` has a schedule of, how many others failed, and what the most of them say."""
+    said = []
+    for backend in dict.fromkeys(entry.backend for entry in record.entries):
+        tried = [trial for trial in trials if trial.backend == backend]
+        if reasons := failures(tried):
+            said.append(
+                f"{sum(reasons.values())} of {len(tried)} schedules of {backend} failed: {next(iter(reasons))}."
+            )
+    return said

@@ -1,0 +1,55 @@
+"""The stores as commands ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from scheduler.cli.arguments import wanted_by
+from scheduler.cli.terminal import say
+from scheduler.core.errors import StoreError
+
+if TYPE_CHECKING:
+    from scheduler.core.records import Record
+    from scheduler.store.store import Store
+
+T = TypeVar("T")
+
+
+def user_store() -> Store:
+    from scheduler.store.store import Store, default_url
+
+    return Store(default_url())
+
+
+def no_store() -> Store:
+    from scheduler.store.store import Store
+
+    return Store(":memory:")
+
+
+def _stores() -> Iterator[tuple[str, Store]]:
+    from scheduler.store.store import shipped
+
+    store = user_store()
+    yield store.location, store
+    if (other := shipped()) is not None:
+        yield "shipped", other
+
+
+def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
+    """What each store answers, as calls see them: one that cannot be read is said, and left out."""
+    for where, store in _stores():
+        try:
+            answer = ask(store)
+        except StoreError as error:
+            say(f"tile-scheduler: {error} (going on without it)")
+        else:
+            yield where, answer
+
+
+def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
+    """Those of a store that the words of a command line name."""
+    records = list(store.records())
+    wanted = wanted_by([record.key for record in records], operation, hardware)
+    return [record for record in records if wanted(record.key)]

@@ -1,0 +1,86 @@
+"""Commands that carry records: export, import, forget, build-cache."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scheduler.cli.arguments import Chips, file_errors, problem_of, usage_errors, wanted_by
+from scheduler.cli.stores import records_of, user_store
+from scheduler.cli.terminal import say
+from scheduler.core.errors import SchedulerError
+
+
+def export(
+    file: Annotated[
+        Path | None, typer.Argument(help="A file, or a directory such as records/; standard output.")
+    ] = None,
+    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
+    hardware: Chips = None,
+) -> None:
+    """Write the user's own records as text, a JSON object a line; into a directory, a file per chip and operation."""
+    from scheduler.core import codec
+
+    records = records_of(user_store(), operation, hardware)
+    if file is None:
+        sys.stdout.write(codec.export_text(records))
+    elif file.is_dir():
+        for path in codec.add_records(file, records):
+            say(f"wrote {path}")
+    else:
+        with file_errors(file):
+            file.write_text(codec.export_text(records), encoding="utf-8")
+        say(f"wrote {len(records)} records to {file}")
+
+
+def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is standard input.")]) -> None:
+    """Put exported records into the user's own cache, in place of those of the same problems."""
+    from scheduler.core import codec
+
+    with file_errors(file):
+        content = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    records = codec.import_text(content, source=str(file))
+    store = user_store()
+    for record in records:
+        store.put(record)
+    say(f"put {len(records)} records into {store.location}")
+
+
+def forget(
+    operation: Annotated[str | None, typer.Argument(help="A name, package.module:NAME, or file.py:NAME.")] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    hardware: Chips = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every problem (of the operation, on the chip).")] = False,
+) -> None:
+    """Delete records and trials from the user's own cache, those of searches that were cut short among them."""
+    problem = None
+    if not everything:
+        if operation is None or not fields:
+            raise typer.BadParameter("name a problem, or say --all")
+        with usage_errors():
+            op, parsed = problem_of(operation, fields)
+        operation, problem = op.name, parsed.canonical()
+    elif fields:
+        raise typer.BadParameter("--all and the fields of one problem exclude each other")
+    store = user_store()
+    keys = store.keys()
+    wanted = wanted_by(keys, operation, hardware)
+    gone = [key for key in keys if wanted(key) and problem in (None, key.problem)]
+    for key in gone:
+        store.forget(key)
+        say(f"forgot {key}")
+    if not gone:
+        raise SchedulerError(f"nothing of that is in {store.location}")
+
+
+def build_cache(
+    records: Annotated[Path, typer.Argument(help="The directory of records as text.")] = Path("records"),
+    cache: Annotated[Path, typer.Argument(help="The file to write.")] = Path("cache.db"),
+) -> None:
+    """Make the shipped cache.db anew from its records."""
+    from scheduler.store.store import build_shipped
+
+    say(f"wrote {build_shipped(records, cache)} records to {cache}")

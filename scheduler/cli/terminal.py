@@ -1,0 +1,92 @@
+"""Standard output and standard error, and how far a search is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from scheduler.core.progress import Progress
+    from scheduler.search.jobs import Task
+
+
+def console_here() -> Console:
+    """As wide as the terminal or as COLUMNS says; where neither is there, as most terminals can be."""
+    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if told else 120)
+
+
+def output(*what: RenderableType) -> None:
+    """Sentences and tables, folded between words to the width of the console."""
+    console = console_here()
+    for one in what:
+        if isinstance(one, str):
+            lines = textwrap.wrap(one, console.width, break_long_words=False, break_on_hyphens=False) or [""]
+            console.print("\n".join(lines), markup=False, soft_wrap=True)
+        else:
+            console.print(one, markup=False)
+
+
+def print_command(command: str) -> None:
+    """On a line of its own, which is not folded: it is there to be copied."""
+    print(f"  {command}")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
+    """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
+    from scheduler.cli import layout
+    from scheduler.core.records import choice_text
+
+    def said(progress: Progress) -> str:
+        best = progress.best
+        if best is None:
+            return "building and checking the first" if progress.last is None else "nothing ran yet"
+        time_s = getattr(best.outcome, "median_s", float("nan"))
+        return f"best {layout.seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
+
+    if not sys.stderr.isatty():
+        shown: dict[Task, str] = {}
+
+        def line(task: Task, progress: Progress) -> None:
+            if progress.done == progress.budget or shown.get(task) != said(progress):
+                shown[task] = said(progress)
+                left = "" if progress.eta_s is None else f", {progress.eta_s:.0f} s left"
+                say(f"{task}: {progress.done}/{progress.budget} trials{left}, {said(progress)}")
+
+        yield line
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    columns = [TextColumn("{task.fields[label]}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
+    columns += [TextColumn("{task.fields[left]}"), TextColumn("{task.fields[best]}", markup=False)]
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        rows: dict[Task, Any] = {}
+
+        def draw(task: Task, progress: Progress) -> None:
+            if task not in rows:
+                rows[task] = bars.add_task("", total=progress.budget, label=str(task), left="", best="")
+            left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
+            short = said(progress).partition(":")[0]  # without the schedule it fits a line
+            bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
+
+        yield draw

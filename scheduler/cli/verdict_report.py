@@ -1,0 +1,141 @@
+"""A winner beside its rivals, in sentences and in one word."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from scheduler.cli.layout import seconds_text
+from scheduler.core.records import Entry, Record
+
+
+def library(record: Record) -> Entry | None:
+    """XLA's entry in the record, None where it did not run; a record does not say which kernel is the library."""
+    return record.best(frozenset({"xla"}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A winner beside another entry of its record.
+
+    Attributes:
+      state: "ahead" beyond doubt; "tie", within 1 %; or "undecided".
+      ratio: the other's time over the winner's: in the median round of the run-off, where the record tells.
+      low, high: the interval of that, minus one; None where the record does not tell.
+    """
+
+    state: Literal["ahead", "tie", "undecided"]
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def interval(self) -> str:
+        """Where the other one is, in words."""
+        return "" if self.low is None or self.high is None else interval_text(self.low, self.high)
+
+
+def standing(record: Record, other: Entry) -> Standing:
+    """What the run-off of `record` says of its winner and `other`."""
+    from scheduler.search.final_comparison import TIE, label_of, margin
+
+    sure, winner = record.confidence, record.winner
+    tied = label_of(other.backend, other.schedule) in sure.tied
+    found = margin(winner.measurement, other.measurement, sure.rounds)
+    if found is None or not math.isfinite(found.low):
+        ratio = other.measurement.median_s / winner.measurement.median_s
+        near = tied or abs(ratio - 1) <= TIE
+        return Standing("tie" if near else "ahead" if ratio > 1 and found is None else "undecided", ratio)
+    near = tied or (found.low <= 0 and found.low >= -TIE and found.high <= TIE)
+    state: Literal["ahead", "tie", "undecided"] = "tie" if near else "ahead" if found.low > 0 else "undecided"
+    return Standing(state, 1 + found.middle, found.low, found.high)
+
+
+def interval_text(low: float, high: float) -> str:
+    """Where something lies whose time is longer by `low` to `high`, as shares: never a negative one."""
+    slower, faster = max(high, 0.0), max(-low, 0.0)
+    if max(slower, faster) < 5e-5:
+        return "as fast"
+    least, most = (f"{end:.2%}" for end in sorted((abs(low), abs(high))))
+    if low > 0 or high < 0:
+        return f"{least if least == most else f'{least} to {most}'} {'slower' if low > 0 else 'faster'}"
+    if faster < 5e-5:
+        return f"up to {slower:.2%} slower"
+    if slower < 5e-5:
+        return f"up to {faster:.2%} faster"
+    return f"between {faster:.2%} faster and {slower:.2%} slower"
+
+
+def gain_text(record: Record) -> str:
+    """XLA's time over the winner's in short: a ratio only where it is beyond doubt."""
+    xla = library(record)
+    if xla is None:
+        return "no XLA"
+    rival = _rival(record) if record.winner == xla else xla
+    if rival is None:
+        return "1.00x"
+    stands = standing(record, rival)
+    if stands.state != "ahead":
+        return stands.state
+    return "1.00x" if record.winner == xla else f"{stands.ratio:.2f}x"
+
+
+def _rival(record: Record) -> Entry | None:
+    """The best entry that is not the library's."""
+    return next((entry for entry in record.entries if entry is not library(record)), None)
+
+
+def verdict(record: Record) -> list[str]:
+    """The winner against XLA, which backends never ran, why the search ended, and how sure that is, as far as known."""
+    failed = [f"{lost}." for lost in record.failed]
+    return [line for line in (_against_xla(record), *failed, _ended(record), _confidence(record)) if line]
+
+
+def _ended(record: Record) -> str:
+    if not record.stopped:
+        return ""
+    left = f"; {record.excluded} untried ones cannot win, by their lower bound" if record.excluded else ""
+    return f"The search ended: {record.stopped}{left}."
+
+
+def _against_xla(record: Record) -> str:
+    other = library(record)
+    if other is None:
+        return "XLA did not run."
+    if record.winner == other:
+        if (rival := _rival(record)) is None:
+            return "XLA is the only backend that ran."
+        stands = standing(record, rival)
+        if stands.state == "undecided":
+            medians = f"takes {stands.ratio:.3g} times as long by the medians, which decides nothing"
+            where = f"is {stands.interval}" if stands.interval else medians
+            return f"Undecided, and XLA answers: the best Pallas schedule {where}."
+        said = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
+        return f"{said}; the best Pallas schedule takes {stands.ratio:.3g} times as long."
+    stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"
+    if stands.state == "ahead":
+        digits = ".3f" if stands.ratio < 1.1 else ".3g"
+        return f"{stands.ratio:{digits}} times as fast as {xla}."
+    if stands.state == "tie":
+        return f"As fast as {xla}, within 1 %."
+    return f"Undecided against {xla}" + (f", which is {stands.interval}." if stands.interval else ".")
+
+
+def _confidence(record: Record) -> str:
+    sure = record.confidence
+    if not sure.rounds:
+        return ""
+    samples = len(record.winner.measurement.samples_s)
+    said = [f"Run-off: {sure.rounds} rounds, {samples} samples of the winner, L2 {record.winner.measurement.l2}"]
+    where = ""
+    if sure.margin_low is not None and sure.margin_high is not None:
+        where = f"the runner-up is {interval_text(sure.margin_low, sure.margin_high)}"
+    if record.undecided:
+        said.append(f"undecided{f': {where}' if where else ''}")
+    elif where:
+        said.append(where)
+    if sure.tied:
+        others = len(sure.tied) - 1
+        said.append(f"tied with {others} other{'s' if others > 1 else ''}, within 1 %")
+    return "; ".join([*said, *sure.notes]) + "."

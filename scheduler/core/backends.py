@@ -1,0 +1,34 @@
+"""Which backends of an operation a caller allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from search_spaces.kernel import Operation
+
+
+def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
+    """The backends that `wanted` names: None for all; "pallas" is all but the library's, among other names, too.
+
+    Raises:
+      TypeError: `wanted` is neither a name nor several.
+      ValueError: an unknown backend, or none at all; the message names those there are.
+    """
+    if wanted is None:
+        return None
+    known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {operation.library.backend})'
+    if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable):
+        raise TypeError(f"backends={wanted!r} is neither a name nor several {known}")
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    if not names:
+        raise ValueError(f"backends is empty: nothing could run {known}")
+    pallas = [kernel.backend for kernel in operation.kernels if not kernel.library]
+    return frozenset(
+        backend for name in names for backend in (pallas if name == "pallas" else [operation.kernel(name).backend])
+    )
+
+
+def allowed_backends(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
+    """`backends` by name, where None stands for all of the operation."""
+    return frozenset(operation.backends) if backends is None else backends

@@ -1,0 +1,1 @@
+"""From a call to the schedule that answers it."""

@@ -1,0 +1,402 @@
+"""Which schedule answers a call: given, remembered, stored, predicted, or searched for now."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import threading
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import jax
+
+from scheduler.core import hardware as chips
+from scheduler.core import hints
+from scheduler.core.backends import named_backends
+from scheduler.core.errors import (
+    CacheMiss,
+    IllegalSchedule,
+    NoCandidate,
+    SchedulerError,
+    TakesHours,
+    WorkerError,
+)
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
+from scheduler.core.records import Schedule, schedule_text
+from scheduler.core.threads import Threads
+from scheduler.model import constants
+from scheduler.model.feasibility import illegal
+from scheduler.prediction.validation import recheck
+from scheduler.store.layered import Cache, warn_once
+from search_spaces import __file__ as search_spaces_file
+from search_spaces import end_load, jax_compat
+from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
+from search_spaces.space import Choice
+
+OnMiss = Literal["model", "tune", "xla", "error"]
+ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
+ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
+MOST_DECISIONS = 4096
+# Why no kernel can be asked on a mesh, whatever the operation.
+ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
+EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
+
+logger = logging.getLogger("scheduler")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a caller asked for.
+
+    Attributes:
+      on_miss: what to do where nothing is stored.
+      backends: the kernels that may answer; None allows all.
+      schedule: field -> value of the schedule to use whatever is stored, or None.
+      target: the chip to answer for, by its driver's name; "" is the one that runs the call.
+      generation: how often answers have been forgotten: a raised one makes JAX trace and lower again.
+    """
+
+    on_miss: OnMiss = "model"
+    backends: frozenset[str] | None = None
+    schedule: tuple[tuple[str, Choice], ...] | None = None
+    target: str = ""
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What runs, and why, in words."""
+
+    kernel: Kernel[Any, Any]
+    schedule: Any
+    target: Target
+    reason: str
+
+
+def options(
+    operation: Operation[Any],
+    *,
+    on_miss: str | None = None,
+    backends: str | Sequence[str] | None = None,
+    schedule: Any = None,
+    target: str = "",
+) -> Options:
+    """A caller's words, checked. `schedule` is a mapping, its items, or an instance of a kernel's schedule type.
+
+    Raises:
+      ValueError: an unknown policy or backend, with those there are; or "xla" to answer and not to answer.
+      TypeError: `schedule` is none of these.
+    """
+    if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
+        schedule = dataclasses.asdict(schedule)
+    try:
+        items = None if schedule is None else tuple(sorted(dict(schedule).items()))
+    except (TypeError, ValueError):
+        raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
+    policy, among = _policy(on_miss), named_backends(operation, backends)
+    library = operation.library.backend
+    if policy == "xla" and among is not None and library not in among:
+        raise ValueError(f"on_miss='xla' asks for an answer that {backends=} leaves out: allow {library!r}, too")
+    return Options(
+        on_miss=policy,
+        backends=among,
+        schedule=items,
+        target=target,
+        generation=_answers.generation,
+    )
+
+
+def _policy(on_miss: str | None) -> OnMiss:
+    if on_miss is not None:
+        found, name = on_miss, "on_miss"
+    else:
+        found, name = os.environ.get(ENVIRONMENT) or "model", ENVIRONMENT
+    for policy in ON_MISS:
+        if found == policy:
+            return policy
+    raise ValueError(f"{name}={found!r} is not one of {', '.join(ON_MISS)}")
+
+
+def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
+    """The schedule for `problem` on `platform`, found once for all later calls.
+
+    Raises:
+      IllegalSchedule: `options.schedule` cannot run, with the reason.
+      CacheMiss: nothing is stored and the policy is "error".
+      NoCandidate: the library was excluded and nothing else can run, with the reason.
+      SchedulerError: the policy "tune" in a job of several processes.
+    """
+    return _answers.decide(operation, problem, platform, options)
+
+
+def leave_to_library(operation: Operation[Any], options: Options, reason: str) -> None:
+    """Says that the library answers a call for which no kernel can be asked, and why: `reason`, in words.
+
+    Raises:
+      NoCandidate: the library is not among the backends that may answer.
+      IllegalSchedule: a schedule was given, which nobody could run.
+    """
+    library = operation.library.backend
+    if options.backends is not None and library not in options.backends:
+        allowed = ", ".join(sorted(options.backends))
+        raise NoCandidate(
+            f"no kernel of {operation.name} can be asked: {reason}; only {library} could answer, which the backends "
+            f"allowed ({allowed}) leave out"
+        )
+    if options.schedule:
+        words = schedule_text(dict(options.schedule))
+        raise IllegalSchedule(f"{operation.name} cannot run the schedule {words}: {reason}")
+    logger.debug("%s: %s answers, and no kernel is asked: %s", operation.name, library, reason)
+
+
+def reload() -> None:
+    """Forgets what was decided, so that the stores are asked again.
+
+    What the user's own `jax.jit` has compiled keeps the schedules it was compiled with.
+    """
+    global _answers
+    constants.forget()
+    with _replacing:
+        old, _answers = _answers, _Answers(_answers.generation + 1)
+    old.cache.close()
+
+
+def user_cache() -> Cache:
+    """The stores as calls see them, since the last `reload`."""
+    return _answers.cache
+
+
+class _Answers:
+    """What has been decided since the last `reload`; a lock for each problem while it is being decided."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.cache = Cache()
+        self.decisions: dict[Any, Decision] = {}
+        self.locks: dict[Any, threading.Lock] = {}
+        self.guard = threading.Lock()
+
+    def decide(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
+        key = (operation, problem, platform, options)
+        if (known := self.decisions.get(key)) is not None:
+            return known
+        with self._lock((operation, problem, platform, options.target)):
+            if (known := self.decisions.get(key)) is not None:
+                return known
+            decision = _Deciding(operation, problem, platform, options, self.cache).decide()
+            chip, backend = decision.target.kind, decision.kernel.backend
+            logger.debug("%s %s on %s: %s answers: %s", operation.name, problem, chip, backend, decision.reason)
+            if len(self.decisions) >= MOST_DECISIONS:
+                self.decisions.clear()
+            self.decisions[key] = decision
+            return decision
+
+    @contextlib.contextmanager
+    def _lock(self, key: Any) -> Iterator[None]:
+        with self.guard:
+            lock = self.locks.setdefault(key, threading.Lock())
+        with lock:
+            try:
+                yield
+            finally:  # who waits holds the lock itself and will find the decision
+                with self.guard:
+                    self.locks.pop(key, None)
+
+
+@dataclasses.dataclass
+class _Deciding:
+    """One question on its way to an answer."""
+
+    operation: Operation[Any]
+    problem: Problem
+    platform: str
+    options: Options
+    cache: Cache
+
+    def decide(self) -> Decision:
+        hardware = _hardware(self.platform, self.options.target)
+        if hardware is None:
+            reason = f"no {self.platform} device is here and scheduler.target() names no chip of it"
+            leave_to_library(self.operation, self.options, reason)
+            _say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
+            target = Target(self.platform, self.platform, "", 1)
+            return Decision(self.operation.library, Library(), target, reason)
+        if self.options.schedule is not None:
+            return self._given(hardware, dict(self.options.schedule))
+        if self.options.backends == frozenset({self.operation.library.backend}):
+            return self._decision(hardware, self.operation.library.backend, {}, "no other backend is allowed")
+        stored = self._stored(hardware)
+        return stored if isinstance(stored, Decision) else self._missed(hardware, stored)
+
+    def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
+        allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
+        fitting = [k for k in allowed if _has_fields(k, self.problem, hardware.target, schedule)] or allowed
+        reasons = {kernel: illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
+        legal = [kernel for kernel in fitting if reasons[kernel] is None]
+        if len(legal) == 1:
+            return self._decision(hardware, legal[0].backend, schedule, "the caller's schedule")
+        words = schedule_text(schedule)
+        if legal:
+            names = ", ".join(kernel.backend for kernel in legal)
+            raise IllegalSchedule(f"the schedule {words} suits several backends ({names}): choose one with backends=")
+        why = "; ".join(f"{kernel.backend}: {reason}" for kernel, reason in reasons.items())
+        raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
+
+    def _stored(self, hardware: Hardware) -> Decision | str:
+        """What the stores answer, or why what they have is of no use; "" where they have nothing."""
+        several = jax.process_count() > 1
+        if several:
+            _require_one_code()
+        key, useless = key_of(self.operation, self.problem, hardware), ""
+        for place, record in self.cache.find(key, shared_only=several):
+            found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+            if not isinstance(found, str):
+                return self._decision(hardware, found.backend, found.schedule, f"measured, from {place}")
+            _say_once(f"{self._question(hardware)}: the schedule in {place} no longer holds: {found}")
+            useless = useless or f"what {place} has does not hold: {found}"
+        return useless
+
+    def _missed(self, hardware: Hardware, useless: str) -> Decision:
+        policy = self.options.on_miss
+        if policy == "error":
+            end_load()  # the command loads the script that made this call
+            why = f" ({useless})" if useless else ""
+            raise CacheMiss(
+                f"no schedule for {self._question(hardware)}{why}; run: {hints.tune(self.operation, self.problem)}"
+            )
+        if policy == "xla":
+            _say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
+            return self._decision(hardware, self.operation.library.backend, {}, "nothing stored, and on_miss='xla'")
+        if policy == "tune" and not self.options.target:  # a chip that is not here cannot be measured
+            return self._tuned(hardware)
+        return self._predicted(hardware)
+
+    def _predicted(self, hardware: Hardware) -> Decision:
+        from scheduler.prediction.predict import predict  # the model loads only where a new call needs it
+
+        several = jax.process_count() > 1
+        found = predict(
+            self.operation,
+            self.problem,
+            hardware,
+            backends=self.options.backends,
+            records=self.cache.records(operation=self.operation.name, hardware=hardware.id, shared_only=several),
+            shared_only=several,
+        )
+        _say_once(
+            f"{self._question(hardware)}: no schedule is stored; the model answers {found.backend}: {found.reason}"
+        )
+        return self._decision(hardware, found.backend, found.schedule, found.reason)
+
+    def _tuned(self, hardware: Hardware) -> Decision:
+        from scheduler.search import tuner
+
+        if jax.process_count() > 1:
+            command = hints.tune(self.operation, self.problem)
+            raise SchedulerError(
+                f"on_miss='tune' in a job of {jax.process_count()} processes, which would choose apart; "
+                f"tune beforehand ({command}) and ship the record, or use on_miss='model'"
+            )
+        end_load()
+        _say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
+        backends = self.options.backends and self.options.backends | {self.operation.library.backend}
+        try:
+            record = in_fresh_thread(
+                lambda: tuner.tune(self.operation, self.problem, backends=backends, store=self.cache, force=True)
+            )
+        except (TakesHours, WorkerError) as error:  # above all: this process holds the GPU's memory
+            reason = str(error).splitlines()[0]
+            warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
+            return self._predicted(hardware)
+        for lost in record.failed:
+            warn_once(f"{self._question(hardware)}: {lost}")
+        found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
+        if isinstance(found, str):
+            raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")
+        return self._decision(hardware, found.backend, found.schedule, "measured now")
+
+    def _decision(self, hardware: Hardware, backend: str, schedule: Schedule, reason: str) -> Decision:
+        kernel = self.operation.kernel(backend)
+        space = kernel.space(self.problem, hardware.target)
+        return Decision(kernel, space.decode(schedule), hardware.target, reason)
+
+    def _question(self, hardware: Hardware) -> str:
+        return f"{self.operation.name} {self.problem} on {hardware.kind}"
+
+
+def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:
+    """Whether these are the fields of the kernel's schedules, whatever their values."""
+    space = kernel.space(problem, target)
+    fields = {field.name for field in dataclasses.fields(space.schedule)}
+    return fields - space.defaults.keys() <= schedule.keys() <= fields
+
+
+def _hardware(platform: str, target: str) -> Hardware | None:
+    """The chip that a lowering for `platform` is for, or None where none is known."""
+    if target and (named := chips.find(target)).platform == platform:
+        return named
+    try:
+        return chips.detect(jax.local_devices(backend=platform)[0])
+    except RuntimeError:  # JAX's word for a platform that is not here
+        return None
+
+
+@functools.cache
+def _require_one_code() -> None:
+    """Processes of one job choose alike only with the same code, constants and shipped records: compared once.
+
+    Raises:
+      SchedulerError: this process has others than process 0.
+    """
+    own = _digest()
+    try:
+        first = jax_compat.value_of_first_process("digest", own)
+    except RuntimeError as error:
+        warnings.warn(f"cannot tell whether all processes choose the same schedules: {error}", RuntimeWarning, 2)
+        return
+    if own != first:
+        raise SchedulerError(
+            f"process {jax.process_index()} has other code or other shipped records than process 0 and could choose "
+            "another schedule; install the same tile-scheduler and the same jax everywhere"
+        )
+
+
+def _digest() -> str:
+    """Of all that decides an answer which is neither the user's own nor measured now."""
+    from scheduler.store import store
+
+    packages = [Path(__file__).parents[1], Path(search_spaces_file).parent]
+    files = sorted(file for package in packages for file in package.rglob("*.py"))
+    shipped = store.shipped()
+    digest = hashlib.sha256(jax.__version__.encode())
+    for file in [*files, *([Path(shipped.location)] if shipped else [])]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def in_fresh_thread(function: Callable[[], T]) -> T:
+    """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
+    with Threads[None, T](1, lambda: None) as threads:
+        return threads.call(lambda _: function(), None)
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.info(message)
+
+
+_replacing = threading.Lock()
+_answers = _Answers(0)

@@ -1,0 +1,1 @@
+"""Where schedules went, and what is missing here, for a person to read."""

@@ -1,0 +1,152 @@
+"""What is here and what is missing: chip, backends, caches, versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import tile_scheduler
+from scheduler.core.errors import SchedulerError, StoreError
+from scheduler.core.hardware import CHIPS, GIB, Hardware
+from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
+from scheduler.measure.pool import Gpu
+from scheduler.store.store import CACHE_VARIABLE, Store, default_url, shipped
+from search_spaces import OPERATIONS, load
+from search_spaces.jax_compat import cuda_wanted
+from search_spaces.kernel import Operation, Problem
+
+State = Literal["ok", "note", "broken"]
+
+# Of every extent that has no default, in the problem that backends are asked about.
+EXTENT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing looked at. A "note" limits what can be had here; what is "broken" needs to be mended."""
+
+    what: str
+    state: State
+    detail: str
+
+
+def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding]:
+    """Looks at everything, the quick things first.
+
+    Args:
+      detect: which chip is here; may raise a SchedulerError.
+      device: the GPU, by its index among the visible ones.
+    """
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
+    yield Finding("versions", "ok", f"tile-scheduler {tile_scheduler.__version__}, python {platform.python_version()}")
+    if (reason := tile_scheduler.trouble()) is not None:
+        yield Finding("package", "broken", reason)
+    yield Finding("packages", "note" if "missing" in versions else "ok", versions)
+    yield from _caches()
+    yield from _on_miss()
+    gpu = Gpu.query(device)
+    if gpu is None:
+        yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
+    elif not cuda_wanted():
+        reason = "JAX_PLATFORMS keeps it out" if os.environ.get("JAX_PLATFORMS") else "install tile-scheduler[cuda13]"
+        yield Finding("GPU", "note", f"one is here, and jax does not use it: {reason}")
+    else:
+        yield Finding("GPU", "ok", f"driver {gpu.driver}, {gpu.free_bytes / GIB:.0f} GiB free")
+    try:
+        hardware = detect()
+    except SchedulerError as error:
+        yield Finding("hardware", "broken", str(error))
+        return
+    if any(row.kind == hardware.kind for row in CHIPS):
+        yield Finding("hardware", "ok", hardware.id)
+    else:
+        yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: predictions are rough")
+    for name in OPERATIONS:
+        yield from _backends(load(name), hardware)
+
+
+def _caches() -> Iterator[Finding]:
+    try:
+        store = Store(default_url())
+        count = sum(1 for _ in store.records())
+        if reason := _unwritable(store.location):
+            kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to keep what is tuned here"
+            yield Finding("cache", "note" if count else "broken", f"{count} records; {kept}")
+        else:
+            yield Finding("cache", "ok", f"{store.location}: {count} records")
+    except StoreError as error:
+        yield Finding("cache", "broken", str(error))
+    try:
+        if (other := shipped()) is None:
+            yield Finding("shipped cache", "broken", "cache.db did not come with this installation; install it again")
+        else:
+            yield Finding("shipped cache", "ok", f"{other.location}: {sum(1 for _ in other.records())} records")
+    except StoreError as error:
+        yield Finding("shipped cache", "broken", str(error))
+
+
+def _unwritable(location: str) -> str:
+    """Why no file can be written there, "" where one can; any other place, a database server's URL, is not tried.
+
+    It is tried, and leaves no trace: permissions say little of what root may, of mounts, and of /proc.
+    """
+    if "://" in location:
+        return ""
+    path = Path(location)
+    place = path.parent
+    while not place.exists():
+        place = place.parent
+    try:
+        if path.exists():
+            path.open("r+b").close()
+        tempfile.TemporaryFile(dir=place).close()  # a journal, or the whole, comes beside it
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _on_miss() -> Iterator[Finding]:
+    """What the environment says of calls for which nothing is stored."""
+    try:
+        policy = options(load(OPERATIONS[0])).on_miss
+    except ValueError as error:
+        yield Finding("on a miss", "broken", f"{error}; every call fails")
+    else:
+        yield Finding("on a miss", "ok", f"{policy} (of {', '.join(ON_MISS)}; set {ENVIRONMENT} for another)")
+
+
+def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:
+    problem = example(operation, EXTENT)
+    if problem is None:
+        return
+    for kernel in operation.kernels:
+        what = f"{operation.name}: {kernel.backend}"
+        if reason := kernel.supports(problem, hardware.target):
+            yield Finding(what, "note", reason)
+        elif kernel.library or hardware.architecture in kernel.verified_on:
+            yield Finding(what, "ok", f"version {kernel.version}")
+        else:
+            untried = f"not verified on {hardware.architecture}: used where measured or asked for"
+            yield Finding(what, "note", f"version {kernel.version}, {untried}")
+
+
+def example(operation: Operation[Any], extent: int) -> Problem | None:
+    """A problem of that operation, or None where its fields are not all extents or have defaults."""
+    needed = [f.name for f in dataclasses.fields(operation.problem) if f.default is dataclasses.MISSING]
+    try:
+        return operation.problem.parse({name: str(extent) for name in needed})
+    except ValueError:
+        return None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"

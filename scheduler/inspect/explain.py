@@ -1,0 +1,143 @@
+"""Where every schedule of a space went: dropped and by which rule, ranked, tried, failed, or not tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Schedule, Trial
+from scheduler.model.constants import calibrations, model_of
+from scheduler.model.pruning import Pruned
+from scheduler.prediction import predict
+from search_spaces.kernel import Footprint, Kernel, Operation, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """How a whole launch reaches device memory, as far as its footprint tells.
+
+    Attributes:
+      transactions: accesses of warps, and bulk copies.
+      coalescing: share of what those move, in whole sectors, that is wanted.
+      bytes: of one access of one thread.
+    """
+
+    transactions: float
+    coalescing: float
+    bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """One schedule as the model sees it.
+
+    Attributes:
+      predicted_s: the model's time, seconds.
+      onchip_bytes: on-chip memory of one block.
+      terms: what the prediction is made of, seconds by name.
+      access: None where the kernel does not tell.
+    """
+
+    schedule: Schedule
+    predicted_s: float
+    onchip_bytes: int
+    terms: Mapping[str, float]
+    access: Access | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """The schedules of one kernel: ``size == sum(dropped.values()) + len(tried) + untried``.
+
+    Attributes:
+      refused: why the kernel cannot do this problem here; "" where it can.
+      size: schedules before any rule.
+      dropped: reason -> how many it removed, in the order in which reasons are asked.
+      first: what the model ranks first.
+      fitted: where the constants of its model come from, in words.
+      tried: the last trial of each legal schedule that was tried, by this version of the kernel.
+      untried: legal schedules that were not tried.
+    """
+
+    backend: str
+    version: int
+    refused: str = ""
+    size: int = 0
+    dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    first: tuple[Ranked, ...] = ()
+    fitted: str = ""
+    tried: tuple[Trial, ...] = ()
+    untried: int = 0
+
+
+def explain(
+    operation: Operation[Any], problem: Problem, hardware: Hardware, trials: Sequence[Trial], *, top: int = 5
+) -> list[Account]:
+    """An account of each kernel of `operation`, its best `top` predictions with their terms."""
+    return [
+        Account(kernel.backend, kernel.version, refused=pruned)
+        if isinstance(pruned, str)
+        else _account(operation, kernel, pruned, problem, hardware, trials, top)
+        for kernel, pruned in predict.explain(operation, problem, hardware)
+    ]
+
+
+def _account(
+    operation: Operation[Any],
+    kernel: Kernel[Any, Any],
+    pruned: Pruned,
+    problem: Problem,
+    hardware: Hardware,
+    trials: Sequence[Trial],
+    top: int,
+) -> Account:
+    legal = {frozenset(pruned.schedule(index).items()) for index in range(len(pruned.points))}
+    last = {
+        frozenset(trial.schedule.items()): trial
+        for trial in trials
+        if (trial.backend, trial.version) == (kernel.backend, kernel.version)
+    }
+    tried = tuple(trial for schedule, trial in last.items() if schedule in legal)
+    points = pruned.points.take(np.arange(min(top, len(pruned.points))))
+    terms: Mapping[str, Any] = {}
+    accesses: Sequence[Access | None] = [None] * len(points)
+    if not kernel.library and len(points):
+        footprint = kernel.footprint(problem, points, hardware.target)
+        terms = model_of(operation, kernel, hardware).terms(footprint)
+        accesses = _accesses(footprint, len(points))
+    first = tuple(
+        Ranked(
+            pruned.schedule(index),
+            float(pruned.predicted_s[index]),
+            int(pruned.onchip_bytes[index]),
+            {name: float(np.broadcast_to(values, (len(points),))[index]) for name, values in terms.items()},
+            accesses[index],
+        )
+        for index in range(len(points))
+    )
+    untried = len(pruned.points) - len(tried)
+    fitted = _fitted(operation, kernel, hardware)
+    return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, fitted, tried, untried)
+
+
+def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware) -> str:
+    found = calibrations(operation.name, hardware).get(kernel.backend)
+    if found is None:
+        return "nothing was fitted for this chip: the model's times are rough"
+    return (
+        f"the model's constants: fitted to {found.trials} trials of {found.problems} problems until "
+        f"{found.environment.date[:10]}, typical error {found.error:.1%}"
+        + (f" (of version {found.version})" if found.version != kernel.version else "")
+    )
+
+
+def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
+    """One for each schedule."""
+    blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
+    columns = footprint.transactions * footprint.steps * blocks, footprint.coalescing, footprint.access_bytes
+    rows = zip(*(np.broadcast_to(column, (schedules,)) for column in columns), strict=True)
+    return [Access(*map(float, row)) if row[-1] else None for row in rows]

@@ -1,0 +1,381 @@
+"""Compile, verify and time candidates of one problem in this process, in memory that is known before."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+from scheduler.core.codec import schedule_to_text
+from scheduler.core.errors import CandidateFailed
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
+from scheduler.measure import timer
+from scheduler.measure.verification import Rows, compared_rows, comparison, mismatch
+from scheduler.model.cost import MET_IN_CACHE, CostModel
+from scheduler.model.feasibility import illegal
+from search_spaces import jax_compat
+from search_spaces.kernel import SLAB, Kernel, Operation, Problem, nbytes
+
+Compiled = Callable[..., jax.Array]
+# What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
+Step = Literal["prepare", "lower", "compile", "wait", "run"]
+
+# Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
+# the cache, as the model has it.
+MOST_SETS = round(2 / MET_IN_CACHE)
+# A candidate this much slower than the fastest so far is not worth timing well.
+SLOW = 1.5
+# No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
+BELIEVED = 0.9
+# What is too fast to be true is measured again with so many times the repetitions.
+DOUBTED = 3
+# What libraries and kernels may use beside operands and results: workspaces, padded copies, parts of a reduction.
+SCRATCH_BYTES = 2**28
+# An allocator that grows by doubling its regions leaves part of them unused.
+FRAGMENTED = 1.25
+
+
+class Draw(NamedTuple):
+    """One draw of a problem's operands, and the right answer: of those `rows` alone, where it is large."""
+
+    inputs: tuple[jax.Array, ...]
+    expected: jax.Array
+    rows: Rows | None
+
+
+class Bench:
+    """The inputs, the reference and the compiled candidates of one problem on one device.
+
+    Args:
+      hardware: the chip of JAX's default device here.
+      l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same ones.
+      exclusive: entered around everything that runs on the device, so that processes sharing it take turns.
+      seed: of the inputs.
+      announce: told each step before it begins, so that whoever watches knows what a process hangs in.
+    """
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        problem: Problem,
+        hardware: Hardware,
+        *,
+        l2: L2 = "cold",
+        exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        seed: int = 0,
+        announce: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
+        self._exclusive, self._announce = exclusive, announce
+        self._clock, self._l2 = condition(problem, hardware, l2)
+        # What is compiled here is not compiled later, while other processes wait for their turns.
+        timer.attach(self._clock)
+        self._references: dict[Problem, Compiled] = {}
+        self._comparisons: dict[Problem, Compiled] = {}
+        self._draw = self._drawn(problem, seed)
+        self._sets = self._rotation()
+        # Operands in a cache may come faster than memory gives them; no time at all is never right.
+        bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
+        self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
+        self._calls = 0
+        self._results: collections.deque[jax.Array] = collections.deque()
+        self._compiled: dict[tuple[str, tuple[Any, ...]], Compiled] = {}
+
+    def measure(
+        self,
+        backend: str,
+        schedule: Schedule,
+        repetitions: int,
+        *,
+        incumbent_s: float | None = None,
+        raising: bool = False,
+    ) -> Outcome:
+        """Times one candidate once it has been found right, or says at which stage it failed and why.
+
+        Args:
+          repetitions: fewer are taken of a candidate that is clearly slower than `incumbent_s`, seconds.
+          raising: what is raised while the candidate is built is no `Failure` but raised.
+
+        Raises:
+          CandidateFailed: from what the candidate raised, where that was asked for.
+        """
+        kernel = self._operation.kernel(backend)
+        compiled = self._build(kernel, self._problem, schedule, raising=raising)
+        if isinstance(compiled, Failure):
+            return compiled
+        if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._draw):
+            return Failure("verify", wrong)
+        self._compiled[_key(backend, schedule)] = compiled
+        return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
+
+    def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
+        """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
+        compiled = self._compiled.get(_key(backend, schedule))
+        if compiled is None:
+            return self.measure(backend, schedule, repetitions)
+        return self._time(compiled, repetitions)
+
+    def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
+        """Whether a candidate is right for other inputs too, and on the neighbour of the problem; None where it is.
+
+        A library kernel is not asked about the neighbour, for which it may be another program altogether; neither is a
+        schedule that is not legal there.
+        """
+        kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
+        compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
+        if isinstance(compiled, Failure):
+            return compiled
+        again = self._drawn(self._problem, self._seed + 1)
+        if wrong := self._wrong(kernel, schedule, compiled, self._problem, again):
+            return Failure("verify", f"with other inputs {wrong}")
+        if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
+            return None
+        compiled = self._build(kernel, neighbour, schedule)
+        if isinstance(compiled, Failure):
+            return Failure("verify", f"on {neighbour} {compiled}")
+        if wrong := self._wrong(kernel, schedule, compiled, neighbour, self._drawn(neighbour, self._seed)):
+            return Failure("verify", f"on {neighbour} {wrong}")
+        return None
+
+    def _build(
+        self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
+    ) -> Compiled | Failure:
+        """The candidate as a function of a buffer for its result, and of the operands.
+
+        While JAX traces, lowers and compiles, no code runs but the kernel's and the compiler's: whatever is raised then
+        is the candidate's failure.
+        """
+        target, wanted, operands = self._hardware.target, problem.result(), problem.operands()
+        point = kernel.space(problem, target).decode(schedule)
+
+        def failed(stage: Stage, error: Exception) -> Failure:
+            failure = Failure(stage, blamed(error))
+            if raising:
+                raise CandidateFailed(f"{kernel.backend} {schedule_to_text(schedule)}: {failure}") from error
+            return failure
+
+        self._announce("lower")
+        run = jax_compat.writing_over(lambda *args: kernel.run(problem, point, target, *args))
+        try:
+            traced = run.trace(wanted, *operands)
+        except Exception as error:
+            return failed("lower", error)
+        if (found := _described(traced.out_info)) != _described(wanted):
+            return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
+        try:
+            lowered = traced.lower()
+        except Exception as error:
+            return failed("lower", error)
+        # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and it
+        # has operands and results of its own.
+        turn = self._turn if kernel.library else contextlib.nullcontext
+        if kernel.library:
+            self._results.clear()
+        with turn():
+            # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
+            self._announce("compile")
+            try:
+                compiled: Compiled = lowered.compile()
+            except Exception as error:
+                return failed("compile", error)
+        return compiled
+
+    def _wrong(
+        self, kernel: Kernel[Any, Any], schedule: Schedule, compiled: Compiled, problem: Problem, draw: Draw
+    ) -> str | None:
+        """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
+        tolerance = kernel.tolerance(problem, kernel.space(problem, self._hardware.target).decode(schedule))
+        self._results.clear()  # beside these, one more of gigabytes might be one too many
+        poison = jax.block_until_ready(_poison(problem))
+        with self._turn():
+            try:
+                actual = compiled(poison, *draw.inputs)
+                wrong = mismatch(actual, draw.expected, tolerance, draw.rows, self._comparisons[problem])
+            except jax.errors.JaxRuntimeError as error:
+                return first_line(error)
+        if problem == self._problem:
+            self._results.append(actual)
+        return wrong
+
+    def _time(self, compiled: Compiled, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
+        def call() -> jax.Array:
+            self._calls += 1
+            result = compiled(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
+            self._results.append(result)
+            return result
+
+        def timed(repetitions: int, slow_s: float | None = None) -> Measurement:
+            return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
+
+        # Results rotate as operands do. A call that fails takes its buffer along.
+        while len(self._results) < _rotating_results(self._problem, self._hardware, len(self._sets)):
+            self._results.append(jax.block_until_ready(_poison(self._problem)))
+        with self._turn():
+            try:
+                measured = timed(repetitions, slow_s)
+                if measured.median_s <= self._least_s:
+                    measured = timed(DOUBTED * repetitions)
+            except RuntimeError as error:
+                return Failure("time", first_line(error))
+        if measured.median_s <= self._least_s:
+            bound_s = self._least_s / BELIEVED
+            return Failure("suspect", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s")
+        return measured
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._announce("wait")
+        with self._exclusive():
+            self._announce("run")
+            yield
+
+    def _drawn(self, problem: Problem, seed: int) -> Draw:
+        self._announce("prepare")
+        rows = compared_rows(problem)
+        if problem not in self._references:
+            # XLA tries out algorithms on the device while it compiles; a reference needs the first that is right.
+            options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if self._clock == "cupti" else None
+            lowered = jax.jit(_reference(problem, rows)).lower(*problem.operands())
+            self._references[problem] = lowered.compile(compiler_options=options)
+        inputs = jax.block_until_ready(problem.inputs(seed))
+        with self._turn():
+            draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)
+        if problem not in self._comparisons:
+            self._comparisons[problem] = comparison(problem.result(), draw.expected, rows)
+        return draw
+
+    def _rotation(self) -> list[tuple[jax.Array, ...]]:
+        """The inputs, and, for a cold cache, as many copies as make a rotation through them miss the last-level one."""
+        sets = [self._draw.inputs]
+        if self._l2 == "cold":
+            needed = _rotating_sets(self._problem, self._hardware)
+            sets += [tuple(jnp.copy(x) for x in self._draw.inputs) for _ in range(needed - 1)]
+        return jax.block_until_ready(sets)
+
+
+def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:
+    """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
+    exceeds = _operand_bytes(problem) * _rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
+    return (
+        "cupti" if hardware.platform == "cuda" else "wall",
+        "cold" if l2 == "cold" and hardware.platform != "cpu" and exceeds else "warm",
+    )
+
+
+def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
+    """How many copies of the operands make a rotation through them miss the last-level cache, as far as it pays."""
+    return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / _operand_bytes(problem)) + 1)
+
+
+def _rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
+    """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
+    return 1 if nbytes(problem.result()) > 2 * hardware.l2_bytes else max(2, sets)
+
+
+def least_bytes(problem: Problem) -> int:
+    """Device memory without which `problem` cannot run at all: its operands and its result."""
+    return _operand_bytes(problem) + nbytes(problem.result())
+
+
+def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
+    """Device memory that a bench of `problem` takes at most, an estimate from above.
+
+    It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
+    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA
+    compares algorithms for its own program, it has two results of them.
+    """
+    sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
+    operands, result = _operand_bytes(problem), nbytes(problem.result())
+    elements = [math.prod(x.shape) for x in problem.operands()]
+    rows = compared_rows(problem)
+    shape = problem.result().shape
+    compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
+    # Of a slab: random bits, their halves, and float32 numbers.
+    drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
+    # A large result gets a region of a power of two to itself.
+    region = 2 ** math.ceil(math.log2(max(result, 1)))
+    results = region + max(1, _rotating_results(problem, hardware, sets) - 1) * result
+    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + results + SCRATCH_BYTES
+
+
+def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:
+    """The right answer as a function of all operands: of those rows alone, where they are given."""
+    part = None if rows is None else problem.at_rows(rows)
+    if part is None:
+        return problem.reference
+    below, take = part
+    return lambda *args: below.reference(*take(args))
+
+
+def _operand_bytes(problem: Problem) -> int:
+    return sum(map(nbytes, problem.operands()))
+
+
+def _poison(problem: Problem) -> jax.Array:
+    """A result in which nothing is right: NaN, or the least number of a dtype without one."""
+    wanted = problem.result()
+    if jnp.issubdtype(wanted.dtype, jnp.inexact):
+        return jnp.full(wanted.shape, jnp.nan, wanted.dtype)
+    least = False if wanted.dtype == bool else jnp.iinfo(wanted.dtype).min
+    return jnp.full(wanted.shape, least, wanted.dtype)
+
+
+def _described(result: Any) -> str:
+    return (
+        f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"no array but {type(result).__name__}"
+    )
+
+
+def _key(backend: str, schedule: Schedule) -> tuple[str, tuple[Any, ...]]:
+    return backend, tuple(sorted(schedule.items()))
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says first, its type where it says nothing."""
+    try:
+        text = str(error).strip()
+    except Exception:  # an exception of a kernel's author may fail to say itself
+        text = ""
+    return (text or type(error).__name__).splitlines()[0][:300]
+
+
+def blamed(error: Exception) -> str:
+    """What a candidate raised, in a line: its type, what it says first, and where in the kernel's source that was."""
+    name, said = type(error).__name__, first_line(error)
+    place = _place(error)
+    return (name if said == name else f"{name}: {said}") + (f" ({place})" if place else "")
+
+
+def _place(error: BaseException | None) -> str:
+    """``file:line`` of the innermost call that is neither JAX's nor ours; "" where there is none."""
+    while error is not None:
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            file = frame.f_code.co_filename
+            if not file.startswith(_NO_KERNELS) and ("site-packages" in file or not file.startswith(_STANDARD)):
+                below = os.path.relpath(file)
+                return f"{file if below.startswith(os.pardir) else below}:{line}"
+        # Of what it lowers JAX tells the place in an exception of its own (`JaxStackTraceBeforeTransformation`).
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+# Whose calls stand in a traceback around a kernel's own, and below it; code without a file begins with "<".
+_NO_KERNELS = (
+    "<",
+    jax_compat.__file__,
+    f"{Path(__file__).parents[1]}{os.sep}",
+    *(f"{os.path.dirname(str(file))}{os.sep}" for file in (jax.__file__, jaxlib.__file__, np.__file__)),
+)
+_STANDARD = sysconfig.get_path("stdlib")

@@ -1,0 +1,155 @@
+"""A process that answers one line with one line: it may hang or die, and it never outlives the one that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from scheduler.core.threads import WAKE_S
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+LAST_WORDS_BYTES = 8192
+KILLED_WITHIN_S = 30.0  # a driver may keep a process that hangs on its device for seconds after the kill
+
+Limit = Callable[[str], float | None]
+Ended = Callable[[str, float], None]
+
+
+class Children:
+    """What starts processes: they end when this object is shut down, or with this process, whatever kills it."""
+
+    def __init__(self) -> None:
+        # Linux sends the parent-death signal when the thread that forked ends (prctl(2)): one that stays has to fork.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scheduler-children")
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Runs Python with `arguments` and, after them, this process's id, which `die_with_parent` wants.
+
+        Raises:
+          EOFError: the system starts no process now, and why.
+        """
+        try:
+            return self._thread.submit(Child, [sys.executable, *arguments, str(os.getpid())], environment).result()
+        except (OSError, RuntimeError) as error:
+            raise EOFError(f"no process can be started: {error}") from error
+
+    def shut_down(self) -> None:
+        self._thread.shutdown()
+
+
+class Child:
+    """One process, its pipes, and what it said on standard error. For one thread at a time; `kill` is for any."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        # A session of its own: Ctrl-C in a terminal is for the parent alone, and the whole group can be killed.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._unread = b""
+
+    def ask(self, message: Mapping[str, Any], first: str, limit_s: Limit, ended: Ended) -> dict[str, Any]:
+        """The answer to `message`. Lines ``{"step": name}`` before it announce what the process does next.
+
+        Args:
+          first: the step that begins with the message.
+          limit_s: seconds that a step may take; None sets no limit.
+          ended: told each step that came to its end, and its seconds.
+
+        Raises:
+          TimeoutError: a step took longer than it may; the process still runs.
+          EOFError: the process is gone, in which step, and its last words.
+        """
+        assert self._process.stdin is not None
+        step = first
+        with contextlib.suppress(OSError):  # it is gone: reading tells
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        while True:
+            started, limit = time.monotonic(), limit_s(step)
+            line = self._line(limit)
+            if line is None:
+                raise TimeoutError(f"{step} did not end within {limit:.3g} s")
+            if not line:
+                raise EOFError(f"the process ended in {step}: {self._last_words()}")
+            ended(step, time.monotonic() - started)
+            reply: dict[str, Any] = json.loads(line)
+            if "step" not in reply:
+                return reply
+            step = reply["step"]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILLED_WITHIN_S)
+        for pipe in (self._process.stdin, self._process.stdout, self._said):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _line(self, limit_s: float | None) -> bytes | None:
+        """The next line; empty where the process is gone, None where time ran out."""
+        assert self._process.stdout is not None
+        file = self._process.stdout.fileno()
+        ready = select.poll()
+        ready.register(file, select.POLLIN)
+        until = None if limit_s is None else time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            left_s = math.inf if until is None else until - time.monotonic()
+            if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
+                if left_s <= WAKE_S:
+                    return None
+                continue
+            read = os.read(file, 65536)
+            if not read:
+                return b""
+            self._unread += read
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _last_words(self) -> str:
+        """How it ended, and the last line that it said: of a trace, the exception; of a failed check, the check."""
+        try:
+            status = self._process.wait(KILLED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe and goes on"
+        how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+        file = self._said.fileno()
+        text = os.pread(file, LAST_WORDS_BYTES, max(0, os.fstat(file).st_size - LAST_WORDS_BYTES))
+        lines = [line for line in text.decode(errors="replace").splitlines() if line[:1].strip("* ")]
+        return f"{how}: {lines[-1].strip()[:500]}" if lines else f"{how}, nothing said"
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when process `parent`, which started it, is gone."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before it could be watched
+        os._exit(1)

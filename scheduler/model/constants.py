@@ -1,0 +1,68 @@
+"""Which constants the cost model takes for a kernel on a chip: the user's own, the shipped ones, or its defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler.core.errors import StoreError
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Calibration
+from scheduler.model.cost import FITTED, Constants, CostModel
+from search_spaces.kernel import Kernel, Operation
+
+_log = logging.getLogger("scheduler")
+
+
+def model_of(
+    operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware, *, shared_only: bool = False
+) -> CostModel:
+    """The cost model with what was fitted to `kernel` and to the operation's library on this chip.
+
+    Args:
+      shared_only: leave the user's own constants out: processes of one job may not share them.
+    """
+    found = calibrations(operation.name, hardware, shared_only=shared_only)
+    values: dict[str, float] = {}
+    for backend in (operation.library.backend, kernel.backend):
+        if backend in found:
+            values |= known(found[backend])
+    start = FITTED.get(hardware.architecture, Constants())
+    return CostModel(hardware, dataclasses.replace(start, **values))
+
+
+def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = False) -> Mapping[str, Calibration]:
+    """What is stored for an operation on a chip, by backend: the user's own before the shipped."""
+    from scheduler.store import store  # SQLAlchemy takes 0.4 s to import
+
+    return _read(operation, hardware.id, "" if shared_only else store.default_url())
+
+
+def known(calibration: Calibration) -> dict[str, float]:
+    """Those of its constants that today's model has."""
+    names = {field.name for field in dataclasses.fields(Constants)}
+    return {name: value for name, value in calibration.constants.items() if name in names}
+
+
+def forget() -> None:
+    """Reads the stores again when asked next."""
+    _read.cache_clear()
+
+
+@functools.lru_cache(maxsize=64)
+def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibration]:
+    from scheduler.store import store
+
+    found: dict[str, Calibration] = {}
+    for place in (store.shipped, *((lambda: store.Store(user_url),) if user_url else ())):
+        try:
+            kept = place()
+            if kept is not None:
+                found |= {c.backend: c for c in kept.calibrations(hardware=hardware, operation=operation)}
+                kept.close()
+        except StoreError as error:  # whoever reads records there says so, once
+            _log.debug("%s (the model goes on without what it holds)", error)
+    return found

@@ -1,0 +1,160 @@
+"""Drop the schedules that cannot run or cannot win, rank the others, and count every reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.core.hardware import Hardware
+from scheduler.model.cost import CostModel, arithmetic_intensity
+from search_spaces.kernel import Kernel, Problem
+from search_spaces.space import Choice, Columns, Space
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One schedule worth measuring.
+
+    Attributes:
+      backend, version: of its kernel.
+      schedule: field -> value, those at their defaults left out.
+      predicted_s: the model's time.
+      onchip_bytes: what one block asks for.
+      library: it is a program of the XLA implementation.
+      defaults: field -> value, of the fields that have a default, and another choice beside it.
+      floor_s: seconds below which it cannot come; 0 where nothing is known.
+    """
+
+    backend: str
+    version: int
+    schedule: Mapping[str, Choice]
+    predicted_s: float
+    onchip_bytes: int
+    library: bool
+    floor_s: float = 0.0
+    defaults: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+
+    def whole(self) -> Candidate:
+        """The same with every field in its schedule, as who compares candidates field by field wants them."""
+        return dataclasses.replace(self, schedule={**self.defaults, **self.schedule})
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruned:
+    """What became of every point of a kernel's space: ``size == sum(dropped.values()) + len(points)``.
+
+    Attributes:
+      kernel: whose space it was.
+      space: the space.
+      size: points before any rule.
+      dropped: reason in words -> points lost to it, in the order the reasons were applied; a point counts once.
+      points: those kept, best prediction first.
+      predicted_s, floor_s, onchip_bytes: of those kept, in the same order.
+    """
+
+    kernel: Kernel[Any, Any]
+    space: Space[Any]
+    size: int
+    dropped: Mapping[str, int]
+    points: Columns
+    predicted_s: npt.NDArray[np.float64]
+    floor_s: npt.NDArray[np.float64]
+    onchip_bytes: npt.NDArray[np.int64]
+
+    def schedule(self, index: int) -> dict[str, Choice]:
+        """That of the `index`-th point as stores keep it."""
+        return self.space.encode(self.points.row(index))
+
+    def candidates(self) -> list[Candidate]:
+        """Those kept, best prediction first."""
+        defaults = {n: value for n, value in self.space.defaults.items() if len(self.space.choices.get(n, ())) > 1}
+        return [
+            Candidate(
+                backend=self.kernel.backend,
+                version=self.kernel.version,
+                schedule=self.schedule(index),
+                predicted_s=float(self.predicted_s[index]),
+                onchip_bytes=int(self.onchip_bytes[index]),
+                library=self.kernel.library,
+                defaults=defaults,
+                floor_s=float(self.floor_s[index]),
+            )
+            for index in range(len(self.points))
+        ]
+
+
+def prune(
+    kernel: Kernel[Any, Any],
+    problem: Problem,
+    hardware: Hardware,
+    model: CostModel,
+    *,
+    keep: int | None = None,
+    incumbent_s: float | None = None,
+    verified: bool = False,
+) -> Pruned:
+    """The points of the kernel's space for `problem` that can run on `hardware`, ranked.
+
+    Args:
+      kernel: one that supports the problem there.
+      problem: what is to be computed.
+      hardware: whose capacities count.
+      model: predicts the times to rank by.
+      keep: how many of the best ranked to keep; None keeps all that can run.
+      incumbent_s: a time already reached, in seconds: what cannot beat it by its lower bound is dropped.
+      verified: keep only what the kernel says was checked on a device of this architecture.
+    """
+    space = kernel.space(problem, hardware.target)
+    points, dropped = space.legal()
+
+    def full(value: npt.ArrayLike) -> npt.NDArray[Any]:
+        return np.broadcast_to(np.asarray(value), (len(points),))
+
+    def best(rank: npt.NDArray[Any], predicted_s: Any, floor_s: Any, onchip_bytes: Any) -> Pruned:
+        """Those to keep of the points with the indices `rank`."""
+        if keep is not None and len(rank) > keep:
+            dropped[f"ranked below the first {keep}"] = len(rank) - keep
+            rank = rank[:keep]
+        return Pruned(
+            kernel=kernel,
+            space=space,
+            size=space.size,
+            dropped=dropped,
+            points=points.take(rank),
+            predicted_s=predicted_s[rank],
+            floor_s=floor_s[rank],
+            onchip_bytes=onchip_bytes[rank].astype(np.int64),
+        )
+
+    if kernel.library:  # The model knows its programs as one.
+        return best(np.arange(len(points)), full(model.library_seconds(problem)), full(0.0), full(0))
+    footprint = kernel.footprint(problem, points, hardware.target)
+    onchip_bytes = full(footprint.onchip_bytes)
+    obstacles = {
+        f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": onchip_bytes
+        > hardware.onchip_bytes,
+        f"spills registers ({hardware.registers_per_thread} per thread)": full(footprint.registers)
+        > hardware.registers_per_thread,
+        f"needs more registers than one core has ({hardware.registers_per_core})": full(footprint.registers_per_block)
+        > hardware.registers_per_core,
+    }
+    if verified:
+        reason = f"has not been checked on a device of architecture {hardware.architecture}"
+        obstacles[reason] = ~full(kernel.verified(problem, points, hardware.target))
+    floor_s = full(model.floor(footprint))
+    if incumbent_s is not None:
+        obstacles["cannot beat the incumbent"] = floor_s > incumbent_s
+    alive = np.ones(len(points), dtype=bool)
+    for reason, hit in obstacles.items():
+        if lost := int((alive & hit).sum()):
+            dropped[reason] = lost
+            alive &= ~hit
+
+    predicted = full(model.seconds(footprint))
+    # Ties are common, say among orders of traversal: then larger arithmetic intensity, less on-chip memory, order.
+    rank = np.lexsort((onchip_bytes, -full(arithmetic_intensity(footprint)), np.round(predicted, 12)))
+    return best(rank[alive[rank]], predicted, floor_s, onchip_bytes)

@@ -1,0 +1,89 @@
+"""All that was measured of an operation on one chip, gathered from recorded sweeps and from stores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scheduler.core import hardware as chips
+from scheduler.core.errors import RecordingError
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Environment, Trial
+from scheduler.measure import replay
+from scheduler.measure.replay import point
+from scheduler.store.store import Store
+from search_spaces.kernel import Operation, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What is known of one chip.
+
+    Attributes:
+      hardware: the chip.
+      trials: of each problem.
+      environments: under which they were made.
+    """
+
+    hardware: Hardware
+    trials: Mapping[Problem, Sequence[Trial]]
+    environments: Sequence[Environment] = ()
+
+
+def recorded(operation: Operation[Any], path: Path) -> Measured:
+    """What a recorded sweep holds; where it has a second pass, its times stand for those of the first.
+
+    Raises:
+      RecordingError: it cannot be read, or is of another operation.
+    """
+    head, trials = replay.read(path)
+    if head.operation != operation.name:
+        raise RecordingError(f"{path} holds a sweep of {head.operation}, not of {operation.name}")
+    chip = chips.describe(head.platform, head.kind, head.architecture, head.cores)
+    latest = {point(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
+    return Measured(chip, {operation.problem.from_canonical(head.problem): list(latest.values())}, [head.environment])
+
+
+def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measured:
+    """What a store holds of searches there that came to their end: times of a run-off stand for those of its trials.
+
+    Raises:
+      StoreError: it cannot be read.
+    """
+    trials: dict[Problem, list[Trial]] = {}
+    environments = []
+    for record in store.records(operation=operation.name, hardware=hardware.id):
+        try:
+            problem = operation.problem.from_canonical(record.key.problem)
+        except ValueError:  # written by another version of the operation
+            continue
+        latest = {point(trial.backend, trial.schedule): trial for trial in store.trials(record.key)}
+        for number, e in enumerate(record.entries):
+            latest[point(e.backend, e.schedule)] = Trial(
+                number, e.backend, e.version, e.schedule, e.measurement, e.predicted_s
+            )
+        trials[problem] = list(latest.values())
+        environments.append(record.environment)
+    return Measured(hardware, trials, environments)
+
+
+def merged(parts: Iterable[Measured]) -> Measured:
+    """Everything together: one problem's trials follow each other.
+
+    Raises:
+      RecordingError: they are of several chips, or there is nothing.
+    """
+    several = list(parts)
+    if names := {part.hardware.id for part in several} - {several[0].hardware.id if several else ""}:
+        raise RecordingError(
+            f"these were measured on several chips ({', '.join(sorted(names))}, ...): take one at a time"
+        )
+    if not several:
+        raise RecordingError("nothing was measured: name recorded sweeps")
+    trials: dict[Problem, list[Trial]] = {}
+    for part in several:
+        for problem, made in part.trials.items():
+            trials.setdefault(problem, []).extend(made)
+    return Measured(several[0].hardware, trials, [e for part in several for e in part.environments])

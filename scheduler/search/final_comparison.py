@@ -1,0 +1,237 @@
+"""The run-off: rivals timed in turns until it is decided who is fastest, or that some are equally fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from scheduler.core.codec import schedule_to_text
+from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Verdict
+from scheduler.measure import timer
+
+# Times closer than this are one time: what differs between two measurements of one schedule.
+TIE = 0.01
+# The clocks of a device at work move by less; more is noted, and the rounds that it met are repeated.
+DRIFT = 0.03
+# Of each interval. It is looked at after every round, so one look must rarely be wrong.
+CONFIDENCE = 0.99
+# The fewest that give an interval of that confidence at all.
+FEWEST_ROUNDS = 8
+MOST_ROUNDS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """One that takes part.
+
+    Attributes:
+      label: its own; also the last word where nothing else decides, so the same in every search.
+      library: whether a tie is to go to it.
+      onchip_bytes: a tie between others goes to the smaller.
+    """
+
+    label: str
+    library: bool
+    onchip_bytes: int
+
+
+def label_of(backend: str, schedule: Schedule) -> str:
+    """What a candidate is called in a race, in `Verdict.tied` and in its notes; stored, so it stays as it is."""
+    return f"{backend} {schedule_to_text(schedule)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How it ended.
+
+    Attributes:
+      order: labels: the winner, then the others by their time against the fastest's. Without those that failed.
+      times: label -> all its repetitions.
+      failures: label -> why it had to leave.
+    """
+
+    order: tuple[str, ...]
+    times: Mapping[str, Measurement]
+    failures: Mapping[str, Failure]
+    verdict: Verdict
+
+
+Round = dict[str, Measurement]
+
+
+def race(
+    rivals: Sequence[Rival],
+    time_again: Callable[[Rival], Outcome],
+    *,
+    seed: int = 0,
+    fewest_rounds: int = FEWEST_ROUNDS,
+    most_rounds: int = MOST_ROUNDS,
+) -> Result:
+    """Times all rivals in rounds, in another random order each, so that a drift meets all of them alike.
+
+    Two rivals are compared by the ratio of their medians within each round: what a round has in common drops out. The
+    interval of the median ratio is the sign test's, which asks nothing of the noise (W. J. Conover, Practical
+    Nonparametric Statistics, 3rd ed. 1999, section 3.2). A rival that is slower than the leader by more than `TIE`,
+    beyond doubt, leaves; the library stays, as the answer to beat. The race ends when each rival left is either
+    slower than the leader beyond doubt, or within `TIE` of it beyond doubt, or after `most_rounds`.
+
+    Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A library whose
+    compilations differ by more does not: what it gains in one process it loses in another. A tie goes to the library,
+    then to the smaller footprint, then to the shorter label, as of a schedule at its defaults, then to the first one.
+    """
+    order = random.Random(seed)
+    failures: dict[str, Failure] = {}
+
+    def one_round(taking_part: Sequence[Rival]) -> Round:
+        times: Round = {}
+        for rival in order.sample(taking_part, len(taking_part)):
+            match time_again(rival):
+                case Measurement() as measured:
+                    times[rival.label] = measured
+                case Failure() as failure:
+                    failures[rival.label] = failure
+        return times
+
+    rounds: list[Round] = []
+    running = list(rivals)
+    while len(rounds) < most_rounds and running:
+        rounds.append(one_round(running))
+        running = [rival for rival in running if rival.label not in failures]
+        if len(rounds) >= fewest_rounds and running:
+            leader = _leader([rival.label for rival in running], rounds)
+            margins = {rival: _margin(leader, rival.label, rounds) for rival in running}
+            running = [rival for rival in running if rival.library or margins[rival].low <= TIE]
+            if all(margins[rival].low > 0 or margins[rival].high <= TIE for rival in running if rival.label != leader):
+                break
+    ran = [rival for rival in rivals if rival.label not in failures]
+    if not ran:
+        return Result((), {}, failures, Verdict())
+
+    running = [rival for rival in running if rival in ran]
+    # One and the same program in all rounds tells how the device drifts. The library's may be several (see `Pool`).
+    steady = [r.label for r in running if not r.library] or [r.label for r in running]
+    sentinel = _leader(steady, rounds)
+    notes = []
+    if affected := _affected(sentinel, rounds):
+        notes.append(f"drift of {_drift(sentinel, rounds):.1%}: {len(affected)} of {len(rounds)} rounds repeated")
+        for index in affected:
+            rounds[index] = one_round([rival for rival in ran if rival.label in rounds[index]])
+        ran = [rival for rival in ran if rival.label not in failures]
+        running = [rival for rival in running if rival in ran]
+    if not running:
+        return Result((), {}, failures, Verdict(rounds=len(rounds), notes=tuple(notes)))
+    return _decided(ran, running, rounds, failures, sentinel, notes)
+
+
+def _decided(
+    ran: Sequence[Rival],
+    running: Sequence[Rival],
+    rounds: Sequence[Round],
+    failures: Mapping[str, Failure],
+    sentinel: str,
+    notes: list[str],
+) -> Result:
+    leader = _leader([rival.label for rival in running], rounds)
+    margins = {rival.label: _margin(leader, rival.label, rounds) for rival in ran}
+    tied = [rival for rival in ran if margins[rival.label].low <= 0 and margins[rival.label].high <= TIE]
+    winner = min(tied, key=lambda r: (not r.library, r.onchip_bytes, len(r.label), r.label)).label
+    order = [winner, *sorted((m for m in margins if m != winner), key=lambda label: (margins[label].middle, label))]
+    ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
+    drift = _drift(sentinel, rounds)
+    if drift > DRIFT and not notes:
+        notes.append(f"drift of {drift:.1%}")
+    return Result(
+        tuple(order),
+        {label: timer.join([times[label] for times in rounds if label in times]) for label in order},
+        failures,
+        Verdict(
+            rounds=len(rounds),
+            tied=tuple(label for label in order if label in {rival.label for rival in tied}) if len(tied) > 1 else (),
+            margin_low=ahead.low if ahead and math.isfinite(ahead.low) else None,
+            margin_high=ahead.high if ahead and math.isfinite(ahead.high) else None,
+            drift=drift,
+            notes=tuple(notes),
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin:
+    """By which share of one time another is longer: the median over rounds, and its interval."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def margin(one: Measurement, other: Measurement, rounds: int) -> Margin | None:
+    """The margin of two that a run-off of so many rounds measured, from the samples that its record keeps of them.
+
+    One that left early was there in the first rounds. None where these samples are not those of a run-off.
+    """
+    repetitions, rest = divmod(len(one.samples_s), rounds) if rounds else (0, 1)
+    if rest or not repetitions or not other.samples_s or len(other.samples_s) % repetitions:
+        return None
+    medians = [
+        [statistics.median(samples[start : start + repetitions]) for start in range(0, len(samples), repetitions)]
+        for samples in (one.samples_s, other.samples_s)
+    ]
+    ratios = [theirs / mine - 1 for mine, theirs in zip(*medians, strict=False)]
+    return Margin(*_interval(ratios))
+
+
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Between which two of `values` their distribution's median lies; infinite where they are too few to say.
+
+    Each value is above the median with probability 1/2, so that the k-th smallest and the k-th largest enclose it
+    unless fewer than k values fall on one side: a binomial probability.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while k < n / 2 and (outside := outside + 2 * math.comb(n, k) / 2**n) <= 1 - confidence:
+        k += 1
+    return (ordered[k - 1], ordered[n - k]) if k else (-math.inf, math.inf)
+
+
+def _margin(one: str, other: str, rounds: Sequence[Round]) -> Margin:
+    if one == other:
+        return Margin(0.0, 0.0, 0.0)
+    ratios = [r[other].median_s / r[one].median_s - 1 for r in rounds if one in r and other in r]
+    if not ratios:
+        return Margin(-math.inf, math.inf, math.inf)
+    return Margin(*_interval(ratios))
+
+
+def _interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    low, high = median_interval(ratios)
+    return low, statistics.median(ratios), high
+
+
+def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:
+    """The fastest of those that ran in all rounds, each round's times taken relative to what they have in common."""
+
+    def relative(times: Round) -> dict[str, float]:
+        common = statistics.fmean(math.log(times[label].median_s) for label in labels)
+        return {label: math.log(times[label].median_s) - common for label in labels}
+
+    relatives = [relative(times) for times in rounds]
+    return min(labels, key=lambda label: (statistics.median(r[label] for r in relatives), label))
+
+
+def _affected(sentinel: str, rounds: Sequence[Round]) -> list[int]:
+    """The rounds in which the sentinel was off its usual time."""
+    usual = statistics.median(times[sentinel].median_s for times in rounds if sentinel in times)
+    return [
+        index
+        for index, times in enumerate(rounds)
+        if sentinel in times and abs(times[sentinel].median_s / usual - 1) > DRIFT
+    ]
+
+
+def _drift(sentinel: str, rounds: Sequence[Round]) -> float:
+    """The sentinel's slowest round against its fastest, as a share."""
+    times = [times[sentinel].median_s for times in rounds if sentinel in times]
+    return max(times) / min(times) - 1

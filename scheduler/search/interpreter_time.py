@@ -1,0 +1,76 @@
+"""How long a search takes where Pallas kernels are interpreted: known before it begins, from their footprints."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.core.hardware import Hardware
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
+from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.space import Columns
+
+# A step of Pallas's interpreter on one core, as timed on products of 256^3 to 2048^3: it takes so long at least, goes
+# through all arrays at this rate, and computes at that one. Others differ, by less than what there is to tell: minutes
+# from hours.
+STEP_S = 20e-6
+BYTES_PER_S = 20e9
+FLOPS_PER_S = 15e9
+
+
+def search_seconds(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    backends: frozenset[str],
+    budget: int,
+    calls: int,
+    finalists: int,
+    calls_of_finalist: int,
+) -> float:
+    """What a search takes at least: its candidates are the quickest to interpret that there are.
+
+    Args:
+      backends: of the kernels that take part.
+      budget: candidates at most, each called `calls` times.
+      finalists: how many of them are called `calls_of_finalist` times more.
+    """
+    launches: list[float] = []
+    for kernel in operation.kernels:
+        if not kernel.library and kernel.backend in backends and kernel.supports(problem, hardware.target) is None:
+            points = prune(kernel, problem, hardware, CostModel(hardware)).points
+            launches += _launch_seconds(kernel, problem, points, hardware).tolist()
+    quickest = heapq.nsmallest(budget, launches)
+    return calls * sum(quickest) + calls_of_finalist * sum(quickest[:finalists])
+
+
+def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:
+    """A problem that `fits`: this one, its largest extent halved again and again; None where that leads to none."""
+    while True:
+        extents = {name: value for name, value in vars(problem).items() if type(value) is int and value > 1}
+        if not extents:
+            return None
+        name = max(extents, key=extents.__getitem__)
+        try:
+            problem = dataclasses.replace(problem, **{name: extents[name] // 2})
+            if fits(problem):
+                return problem
+        except (TypeError, ValueError):  # it is no problem any more
+            return None
+
+
+def _launch_seconds(
+    kernel: Kernel[Any, Any], problem: Problem, points: Columns, hardware: Hardware
+) -> npt.NDArray[np.float64]:
+    """Of one launch of each of `points`."""
+    footprint = kernel.footprint(problem, points, hardware.target)
+    blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
+    step_s = STEP_S + problem.bytes_moved / BYTES_PER_S + np.asarray(footprint.flops) / FLOPS_PER_S
+    return np.broadcast_to(blocks * footprint.steps * step_s, (len(points),))

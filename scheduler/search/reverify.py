@@ -1,0 +1,216 @@
+"""Time stored winners again beside their rivals, and say which are no longer the fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from scheduler.core.errors import NoCandidate
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
+from scheduler.core.threads import Threads
+from scheduler.measure.pool import Runner, Task
+from scheduler.model.constants import model_of
+from scheduler.model.feasibility import illegal, onchip_bytes
+from scheduler.prediction import predict, validation
+from scheduler.search import final_comparison, tuner
+from scheduler.search.final_comparison import Result
+from search_spaces import load
+from search_spaces.kernel import Operation, Problem
+
+# A winner within this share of the fastest still holds: a change of versions is worth a new search above it.
+WITHIN = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """One schedule that was timed again.
+
+    Attributes:
+      role: "winner", "runner-up" or "best of its backend" in the record, "library", or "the model's choice".
+      then: its entry in the record; None where it had none.
+      now: its times beside the others', or why it has none.
+    """
+
+    role: str
+    backend: str
+    version: int
+    schedule: Schedule
+    predicted_s: float
+    then: Entry | None
+    now: Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a record's winner is still the one to serve.
+
+    Attributes:
+      state: "holds"; "slower": another is faster now by more than the limit; "broken": it cannot run, or is not served;
+        "elsewhere": it is of another chip, and was not timed.
+      reason: what is faster and by how much, or why it cannot run; "" where it holds.
+      rivals: the winner first, and all that was timed beside it; empty where nothing was.
+      refreshed: the record with today's times, order and environment; None where it was not timed, or the library did
+        not run.
+    """
+
+    record: Record
+    state: Literal["holds", "slower", "broken", "elsewhere"]
+    reason: str = ""
+    rivals: tuple[Rival, ...] = ()
+    refreshed: Record | None = None
+
+    @property
+    def now(self) -> Measurement | None:
+        """The winner's times today."""
+        return next((r.now for r in self.rivals[:1] if isinstance(r.now, Measurement)), None)
+
+
+def reverify(
+    records: Sequence[Record],
+    *,
+    operation: Operation[Any] | None = None,
+    runner: Runner | None = None,
+    device: int = 0,
+    compile_timeout_s: float | None = None,
+    run_timeout_s: float | None = None,
+    within: float = WITHIN,
+    seed: int = 0,
+) -> Iterator[Verdict]:
+    """Times each record's entries, the library and the model's choice in turns; yields what that says of the winner.
+
+    Args:
+      records: to verify; those of other chips than the runner's cannot be.
+      operation: theirs; None loads each by its name.
+      runner: where they run; by default one is started on `device` for all of them and closed at the end.
+      compile_timeout_s, run_timeout_s: of a runner that is started here, as in `pool.Pool`.
+      within: by which share the winner may be slower than the fastest and still hold.
+      seed: of the order within each round.
+
+    Raises:
+      WorkerError: the workers cannot start.
+    """
+    with contextlib.ExitStack() as stack:
+        for record in records:
+            try:
+                named = operation or load(record.key.operation)
+            except ValueError as error:
+                yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
+                continue
+            if runner is None:
+                runner = tuner.start_runner(
+                    named, device=device, compile_timeout_s=compile_timeout_s, run_timeout_s=run_timeout_s
+                )
+                stack.callback(runner.close)
+            if record.key.hardware != runner.hardware.id:
+                yield Verdict(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
+            else:
+                yield _verdict(named, record, runner, within, seed)
+
+
+def _verdict(operation: Operation[Any], record: Record, runner: Runner, within: float, seed: int) -> Verdict:
+    hardware = runner.hardware
+    try:
+        problem = operation.problem.from_canonical(record.key.problem)
+    except ValueError as error:
+        return Verdict(record, "broken", f"its problem is none of {operation.name} today: {error}")
+    if isinstance(reason := validation.recheck(operation, problem, hardware, record), str):
+        return Verdict(record, "broken", f"{reason}; tune it again")
+    rivals, ended = _timed(operation, problem, runner, _rivals(operation, problem, hardware, record), record, seed)
+    ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
+    refreshed = _refreshed(operation, record, runner, rivals, ended)
+    won = rivals[0].now
+    if isinstance(won, Failure):
+        return Verdict(record, "broken", str(won), rivals, refreshed)
+    best = min(ran, key=lambda index: ran[index].median_s)
+    excess = won.median_s / ran[best].median_s - 1
+    if excess > within:
+        return Verdict(record, "slower", f"{_words(rivals[best])}, is {excess:.1%} faster", rivals, refreshed)
+    return Verdict(record, "holds", "", rivals, refreshed)
+
+
+def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> list[Rival]:
+    """Whom to time, none of them timed yet."""
+    found: dict[tuple[Any, ...], Rival] = {}
+
+    def add(role: str, backend: str, schedule: Schedule, predicted_s: float, then: Entry | None = None) -> None:
+        version = operation.kernel(backend).version
+        rival = Rival(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
+        found.setdefault((backend, *sorted(schedule.items())), rival)
+
+    roles = ["winner", "runner-up", *["best of its backend"] * len(record.entries)]
+    for role, entry in zip(roles, record.entries, strict=False):
+        add(role, entry.backend, entry.schedule, entry.predicted_s, entry)
+    library = operation.library.backend
+    add("library", library, {}, model_of(operation, operation.library, hardware).library_seconds(problem))
+    with contextlib.suppress(NoCandidate):
+        model = predict.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
+        add("the model's choice", model.backend, model.schedule, model.predicted_s)
+    return list(found.values())
+
+
+def _timed(
+    operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Rival], record: Record, seed: int
+) -> tuple[tuple[Rival, ...], Result]:
+    """`rivals` with their times from a race of those that build and are right, and how it ended."""
+    repetitions, repetitions_of_round = tuner.repetitions(runner.hardware)
+
+    def task(rival: Rival, repetitions: int) -> Task:
+        l2 = record.winner.measurement.l2
+        return Task(operation, problem, rival.backend, rival.schedule, repetitions, l2)
+
+    by_label = {_label(rival): rival for rival in rivals}
+
+    def first(label: str) -> Outcome:
+        rival = by_label[label]
+        if reason := illegal(operation.kernel(rival.backend), problem, runner.hardware, rival.schedule):
+            return Failure("lower", reason)
+        outcome = runner.measure(task(rival, repetitions))
+        wrong = runner.confirm(task(rival, repetitions)) if isinstance(outcome, Measurement) else None
+        return wrong or outcome
+
+    with Threads[str, Outcome](runner.room(operation, problem), runner.close) as threads:
+        now = dict(threads.map(first, by_label))
+    racing = []
+    for label, rival in by_label.items():
+        if isinstance(now[label], Measurement):
+            kernel = operation.kernel(rival.backend)
+            asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
+            racing.append(final_comparison.Rival(label, kernel.library, asked))
+    ended = tuner.run_off(
+        runner,
+        racing,
+        lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round), again=True),
+        seed=seed,
+    )
+    now |= {**ended.times, **ended.failures}
+    return tuple(dataclasses.replace(rival, now=now[_label(rival)]) for rival in rivals), ended
+
+
+def _refreshed(
+    operation: Operation[Any], record: Record, runner: Runner, rivals: Sequence[Rival], ended: Result
+) -> Record | None:
+    """The record as a search would write it today: the winner, the runner-up, and the best of each other backend."""
+    by_label = {_label(rival): rival for rival in rivals}
+    ranked = [by_label[label] for label in ended.order]
+    best_of_each: dict[str, Rival] = {}
+    for rival in ranked:
+        best_of_each.setdefault(rival.backend, rival)
+    if operation.library.backend not in best_of_each:
+        return None  # there is nothing to compare with
+    kept = {_label(rival): rival for rival in (*ranked[:2], *best_of_each.values())}
+    entries = (
+        Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s)
+        for label, rival in kept.items()
+    )
+    return dataclasses.replace(record, entries=tuple(entries), environment=runner.environment, confidence=ended.verdict)
+
+
+def _label(rival: Rival) -> str:
+    return final_comparison.label_of(rival.backend, rival.schedule)
+
+
+def _words(rival: Rival) -> str:
+    return f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"

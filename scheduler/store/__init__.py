@@ -1,0 +1,1 @@
+"""Records and trials that persist, and who may tune a problem meanwhile."""

@@ -1,0 +1,142 @@
+"""The cache as calls see it: two stores as one, opened when first asked; what goes wrong is said and breaks nothing."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from scheduler.core.errors import MalformedRecord, StoreError
+from scheduler.core.records import Environment, Key, Record, Trial
+
+if TYPE_CHECKING:
+    from scheduler.store.store import Store
+
+T = TypeVar("T")
+
+
+class Cache:
+    """The user's own store and the shipped one. It keeps searches as a `Store` does (`tuner.Keeper`).
+
+    What was put here is also remembered, so that an unwritable store does not cost a second search.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._user: Store | None = None
+        self._shipped: Store | None = None
+        self._opened = False
+        self._unwritable = False
+        self._put: dict[Key, Record] = {}
+
+    def find(self, key: Key, *, shared_only: bool) -> Iterator[tuple[str, Record]]:
+        """Records of `key`, the user's own before the shipped; only what all processes share where asked."""
+        self._open()
+        if not shared_only:
+            if (record := self._put.get(key)) is not None:
+                yield "this process", record
+            elif (record := self._try(lambda store: store.get(key), self._user)) is not None:
+                yield "the user's cache", record
+        if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
+            yield "the shipped cache.db", record
+
+    def records(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Record]:
+        """Every record of an operation on a chip; the user's own in place of the shipped of the same problem."""
+        self._open()
+        found: dict[Key, Record] = {}
+        for store in (self._shipped, *(() if shared_only else (self._user,))):
+            told = self._try(lambda store: list(store.records(operation=operation, hardware=hardware)), store) or []
+            found |= {record.key: record for record in told}
+        if not shared_only:
+            found |= {key: r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)}
+        return list(found.values())
+
+    def remember(self, record: Record) -> None:
+        """Answers with `record` in this process, whether it could be written or not."""
+        self._put[record.key] = record
+
+    def put(self, record: Record) -> None:
+        self._open()
+        self.remember(record)
+        self._write(lambda store: store.put(record))
+
+    def get(self, key: Key) -> Record | None:
+        self._open()
+        return self._try(lambda store: store.get(key), self._user) or self._put.get(key)
+
+    def lease(self, key: Key, owner: str, seconds: float) -> str:
+        self._open()
+        return self._write(lambda store: store.lease(key, owner, seconds)) or owner
+
+    def release(self, key: Key, owner: str) -> None:
+        self._write(lambda store: store.release(key, owner))
+
+    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None:
+        self._open()
+        self._write(lambda store: store.add_trial(key, trial, environment))
+
+    def replace_trial(self, key: Key, trial: Trial) -> None:
+        self._write(lambda store: store.replace_trial(key, trial))
+
+    def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
+        self._open()
+        return self._try(lambda store: store.trials(key, environment, unfinished=unfinished), self._user) or []
+
+    def finish(self, key: Key) -> None:
+        self._open()
+        self._write(lambda store: store.finish(key))
+
+    def close(self) -> None:
+        with self._guard:
+            for store in (self._user, self._shipped):
+                self._try(lambda store: store.close(), store)
+
+    def _open(self) -> None:
+        with self._guard:
+            if self._opened:
+                return
+            from scheduler.store import store  # SQLAlchemy takes 0.4 s to import
+
+            for attribute, open_store in (
+                ("_user", lambda: store.Store(store.default_url())),
+                ("_shipped", store.shipped),
+            ):
+                try:
+                    setattr(self, attribute, open_store())
+                except StoreError as error:
+                    warn_once(f"{error} (calls go on without it)")
+            self._opened = True
+
+    def _write(self, use: Callable[[Store], T]) -> T | None:
+        """What cannot be written may be read still: only writing is given up."""
+        if self._user is None or self._unwritable:
+            return None
+        try:
+            return use(self._user)
+        except StoreError as error:
+            self._unwritable = True
+            warn_once(f"{error} (calls go on without it)")
+            return None
+
+    def _try(self, use: Callable[[Store], T], store: Store | None) -> T | None:
+        if store is None:
+            return None
+        try:
+            return use(store)
+        except StoreError as error:
+            # One warning, and no second attempt at each call; but one bad record leaves the others readable.
+            if store is self._user and not isinstance(error, MalformedRecord):
+                self._user = None
+            warn_once(f"{error} (calls go on without it)")
+            return None
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """A warning, the first time that a process meets this message."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
