@@ -38,7 +38,8 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
-    from scheduler.search.final_comparison import TIE, label_of, margin
+    from scheduler.core.codec import label_of
+    from scheduler.search.final_comparison import TIE, margin
 
     sure, winner = record.confidence, record.winner
     tied = label_of(other.backend, other.schedule) in sure.tied

@@ -37,7 +37,7 @@ from scheduler.model.feasibility import illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import __file__ as search_spaces_file
-from search_spaces import end_load, jax_compat
+from search_spaces import aliases, end_load, jax_compat
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
 
@@ -99,7 +99,7 @@ def options(
     if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
         schedule = dataclasses.asdict(schedule)
     try:
-        items = None if schedule is None else tuple(sorted(dict(schedule).items()))
+        items = None if schedule is None else tuple(sorted(aliases.schedule(dict(schedule)).items()))
     except (TypeError, ValueError):
         raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
     policy, among = _policy(on_miss), named_backends(operation, backends)

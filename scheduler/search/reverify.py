@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from scheduler.core.codec import label_of
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
@@ -209,7 +210,7 @@ def _refreshed(
 
 
 def _label(rival: Rival) -> str:
-    return final_comparison.label_of(rival.backend, rival.schedule)
+    return label_of(rival.backend, rival.schedule)
 
 
 def _words(rival: Rival) -> str:

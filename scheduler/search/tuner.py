@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from scheduler.core.backends import allowed_backends
+from scheduler.core.codec import label_of
 from scheduler.core.errors import CandidateFailed, MalformedRecord, NoCandidate, StoreError, TakesHours
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
@@ -40,7 +41,7 @@ from scheduler.model.pruning import Candidate, prune
 from scheduler.prediction.predict import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.prediction.validation import recheck
-from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Rival, label_of, race
+from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.search.final_comparison import Result as RaceResult
 from scheduler.search.interpreter_time import search_seconds, smaller
 from scheduler.store.lease import Leases, leased

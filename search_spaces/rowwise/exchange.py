@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from search_spaces.cluster import ARRIVE, WAIT, ptx
+from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store
 from search_spaces.rowwise.chunks import ALIGNMENT, round_up
 from search_spaces.rowwise.reduction import Reduction, Statistics

@@ -27,7 +27,7 @@ class PortableSchedule:
 class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
     """Operands of as many rows as the result are divided into blocks; others are whole in each block."""
 
-    backend = "portable"
+    backend = "interpret"
     version = 1
 
     def supports(self, problem: P, target: Target) -> str | None:

@@ -18,7 +18,7 @@ from search_spaces.space import Columns, Space
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableSchedule:
+class InterpretSchedule:
     """Tile extents, and whether the grid walks rows (``m``) or columns (``n``) of tiles first."""
 
     tile_m: int
@@ -27,17 +27,17 @@ class PortableSchedule:
     minor: str
 
 
-class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
-    backend = "portable"
+class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
+    backend = "interpret"
     version = 1
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
 
-    def space(self, problem: MatmulProblem, target: Target) -> Space[PortableSchedule]:
+    def space(self, problem: MatmulProblem, target: Target) -> Space[InterpretSchedule]:
         p = problem
         return Space(
-            PortableSchedule,
+            InterpretSchedule,
             choices={
                 "tile_m": _tiles(p.m),
                 "tile_n": _tiles(p.n),
@@ -88,7 +88,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
         )
 
     def run(
-        self, problem: MatmulProblem, schedule: PortableSchedule, target: Target, /, *args: Any, **params: Any
+        self, problem: MatmulProblem, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
         p, s = problem, schedule
         args = tuple(x.reshape((p.batch, -1, x.shape[-1])) for x in args)
@@ -99,7 +99,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
 
         def body(*refs: Any) -> None:
             *operand_refs, out_ref, acc_ref = refs
-            a_ref, b_ref, *following_refs = p.named(operand_refs)
+            a_ref, b_ref, *added_refs = p.named(operand_refs)
             step = pl.program_id(3)
 
             @pl.when(step == 0)
@@ -115,14 +115,14 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
                 b_tile,
                 (((a_axes[1],), (b_axes[0],)), ((), ())),
                 precision=precision,
-                preferred_element_type=p.sums_dtype,
+                preferred_element_type=p.acc_dtype,
             )
 
             @pl.when(step == steps - 1)
             def _() -> None:
-                bias, residual = (None if ref is None else ref[...] for ref in following_refs)
-                finished = epilogue.finish(acc_ref[...], bias=bias, activation=p.activation, residual=residual)
-                out_ref[...] = finished.astype(out_ref.dtype)
+                bias, residual = (None if ref is None else ref[...] for ref in added_refs)
+                value = epilogue.apply(acc_ref[...], bias=bias, activation=p.activation, residual=residual)
+                out_ref[...] = value.astype(out_ref.dtype)
 
         def tile(shape: tuple[int, int], axes: tuple[int, int], index: Any) -> pl.BlockSpec:
             def index_map(batch: Any, first: Any, second: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -145,7 +145,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
             ],
             out_specs=result_tile,
             out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.result().dtype),
-            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.sums_dtype)],
+            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.acc_dtype)],
             interpret=True,
         )(*args)
         return c.reshape(p.result().shape)
