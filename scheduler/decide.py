@@ -32,7 +32,7 @@ from scheduler.hardware import Hardware
 from scheduler.record import Schedule, schedule_text
 from scheduler.threads import Threads
 from search_spaces import __file__ as search_spaces_file
-from search_spaces import end_load, jax_compat
+from search_spaces import aliases, end_load, jax_compat
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
 
@@ -94,7 +94,7 @@ def options(
     if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
         schedule = dataclasses.asdict(schedule)
     try:
-        items = None if schedule is None else tuple(sorted(dict(schedule).items()))
+        items = None if schedule is None else tuple(sorted(aliases.schedule(dict(schedule)).items()))
     except (TypeError, ValueError):
         raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
     policy, among = _policy(on_miss), allowed(operation, backends)

@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from scheduler import timer
-from scheduler.record import Failure, Measurement, Outcome, Schedule, Verdict
-from scheduler.text import schedule_to_text
+from scheduler.record import Failure, Measurement, Outcome, Verdict
 
 # Times closer than this are one time: what differs between two measurements of one schedule.
 TIE = 0.01
@@ -36,11 +35,6 @@ class Rival:
     label: str
     library: bool
     onchip_bytes: int
-
-
-def label_of(backend: str, schedule: Schedule) -> str:
-    """What a candidate is called in a race, in `Verdict.tied` and in its notes; stored, so it stays as it is."""
-    return f"{backend} {schedule_to_text(schedule)}"
 
 
 @dataclasses.dataclass(frozen=True)

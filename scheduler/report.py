@@ -251,7 +251,8 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
-    from scheduler.race import TIE, label_of, margin
+    from scheduler.race import TIE, margin
+    from scheduler.text import label_of
 
     sure, winner = record.confidence, record.winner
     tied = label_of(other.backend, other.schedule) in sure.tied

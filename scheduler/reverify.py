@@ -14,6 +14,7 @@ from scheduler.hardware import Hardware
 from scheduler.legal import illegal, onchip_bytes
 from scheduler.race import Result
 from scheduler.record import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
+from scheduler.text import label_of
 from scheduler.threads import Threads
 from scheduler.workers import Runner, Task
 from search_spaces import load
@@ -208,7 +209,7 @@ def _refreshed(
 
 
 def _label(rival: Rival) -> str:
-    return race.label_of(rival.backend, rival.schedule)
+    return label_of(rival.backend, rival.schedule)
 
 
 def _words(rival: Rival) -> str:

@@ -25,6 +25,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from scheduler import text
 from scheduler.errors import MalformedRecord, StoreError
 from scheduler.record import Calibration, Environment, Failure, Key, Measurement, Record, Trial
+from search_spaces import aliases
 
 _log = logging.getLogger(__name__)
 
@@ -254,7 +255,9 @@ class Store:
           StoreError: it cannot be written.
         """
         latest = sa.select(sa.func.max(_TRIALS.c.id)).where(
-            *_is(_TRIALS, key), _TRIALS.c.number == trial.number, _TRIALS.c.backend == trial.backend
+            *_is(_TRIALS, key),
+            _TRIALS.c.number == trial.number,
+            _TRIALS.c.backend.in_(aliases.spellings(trial.backend)),
         )
         with self._write() as connection:
             connection.execute(sa.update(_TRIALS).where(_TRIALS.c.id == latest.scalar_subquery()), _outcome(trial))
@@ -383,7 +386,13 @@ class Store:
             calibration=text.calibration_to_text(calibration),
         )
         new = {name: insert.excluded[name] for name in ("kernel_version", "date", "calibration")}
+        older = sa.delete(_CONSTANTS).where(
+            _CONSTANTS.c.hardware == calibration.hardware,
+            _CONSTANTS.c.operation == calibration.operation,
+            _CONSTANTS.c.backend.in_(aliases.spellings(calibration.backend)[1:]),
+        )
         with self._write() as connection:
+            connection.execute(older)
             connection.execute(insert.on_conflict_do_update(index_elements=_KERNEL_ON_CHIP, set_=new))
 
     def calibrations(self, *, hardware: str | None = None, operation: str | None = None) -> list[Calibration]:

@@ -28,6 +28,7 @@ from scheduler.record import (
     Trial,
     Verdict,
 )
+from search_spaces import aliases
 from search_spaces.space import Choice
 
 FORMAT = 1
@@ -148,6 +149,11 @@ def calibration_from_text(line: str) -> Calibration:
 
 def schedule_to_text(schedule: Schedule) -> str:
     return json.dumps(_sorted(schedule))
+
+
+def label_of(backend: str, schedule: Schedule) -> str:
+    """What a candidate is called in a race, in `Verdict.tied` and in its notes; stored, so it stays as it is."""
+    return f"{backend} {schedule_to_text(schedule)}"
 
 
 def export_text(records: Iterable[Record]) -> str:
@@ -347,7 +353,7 @@ def _record(value: object) -> Record:
             problem=_field(fields, "problem", _problem),
         ),
         entries=entries,
-        versions=_field(fields, "versions", _map_of(_whole)),
+        versions=_field(fields, "versions", _by_backend(_whole)),
         environment=_field(fields, "environment", _environment),
         budget=_field(fields, "budget", _whole),
         tried=_field(fields, "tried", _whole),
@@ -364,7 +370,7 @@ def _calibration(value: object) -> Calibration:
     return Calibration(
         hardware=_field(fields, "hardware", _text),
         operation=_field(fields, "operation", _text),
-        backend=_field(fields, "backend", _text),
+        backend=_field(fields, "backend", _backend),
         version=_field(fields, "version", _whole),
         constants=_field(fields, "constants", _map_of(_number)),
         problems=_field(fields, "problems", _whole),
@@ -377,9 +383,9 @@ def _calibration(value: object) -> Calibration:
 def _entry(value: object) -> Entry:
     fields = _object(value)
     return Entry(
-        backend=_field(fields, "backend", _text),
+        backend=_field(fields, "backend", _backend),
         version=_field(fields, "version", _whole),
-        schedule=_field(fields, "schedule", _map_of(_choice)),
+        schedule=_field(fields, "schedule", _schedule),
         measurement=_field(fields, "measurement", _measurement),
         predicted_s=_field(fields, "predicted_s", _seconds),
     )
@@ -390,9 +396,9 @@ def _trial(value: object) -> Trial:
     failed = "failure" in fields
     return Trial(
         number=_field(fields, "number", _whole),
-        backend=_field(fields, "backend", _text),
+        backend=_field(fields, "backend", _backend),
         version=_field(fields, "version", _whole),
-        schedule=_field(fields, "schedule", _map_of(_choice)),
+        schedule=_field(fields, "schedule", _schedule),
         outcome=_field(fields, "failure", _failure) if failed else _field(fields, "measurement", _measurement),
         predicted_s=_field(fields, "predicted_s", _seconds),
     )
@@ -408,8 +414,8 @@ def _sweep(value: object) -> Sweep:
         architecture=_field(fields, "architecture", _text),
         cores=_field(fields, "cores", _whole),
         environment=_field(fields, "environment", _environment),
-        versions=_field(fields, "versions", _map_of(_whole)),
-        refused=_field(fields, "refused", _map_of(_text)),
+        versions=_field(fields, "versions", _by_backend(_whole)),
+        refused=_field(fields, "refused", _by_backend(_text)),
         space=_field(fields, "space", _whole),
         dropped=_field(fields, "dropped", _map_of(_whole)),
         legal=_field(fields, "legal", _whole),
@@ -435,7 +441,7 @@ def _verdict(value: object) -> Verdict:
     fields = _object(value)
     return Verdict(
         rounds=_field(fields, "rounds", _whole),
-        tied=_field(fields, "tied", _list_of(_text)),
+        tied=_field(fields, "tied", _list_of(_label)),
         margin_low=_field(fields, "margin_low", _share_or_none),
         margin_high=_field(fields, "margin_high", _share_or_none),
         drift=_field(fields, "drift", _number),
@@ -451,7 +457,7 @@ def _failure(value: object) -> Failure:
 def _all_failed(value: object) -> AllFailed:
     fields = _object(value)
     return AllFailed(
-        backend=_field(fields, "backend", _text),
+        backend=_field(fields, "backend", _backend),
         tried=_field(fields, "tried", _whole),
         failure=_field(fields, "failure", _failure),
         alike=_field(fields, "alike", _whole),
@@ -504,6 +510,10 @@ def _list_of(check: Check[T]) -> Check[tuple[T, ...]]:
 
 def _map_of(check: Check[T]) -> Check[dict[str, T]]:
     return lambda value: {name: _at(name, check, item) for name, item in _object(value).items()}
+
+
+def _by_backend(check: Check[T]) -> Check[dict[str, T]]:
+    return lambda value: {aliases.backend(name): item for name, item in _map_of(check)(value).items()}
 
 
 def _one_of(literal: Any) -> Check[Any]:
@@ -560,6 +570,23 @@ def _choice(value: object) -> Choice:
     if not isinstance(value, (int, bool, str)):
         raise _wanted("a whole number, true, false or text", value)
     return value
+
+
+def _backend(value: object) -> str:
+    return aliases.backend(_text(value))
+
+
+def _schedule(value: object) -> dict[str, Choice]:
+    return aliases.schedule(_map_of(_choice)(value))
+
+
+def _label(value: object) -> str:
+    """As `label_of` writes it today; words of another form stay as they are."""
+    backend, _, schedule = _text(value).partition(" ")
+    try:
+        return label_of(_backend(backend), _schedule(json.loads(schedule)))
+    except ValueError:
+        return _text(value)
 
 
 def _wanted(wanted: str, found: object) -> ValueError:

@@ -23,7 +23,7 @@ from scheduler.lease import Leases, leased
 from scheduler.neighbours import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.progress import Pace, Progress
 from scheduler.prune import Candidate, prune
-from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, label_of, race
+from scheduler.race import FEWEST_ROUNDS, MOST_ROUNDS, Rival, race
 from scheduler.race import Result as RaceResult
 from scheduler.record import (
     L2,
@@ -39,6 +39,7 @@ from scheduler.record import (
     Trial,
     Verdict,
 )
+from scheduler.text import label_of
 from scheduler.threads import Threads
 from scheduler.workers import Gpu, InProcess, Pool, Runner, Task
 from search_spaces import locate

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 from search_spaces.space import Column, Columns, Space, one_truth_value, unknown
 
@@ -361,6 +362,8 @@ class Kernel(abc.ABC, Generic[P, S]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "backend" in vars(cls):
+            cls.backend = aliases.backend(cls.backend)
         # What a kernel says is checked where it is said: it is asked in many places.
         for name, checked in (("supports", _in_words), ("footprint", _of_many), ("verified", _of_many)):
             if name in vars(cls):
@@ -512,12 +515,12 @@ class Operation(Generic[P]):
         return next(kernel for kernel in self.kernels if kernel.library)
 
     def kernel(self, backend: str) -> Kernel[P, Any]:
-        """The kernel of `backend`.
+        """The kernel of `backend`, which may be spelled as it once was (`aliases`).
 
         Raises:
           ValueError: there is none; the message names those there are.
         """
         for kernel in self.kernels:
-            if kernel.backend == backend:
+            if kernel.backend == aliases.backend(backend):
                 return kernel
         raise ValueError(f"{self.name} has no backend {backend!r} (it has: {', '.join(self.backends)})")

@@ -15,8 +15,8 @@ from scheduler.cost import Constants, CostModel
 from scheduler.hardware import CPU, find
 from search_spaces import Columns, Footprint, Operand
 from search_spaces.matmul import MATMUL
+from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
-from search_spaces.matmul.portable import PortableMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
@@ -25,9 +25,9 @@ OVERLAPPED = ("mma", "gap", "turns", "power", "sram", "l2", "rows", "outside", "
 
 
 def tiled(problem, tile_m, tile_n, tile_k, minor="n"):
-    """The portable matmul's footprint of one schedule."""
+    """The interpret matmul's footprint of one schedule."""
     columns = {"tile_m": [tile_m], "tile_n": [tile_n], "tile_k": [tile_k], "minor": [minor]}
-    return PortableMatmul().footprint(problem, Columns(columns), CPU.target)
+    return InterpretMatmul().footprint(problem, Columns(columns), CPU.target)
 
 
 def blocks(count, **fields):
@@ -146,7 +146,7 @@ problems = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(problem=problems, hardware=st.sampled_from([H200, A100, CPU]))
 def test_no_prediction_is_below_the_roofline_or_the_floor(problem, hardware):
-    model, kernel = CostModel(hardware), PortableMatmul()
+    model, kernel = CostModel(hardware), InterpretMatmul()
     points, _ = kernel.space(problem, CPU.target).legal()
     footprint = kernel.footprint(problem, points, CPU.target)
     seconds = model.seconds(footprint)
@@ -168,7 +168,7 @@ def test_no_prediction_is_below_the_roofline_or_the_floor(problem, hardware):
 def test_a_chip_that_supplies_more_is_never_slower(problem, supply, factor):
     value = getattr(H200, supply)
     more = {name: rate * factor for name, rate in value.items()} if supply == "flops_per_s" else value * factor
-    kernel = PortableMatmul()
+    kernel = InterpretMatmul()
     points, _ = kernel.space(problem, CPU.target).legal()
     footprint = dataclasses.replace(kernel.footprint(problem, points, CPU.target), onchip_bytes_read=4096.0)
     before = CostModel(H200).seconds(footprint)
@@ -338,15 +338,15 @@ def test_what_lies_beyond_an_edge_is_filled_and_never_leaves_memory():
     ("faster", "slower", "measured"),
     [
         # Of 1 x 128256 x 4096 on one H200, microseconds: 233 with 8 rows a tile, 327 with 64.
-        ({"tile_m": 8, "swap": True}, {"tile_m": 64}, 327 / 233),
+        ({"tile_m": 8, "swap_ab": True}, {"tile_m": 64}, 327 / 233),
         # A shared copy stops both blocks that it serves: 398.
         ({"tile_m": 64}, {"tile_m": 64, "cluster": "n", "tile_k": 64, "stages": 12}, 398 / 327),
     ],
 )
 def test_rows_beyond_an_edge_stop_the_loads_of_every_core_that_they_are_filled_in(faster, slower, measured):
     kernel, problem = MATMUL.kernel("mosaic_gpu"), MatmulProblem(m=1, n=128256, k=4096)
-    common = {"tile_n": 64, "tile_k": 128, "stages": 6, "split": "none", "cluster": "none", "raster": "n"}
-    common |= {"raster_width": 1, "epilogue_n": 64}
+    common = {"tile_n": 64, "tile_k": 128, "stages": 6, "consumers": "one", "cluster": "none", "grid_minor_dim": "n"}
+    common |= {"grid_tile_width": 1, "epi_tile_n": 64}
     points = Columns.of([HopperSchedule(**common | fields) for fields in (faster, slower)])
     one, two = CostModel(H200).seconds(kernel.footprint(problem, points, H200.target))
     assert two / one == pytest.approx(measured, rel=0.15)
@@ -357,7 +357,7 @@ def test_a_core_that_loads_beside_few_others_loads_faster_and_none_of_its_schedu
     few, all_of_them = (CostModel(H200).terms(blocks(count)) for count in (33, 132))
     assert few["l2"] < 0.75 * all_of_them["l2"]
     kernel, problem = MATMUL.kernel("mosaic_gpu"), MatmulProblem(m=2048, n=576, k=7168)
-    points = Columns.of([HopperSchedule(128, 64, 128, 4, "m", "none", "n", 16, 64)])
+    points = Columns.of([HopperSchedule(128, 64, 128, 4, "cooperative_m", "none", "n", 16, 64)])
     assert CostModel(H200).floor(kernel.footprint(problem, points, H200.target)) < 41.5e-6
 
 

@@ -89,7 +89,7 @@ def test_what_is_wrong_with_the_whole_job_stops_it(text, complaint):
 
 def test_backends_are_all_or_pallas_or_named():
     assert parse_backends(MATMUL, None) is None
-    assert parse_backends(MATMUL, "xla, portable") == {"xla", "portable"}
+    assert parse_backends(MATMUL, "xla, interpret") == {"xla", "interpret"}
     assert parse_backends(DOUBLE, "pallas") == {"scripted"}
 
 
@@ -148,7 +148,7 @@ def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
 
 
 def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothing(runner, tmp_path, monkeypatch):
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"portable"}))
+    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"interpret"}))
     with contextlib.closing(Store(tmp_path / "shipped.db")) as store:
         record = next(jobs.run([task], store=store, runner=runner)).record
         # A schedule that neither the search nor the model would have named first.
@@ -161,9 +161,9 @@ def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothi
 
 
 def test_the_entry_of_a_result_keeps_to_the_backends_asked_for(runner):
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"portable"}))
+    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"interpret"}))
     result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
-    assert result.entry.backend == "portable"
+    assert result.entry.backend == "interpret"
     assert result.library is not None
 
 

@@ -24,13 +24,23 @@ BASE = HopperSchedule(
     tile_n=128,
     tile_k=64,
     stages=3,
-    split="m",
+    consumers="cooperative_m",
     cluster="none",
-    raster="n",
-    raster_width=4,
-    epilogue_n=64,
+    grid_minor_dim="n",
+    grid_tile_width=4,
+    epi_tile_n=64,
 )
-OLD_FIELDS = ("tile_m", "tile_n", "tile_k", "stages", "split", "cluster", "raster", "raster_width", "epilogue_n")
+FIRST_FIELDS = (
+    "tile_m",
+    "tile_n",
+    "tile_k",
+    "stages",
+    "consumers",
+    "cluster",
+    "grid_minor_dim",
+    "grid_tile_width",
+    "epi_tile_n",
+)
 SWEEPS = Path(__file__).parent.parent / "sweeps" / "nvidia-h200"
 LARGE = [
     MatmulProblem(4096, 4096, 4096),
@@ -81,8 +91,8 @@ def footprint(problem, schedules):
 def sample(problem, count, seed):
     """Points of the legal space: those whose memory the chip has, and those that want more; half of them plain."""
     points, _ = KERNEL.space(problem, TARGET).legal()
-    plain = ~points.swap & (points.split_k == 1) & (points.in_flight == 0)
-    plain &= (points.split == "m") | (points.split == "n")
+    plain = ~points.swap_ab & (points.split_k == 1) & (points.delay_release == 0)
+    plain &= (points.consumers == "cooperative_m") | (points.consumers == "cooperative_n")
     draw, chosen = random.Random(seed), []
     for rows in (np.flatnonzero(~plain), np.flatnonzero(plain)):
         chosen += draw.sample(rows.tolist(), min((count + 1) // 2, len(rows)))
@@ -107,13 +117,13 @@ def test_the_sample_holds_schedules_of_both_sides_of_the_limit():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-@pytest.mark.parametrize("split", ["m", "n"])
-def test_both_operands_are_read_as_they_lie_in_memory(dtype, transpose_a, transpose_b, split):
+@pytest.mark.parametrize("consumers", ["cooperative_m", "cooperative_n"])
+def test_both_operands_are_read_as_they_lie_in_memory(dtype, transpose_a, transpose_b, consumers):
     problem = MatmulProblem(512, 512, 512, dtype=dtype, transpose_a=transpose_a, transpose_b=transpose_b)
-    text = hopper.lower(KERNEL, problem, schedule(split=split)).as_text()
+    text = hopper.lower(KERNEL, problem, schedule(consumers=consumers)).as_text()
     assert "mosaic_gpu" in text
     assert "stablehlo.transpose" not in text
-    assert footprint(problem, Columns.of([schedule(split=split)])).launches[0] == 1
+    assert footprint(problem, Columns.of([schedule(consumers=consumers)])).launches[0] == 1
 
 
 @pytest.mark.parametrize("option", [{"jax_enable_x64": True}, {"jax_numpy_dtype_promotion": "strict"}], ids=str)
@@ -122,7 +132,7 @@ def test_a_user_s_defaults_for_types_do_not_reach_into_the_kernel(option):
     before = getattr(jax.config, name)
     jax.config.update(name, value)
     try:
-        hopper.lower(KERNEL, MatmulProblem(1000, 1024, 1000, batch=3), schedule(cluster="m", raster="m"))
+        hopper.lower(KERNEL, MatmulProblem(1000, 1024, 1000, batch=3), schedule(cluster="m", grid_minor_dim="m"))
     finally:
         jax.config.update(name, before)
 
@@ -139,46 +149,58 @@ def tiled_only(monkeypatch):
 
 PRODUCTS = {  # name: problem, schedule, cores
     "one tile per block": (MatmulProblem(256, 256, 256), {}, 4),
-    "many tiles of one step": (MatmulProblem(384, 256, 64), {"tile_m": 64, "tile_n": 128, "split": "n"}, 5),
-    "more stages than steps of a tile": (MatmulProblem(512, 384, 64), {"tile_n": 64, "raster": "m", "stages": 8}, 3),
+    "many tiles of one step": (
+        MatmulProblem(384, 256, 64),
+        {"tile_m": 64, "tile_n": 128, "consumers": "cooperative_n"},
+        5,
+    ),
+    "more stages than steps of a tile": (
+        MatmulProblem(512, 384, 64),
+        {"tile_n": 64, "grid_minor_dim": "m", "stages": 8},
+        3,
+    ),
     "cluster along m": (MatmulProblem(256, 384, 320), {"stages": 4, "cluster": "m"}, 5),
-    "cluster along n": (MatmulProblem(300, 384, 320), {"cluster": "n", "raster": "m", "raster_width": 2}, 2),
-    "a transposed": (MatmulProblem(136, 200, 104, transpose_a=True), {"split": "n"}, 2),
-    "b transposed": (MatmulProblem(136, 200, 104, transpose_b=True), {"split": "n"}, 2),
+    "cluster along n": (MatmulProblem(300, 384, 320), {"cluster": "n", "grid_minor_dim": "m", "grid_tile_width": 2}, 2),
+    "a transposed": (MatmulProblem(136, 200, 104, transpose_a=True), {"consumers": "cooperative_n"}, 2),
+    "b transposed": (MatmulProblem(136, 200, 104, transpose_b=True), {"consumers": "cooperative_n"}, 2),
     "both transposed": (MatmulProblem(136, 200, 104, transpose_a=True, transpose_b=True), {}, 2),
     "batch, padded": (MatmulProblem(130, 70, 90, batch=3), {"tile_n": 64}, 4),
     "rows of half and a quarter of the widest swizzle": (MatmulProblem(128, 144, 96, transpose_a=True), {}, 4),
-    "scalars": (MatmulProblem(1, 1, 1), {"tile_m": 64, "tile_n": 64, "split": "n", "epilogue_n": 32}, 4),
-    "fewer rows than a swizzle": (MatmulProblem(3, 40, 33), {"tile_m": 64, "split": "n"}, 4),
-    "no powers of two": (
-        MatmulProblem(192, 320, 128, out_dtype="float32"),
-        {"tile_m": 192, "tile_n": 160, "split": "n", "epilogue_n": 16},
+    "scalars": (
+        MatmulProblem(1, 1, 1),
+        {"tile_m": 64, "tile_n": 64, "consumers": "cooperative_n", "epi_tile_n": 32},
         4,
     ),
-    "float32": (MatmulProblem(128, 128, 96, dtype="float32", transpose_b=True), {"tile_k": 32, "epilogue_n": 32}, 4),
+    "fewer rows than a swizzle": (MatmulProblem(3, 40, 33), {"tile_m": 64, "consumers": "cooperative_n"}, 4),
+    "no powers of two": (
+        MatmulProblem(192, 320, 128, out_dtype="float32"),
+        {"tile_m": 192, "tile_n": 160, "consumers": "cooperative_n", "epi_tile_n": 16},
+        4,
+    ),
+    "float32": (MatmulProblem(128, 128, 96, dtype="float32", transpose_b=True), {"tile_k": 32, "epi_tile_n": 32}, 4),
     "swapped": (
         MatmulProblem(16, 256, 320),
-        {"swap": True, "tile_m": 16, "tile_n": 256, "tile_k": 256, "split": "n", "stages": 2},
+        {"swap_ab": True, "tile_m": 16, "tile_n": 256, "tile_k": 256, "consumers": "cooperative_n", "stages": 2},
         4,
     ),
     "swapped, one row, one warpgroup": (
         MatmulProblem(1, 200, 130, out_dtype="float32", transpose_b=True),
-        {"swap": True, "tile_m": 8, "tile_n": 64, "split": "none"},
+        {"swap_ab": True, "tile_m": 8, "tile_n": 64, "consumers": "one"},
         4,
     ),
     "swapped, a transposed, batch": (
         MatmulProblem(40, 144, 96, batch=2, transpose_a=True),
-        {"swap": True, "tile_m": 64, "split": "n"},
+        {"swap_ab": True, "tile_m": 64, "consumers": "cooperative_n"},
         3,
     ),
     "swapped, float32, rows of 16 bytes": (
         MatmulProblem(12, 108, 96, dtype="float32", transpose_b=True),
-        {"swap": True, "tile_m": 16, "tile_k": 32, "split": "n"},
+        {"swap_ab": True, "tile_m": 16, "tile_k": 32, "consumers": "cooperative_n"},
         2,
     ),
     "swapped, parts of k": (
         MatmulProblem(24, 136, 640),
-        {"swap": True, "tile_m": 24, "tile_n": 64, "split": "none", "split_k": 3},
+        {"swap_ab": True, "tile_m": 24, "tile_n": 64, "consumers": "one", "split_k": 3},
         5,
     ),
     "parts of k, none as long as the others": (MatmulProblem(61, 37, 600, transpose_b=True), {"split_k": 4}, 5),
@@ -194,85 +216,85 @@ PRODUCTS = {  # name: problem, schedule, cores
     ),
     "8-bit whole numbers, swapped, parts of k": (
         MatmulProblem(20, 72, 600, dtype="int8", out_dtype="int32", transpose_b=True),
-        {"swap": True, "tile_m": 24, "tile_n": 64, "tile_k": 128, "split": "none", "split_k": 2},
+        {"swap_ab": True, "tile_m": 24, "tile_n": 64, "tile_k": 128, "consumers": "one", "split_k": 2},
         4,
     ),
-    "one computing warpgroup, rows of 208 bytes": (MatmulProblem(64, 104, 96), {"tile_m": 64, "split": "none"}, 2),
+    "one computing warpgroup, rows of 208 bytes": (MatmulProblem(64, 104, 96), {"tile_m": 64, "consumers": "one"}, 2),
     "bias, residual, padded": (
         MatmulProblem(60, 72, 64, bias="bfloat16", activation="gelu", residual="bfloat16"),
-        {"tile_m": 64, "tile_n": 64, "split": "n", "epilogue_n": 16},
+        {"tile_m": 64, "tile_n": 64, "consumers": "cooperative_n", "epi_tile_n": 16},
         1,
     ),
     "bias of odd rows, wide residual, batch": (
         MatmulProblem(8, 37, 64, batch=2, bias="bfloat16", activation="silu", residual="float32"),
-        {"tile_m": 64, "tile_n": 64, "split": "none"},
+        {"tile_m": 64, "tile_n": 64, "consumers": "one"},
         1,
     ),
     "swapped, bias, residual in columns of 16 bytes": (
         MatmulProblem(12, 136, 64, bias="float32", activation="gelu", residual="float16"),
-        {"swap": True, "tile_m": 16, "split": "n"},
+        {"swap_ab": True, "tile_m": 16, "consumers": "cooperative_n"},
         1,
     ),
     "parts of k, bias, residual": (
         MatmulProblem(61, 37, 200, bias="float32", activation="relu", residual="bfloat16"),
-        {"tile_m": 64, "tile_n": 64, "split": "none", "split_k": 2},
+        {"tile_m": 64, "tile_n": 64, "consumers": "one", "split_k": 2},
         4,
     ),
     "a tile shared along k, ragged, the last part shorter": (
         MatmulProblem(120, 100, 450, batch=2),
-        {"cluster": "k", "split": "none", "stages": 2, "epilogue_n": 32},
+        {"cluster": "split_k", "consumers": "one", "stages": 2, "epi_tile_n": 32},
         8,
     ),
     "a tile shared along k, bias, residual": (
         MatmulProblem(60, 72, 300, bias="bfloat16", activation="silu", residual="float32"),
-        {"cluster": "k", "tile_m": 64, "split": "none"},
+        {"cluster": "split_k", "tile_m": 64, "consumers": "one"},
         4,
     ),
     "a tile shared along k, swapped, bias": (
         MatmulProblem(16, 136, 600, bias="float32", activation="gelu"),
-        {"cluster": "k", "swap": True, "tile_m": 16, "split": "none"},
+        {"cluster": "split_k", "swap_ab": True, "tile_m": 16, "consumers": "one"},
         4,
     ),
     "a tile shared along k, swapped, many rows that no copy reaches": (
         MatmulProblem(95, 125, 330),
-        {"cluster": "k", "swap": True, "tile_m": 96, "split": "none", "stages": 2},
+        {"cluster": "split_k", "swap_ab": True, "tile_m": 96, "consumers": "one", "stages": 2},
         2,
     ),
     "a tile shared along k, whole numbers": (
         MatmulProblem(64, 64, 600, dtype="int8", out_dtype="int32", transpose_b=True),
-        {"cluster": "k", "tile_m": 64, "tile_n": 64, "tile_k": 128, "epilogue_n": 32, "split": "none"},
+        {"cluster": "split_k", "tile_m": 64, "tile_n": 64, "tile_k": 128, "epi_tile_n": 32, "consumers": "one"},
         2,
     ),
     "swapped, many rows": (
         MatmulProblem(200, 384, 192, out_dtype="float32"),
-        {"swap": True, "tile_m": 112, "tile_n": 192, "stages": 2},
+        {"swap_ab": True, "tile_m": 112, "tile_n": 192, "stages": 2},
         4,
     ),
-    "steps in flight, fewer steps than stages": (MatmulProblem(128, 192, 96), {"in_flight": 1}, 2),
+    "steps in flight, fewer steps than stages": (MatmulProblem(128, 192, 96), {"delay_release": 1}, 2),
     "tiles in turns, an odd number of them": (
         MatmulProblem(136, 320, 192),
-        {"split": "tiles", "tile_m": 64, "tile_n": 128, "stages": 2, "in_flight": 1},
+        {"consumers": "ping_pong", "tile_m": 64, "tile_n": 128, "stages": 2, "delay_release": 1},
         1,
     ),
     "tiles in turns, rows of the result that no copy reaches": (
         MatmulProblem(130, 324, 192),
-        {"split": "tiles", "tile_m": 64, "tile_n": 128, "stages": 2},
+        {"consumers": "ping_pong", "tile_m": 64, "tile_n": 128, "stages": 2},
         1,
     ),
     "activation, residual in rows of 208 bytes": (
         MatmulProblem(64, 104, 64, activation="silu", residual="bfloat16"),
-        {"tile_m": 64, "split": "none"},
+        {"tile_m": 64, "consumers": "one"},
         2,
     ),
     "rows of the result that no copy reaches, batch": (MatmulProblem(77, 75, 72, batch=2), {"tile_n": 64}, 3),
     "swapped, rows of the result that no copy reaches, residual": (
         MatmulProblem(9, 139, 72, bias="bfloat16", residual="bfloat16"),
-        {"swap": True, "tile_m": 16, "split": "n"},
+        {"swap_ab": True, "tile_m": 16, "consumers": "cooperative_n"},
         2,
     ),
     "columns of b shared in narrow groups": (
         MatmulProblem(130, 200, 72),
-        {"tile_n": 96, "split": "n", "epilogue_n": 16},
+        {"tile_n": 96, "consumers": "cooperative_n", "epi_tile_n": 16},
         3,
     ),
 }
@@ -305,39 +327,43 @@ def test_padded_copies_give_the_same_products(name, tiled_only):
 RACES = {
     "ragged, slots used again, cluster": (
         MatmulProblem(133, 264, 200),
-        {"cluster": "m", "tile_m": 64, "split": "n", "stages": 2},
+        {"cluster": "m", "tile_m": 64, "consumers": "cooperative_n", "stages": 2},
         2,
     ),
     "slots used again, a block without a second tile": (MatmulProblem(256, 256, 320), {"stages": 2}, 3),
-    "ring filled across tiles": (MatmulProblem(256, 256, 64), {"tile_m": 64, "split": "n", "stages": 4}, 2),
+    "ring filled across tiles": (
+        MatmulProblem(256, 256, 64),
+        {"tile_m": 64, "consumers": "cooperative_n", "stages": 4},
+        2,
+    ),
     "cluster along m": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 2}, 2),
-    "cluster along n": (MatmulProblem(128, 512, 192), {"cluster": "n", "stages": 2, "epilogue_n": 32}, 2),
-    "a tile shared along k": (MatmulProblem(128, 256, 512), {"cluster": "k", "split": "none", "stages": 2}, 4),
+    "cluster along n": (MatmulProblem(128, 512, 192), {"cluster": "n", "stages": 2, "epi_tile_n": 32}, 2),
+    "a tile shared along k": (MatmulProblem(128, 256, 512), {"cluster": "split_k", "consumers": "one", "stages": 2}, 4),
     "swapped, parts of k": (
         MatmulProblem(16, 256, 512),
-        {"swap": True, "tile_m": 16, "split": "n", "split_k": 2, "stages": 2},
+        {"swap_ab": True, "tile_m": 16, "consumers": "cooperative_n", "split_k": 2, "stages": 2},
         3,
     ),
-    "steps in flight, as many slots as keep them": (MatmulProblem(256, 256, 320), {"stages": 2, "in_flight": 1}, 2),
-    "steps in flight, cluster": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 3, "in_flight": 1}, 2),
+    "steps in flight, as many slots as keep them": (MatmulProblem(256, 256, 320), {"stages": 2, "delay_release": 1}, 2),
+    "steps in flight, cluster": (MatmulProblem(256, 256, 192), {"cluster": "m", "stages": 3, "delay_release": 1}, 2),
     "tiles in turns, more steps than stages, a block with one": (
         MatmulProblem(192, 192, 320),
-        {"split": "tiles", "tile_m": 64, "tile_n": 64, "stages": 3, "in_flight": 1},
+        {"consumers": "ping_pong", "tile_m": 64, "tile_n": 64, "stages": 3, "delay_release": 1},
         4,
     ),
     "tiles in turns, fewer steps than stages, cluster": (
         MatmulProblem(256, 384, 128),
-        {"split": "tiles", "tile_m": 64, "stages": 5, "in_flight": 1, "cluster": "n"},
+        {"consumers": "ping_pong", "tile_m": 64, "stages": 5, "delay_release": 1, "cluster": "n"},
         2,
     ),
     "tiles in turns, bias and residual": (
         MatmulProblem(128, 128, 128, bias="bfloat16", activation="relu", residual="bfloat16"),
-        {"split": "tiles", "tile_m": 64, "tile_n": 64, "epilogue_n": 32, "in_flight": 1},
+        {"consumers": "ping_pong", "tile_m": 64, "tile_n": 64, "epi_tile_n": 32, "delay_release": 1},
         1,
     ),
     "slots of bias and residual used again within a tile and by the next, cluster": (
         MatmulProblem(128, 128, 64, bias="bfloat16", residual="bfloat16"),
-        {"tile_m": 64, "tile_n": 64, "split": "none", "epilogue_n": 16, "cluster": "m"},
+        {"tile_m": 64, "tile_n": 64, "consumers": "one", "epi_tile_n": 16, "cluster": "m"},
         2,
     ),
 }
@@ -376,16 +402,16 @@ def fits(found):
 @pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
 def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem):
     points, _ = KERNEL.space(problem, TARGET).legal()
-    along_m = np.where(points.split == "m", points.tile_m // 2, points.tile_m)
-    along_n = np.where(points.split == "n", points.tile_n // 2, points.tile_n)
-    rows, columns = np.where(points.swap, [along_n, along_m], [along_m, along_n])
+    along_m = np.where(points.consumers == "cooperative_m", points.tile_m // 2, points.tile_m)
+    along_n = np.where(points.consumers == "cooperative_n", points.tile_n // 2, points.tile_n)
+    rows, columns = np.where(points.swap_ab, [along_n, along_m], [along_m, along_n])
     assert np.all(rows % 64 == 0)
     assert np.all((columns % 8 == 0) & (columns <= 256))
-    shared = points.cluster == "k"
+    shared = points.cluster == "split_k"
     assert np.all((columns % 16 == 0) | ~shared)
-    own = np.where(shared & ~points.swap, along_n // 2, along_n)
-    assert np.all(own % points.epilogue_n == 0), "a piece that does not divide its tile loses columns silently"
-    assert np.all(~points.swap | (points.tile_m >= problem.m) | (problem.m > 64))
+    own = np.where(shared & ~points.swap_ab, along_n // 2, along_n)
+    assert np.all(own % points.epi_tile_n == 0), "a piece that does not divide its tile loses columns silently"
+    assert np.all(~points.swap_ab | (points.tile_m >= problem.m) | (problem.m > 64))
 
 
 def test_a_space_and_its_footprint_take_milliseconds():
@@ -417,16 +443,16 @@ def test_a_footprint_accounts_for_the_whole_product(problem):
             operand.bytes * found.steps * blocks, readers * np.prod(array.shape) * array.dtype.itemsize
         )
     assert np.all(blocks % found.cluster == 0)
-    assert np.all((found.exchanged_bytes > 0) == (points.cluster == "k"))
+    assert np.all((found.exchanged_bytes > 0) == (points.cluster == "split_k"))
 
 
-@pytest.mark.parametrize("raster", ["m", "n"])
+@pytest.mark.parametrize("grid_minor_dim", ["m", "n"])
 @pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 4), (8, 8, 2), (7, 5, 4), (3, 10, 8), (10, 3, 16)])
-def test_the_walk_visits_every_tile_once_and_turns_to_a_neighbour_between_bands(rows, columns, width, raster):
-    visit = jax.vmap(lambda number: walk(number, rows, columns, raster, width))
+def test_the_walk_visits_every_tile_once_and_turns_to_a_neighbour_between_bands(rows, columns, width, grid_minor_dim):
+    visit = jax.vmap(lambda number: walk(number, rows, columns, grid_minor_dim, width))
     batch, row, column = (np.asarray(x) for x in visit(np.arange(2 * rows * columns, dtype=np.int32)))
     assert sorted(zip(batch, row, column, strict=True)) == list(np.ndindex(2, rows, columns))
-    minor, major = (row, column) if raster == "m" else (column, row)
+    minor, major = (row, column) if grid_minor_dim == "m" else (column, row)
     inside = np.flatnonzero(np.diff(batch) == 0)
     assert np.all(np.abs(np.diff(major))[inside] <= 1)
     assert np.all(np.abs(np.diff(minor // width))[inside] <= 1)
@@ -434,7 +460,7 @@ def test_the_walk_visits_every_tile_once_and_turns_to_a_neighbour_between_bands(
 
 def test_192_accumulators_are_the_most_that_fit_the_registers():
     problem = MatmulProblem(4096, 4096, 4096)
-    tiles = [schedule(tile_m=256, tile_n=n, epilogue_n=32) for n in (192, 224, 256)]
+    tiles = [schedule(tile_m=256, tile_n=n, epi_tile_n=32) for n in (192, 224, 256)]
     assert fits(footprint(problem, Columns.of(tiles))).tolist() == [True, False, False]
 
 
@@ -526,7 +552,7 @@ def test_rows_start_where_the_pitch_of_their_array_lets_them():
 
 def test_rows_beyond_an_edge_count_in_whole_groups_of_eight():
     def outside(m, tile_m):
-        few = footprint(MatmulProblem(m, 4096, 4096), Columns.of([schedule(tile_m=tile_m, split="n")]))
+        few = footprint(MatmulProblem(m, 4096, 4096), Columns.of([schedule(tile_m=tile_m, consumers="cooperative_n")]))
         return few.operands[0].outside_rows[0]
 
     assert outside(1, 64) == 56, "of 64 rows of 128 bytes"
@@ -538,7 +564,8 @@ def test_rows_beyond_an_edge_count_in_whole_groups_of_eight():
 
 def test_a_step_in_flight_keeps_a_slot_and_runs_ahead():
     points = [
-        schedule(stages=4, split=split, in_flight=flight) for split, flight in (("m", 0), ("none", 1), ("tiles", 1))
+        schedule(stages=4, consumers=consumers, delay_release=delay)
+        for consumers, delay in (("cooperative_m", 0), ("one", 1), ("ping_pong", 1))
     ]
     found = footprint(MatmulProblem(4096, 4096, 4096), Columns.of(points))
     assert found.stages.tolist() == [4, 3, 3]
@@ -549,7 +576,7 @@ def test_a_step_in_flight_keeps_a_slot_and_runs_ahead():
 
 @untiled
 def test_threads_write_only_what_no_copy_reaches_and_half_a_warp_takes_as_long_as_a_whole_one():
-    points = Columns.of([schedule(epilogue_n=64), schedule(epilogue_n=32), schedule(split_k=2)])
+    points = Columns.of([schedule(epi_tile_n=64), schedule(epi_tile_n=32), schedule(split_k=2)])
     copied, written = (footprint(MatmulProblem(1024, n, 768), points) for n in (1000, 1001))
     assert not np.any(copied.vector_ops)
     wide, narrow, sums = written.vector_ops * written.steps
@@ -561,7 +588,7 @@ def test_narrow_pieces_leave_room_for_four_stages_of_the_large_tile_beside_a_res
     problem = FUSED[0]
     points, _ = KERNEL.space(problem, TARGET).legal()
     roomy = fits(footprint(problem, points)) & (points.tile_m * points.tile_n == 128 * 256) & (points.stages == 4)
-    assert set(points.epilogue_n[roomy & (points.tile_k == 64)]) == {32}
+    assert set(points.epi_tile_n[roomy & (points.tile_k == 64)]) == {32}
 
 
 def test_a_residual_is_padded_as_its_result_is_and_a_bias_where_its_rows_are_odd(tiled_only):
@@ -576,13 +603,13 @@ def test_a_residual_is_padded_as_its_result_is_and_a_bias_where_its_rows_are_odd
 @interpreted
 def test_parts_of_k_are_added_up_in_the_same_order_each_time():
     problem = MatmulProblem(64, 64, 256)
-    one = schedule(tile_m=64, tile_n=64, split="n", epilogue_n=32, split_k=4)
+    one = schedule(tile_m=64, tile_n=64, consumers="cooperative_n", epi_tile_n=32, split_k=4)
     times = [hopper.interpret(KERNEL, problem, one, cores=cores)[0] for cores in (1, 4)]
     np.testing.assert_array_equal(*times)
 
 
 def test_a_schedule_stored_before_the_later_fields_existed_is_read_as_it_ran():
-    stored = {name: value for name, value in dataclasses.asdict(BASE).items() if name in OLD_FIELDS}
+    stored = {name: value for name, value in dataclasses.asdict(BASE).items() if name in FIRST_FIELDS}
     space = KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET)
     assert space.decode(stored) == BASE
     assert space.encode(dataclasses.asdict(BASE)) == stored
@@ -603,11 +630,15 @@ def test_the_space_still_holds_every_schedule_that_was_swept_and_spells_it_as_th
 def test_few_rows_are_swapped_and_only_where_it_pays_is_k_split():
     def fields(problem):
         points, _ = KERNEL.space(problem, TARGET).legal()
-        return set(points.swap.tolist()), max(points.split_k), set(points.split.tolist())
+        return set(points.swap_ab.tolist()), max(points.split_k), set(points.consumers.tolist())
 
     assert fields(MatmulProblem(65, 8192, 8192, transpose_a=True))[0] == {False}
-    assert fields(MatmulProblem(64, 8192, 8192)) == ({False, True}, 4, {"n", "none"})
-    assert fields(MatmulProblem(4096, 4096, 4096, transpose_b=True)) == ({False}, 1, {"m", "n", "tiles"})
+    assert fields(MatmulProblem(64, 8192, 8192)) == ({False, True}, 4, {"cooperative_n", "one"})
+    assert fields(MatmulProblem(4096, 4096, 4096, transpose_b=True)) == (
+        {False},
+        1,
+        {"cooperative_m", "cooperative_n", "ping_pong"},
+    )
     assert fields(MatmulProblem(64, 64, 65536))[1] == 64
     assert fields(MatmulProblem(64, 64, 128))[1] == 1
 
@@ -626,23 +657,23 @@ def test_tiles_of_no_power_of_two_keep_more_cores_busy_than_larger_ones_of_power
     points, _ = KERNEL.space(problem, TARGET).legal()
     points = points.take(fits(footprint(problem, points)))
     area = points.tile_m * points.tile_n
-    parts = points.split_k * (1 + (points.cluster == "k"))
+    parts = points.split_k * (1 + (points.cluster == "split_k"))
     shares = -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n) * parts
     work = -(-shares // TARGET.cores) * area / parts
     square = area & (area - 1) == 0
-    tiles = zip(points.tile_m.tolist(), points.tile_n.tolist(), parts.tolist(), points.swap.tolist(), strict=True)
+    tiles = zip(points.tile_m.tolist(), points.tile_n.tolist(), parts.tolist(), points.swap_ab.tolist(), strict=True)
     assert wanted <= set(tiles)
     for one in np.flatnonzero(~square):
         rivals = square & (parts == parts[one])
         rivals &= 1 / points.tile_m + 1 / points.tile_n <= 1 / points.tile_m[one] + 1 / points.tile_n[one]
         assert np.all(work[one] < work[rivals]), points.row(one)
-    assert not problem.transpose_b or not np.any(points.swap), "columns of b are as fine as rows of a"
+    assert not problem.transpose_b or not np.any(points.swap_ab), "columns of b are as fine as rows of a"
 
 
 def test_tiles_are_shared_along_k_where_cores_idle_and_the_ring_has_room_for_sums():
     for problem in LARGE + SMALL + FUSED:
         points, _ = KERNEL.space(problem, TARGET).legal()
-        shared = points.take(points.cluster == "k")
+        shared = points.take(points.cluster == "split_k")
         found = footprint(problem, shared)
         tiles = problem.batch * -(-problem.m // shared.tile_m) * -(-problem.n // shared.tile_n)
         assert np.all(2 * tiles <= TARGET.cores)
@@ -657,13 +688,13 @@ def test_tiles_are_taken_in_turns_where_a_block_has_several_and_wait_for_each_st
         points, _ = KERNEL.space(problem, TARGET).legal()
         found = footprint(problem, points)
         blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
-        in_turns = points.split == "tiles"
+        in_turns = points.consumers == "ping_pong"
         assert np.all(~in_turns | (blocks > TARGET.cores))
-        assert np.all(~in_turns | (points.in_flight == (not geometry.in_groups(problem))))
+        assert np.all(~in_turns | (points.delay_release == (not geometry.in_groups(problem))))
         tiles = problem.batch * -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n)
         once = (tiles * points.split_k <= TARGET.cores) & (points.stages >= 6)
-        assert np.all((points.in_flight == 0) | in_turns | (points.split == "none") | once)
-        assert np.all((points.in_flight == 0) | (points.stages > 2))
+        assert np.all((points.delay_release == 0) | in_turns | (points.consumers == "one") | once)
+        assert np.all((points.delay_release == 0) | (points.stages > 2))
 
 
 def test_the_model_alone_takes_only_what_a_device_has_checked():
@@ -709,11 +740,15 @@ def test_every_rule_drops_what_no_other_rule_drops():
 def test_blocks_that_share_tiles_have_one_each():
     problem, two_cores = MatmulProblem(128, 256, 512), dataclasses.replace(TARGET, cores=2)
     with pytest.raises(ValueError, match="too many"):
-        jax.eval_shape(lambda *args: KERNEL.run(problem, schedule(cluster="k"), two_cores, *args), *problem.operands())
+        jax.eval_shape(
+            lambda *args: KERNEL.run(problem, schedule(cluster="split_k"), two_cores, *args), *problem.operands()
+        )
 
 
 def test_a_ring_too_small_for_the_sums_of_a_shared_tile_is_refused_before_anything_is_overwritten():
     with pytest.raises(ValueError, match="more stages"):
         hopper.lower(
-            KERNEL, MatmulProblem(256, 128, 2048), schedule(cluster="k", tile_m=256, tile_n=128, tile_k=32, stages=2)
+            KERNEL,
+            MatmulProblem(256, 128, 2048),
+            schedule(cluster="split_k", tile_m=256, tile_n=128, tile_k=32, stages=2),
         )

@@ -2,15 +2,15 @@
 
 from search_spaces.kernel import Operation
 from search_spaces.matmul import calculus
+from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.mosaic_gpu import MosaicGpuMatmul
-from search_spaces.matmul.portable import PortableMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
 MATMUL = Operation(
     name="matmul",
     problem=MatmulProblem,
-    kernels=(MosaicGpuMatmul(), PortableMatmul(), XlaMatmul()),
+    kernels=(MosaicGpuMatmul(), InterpretMatmul(), XlaMatmul()),
     jvp=calculus.jvp,
     transpose=calculus.transpose,
     batch=calculus.batch,

@@ -118,9 +118,9 @@ class Exchange:
 
 def exchange(problem: MatmulProblem, schedule: HopperSchedule) -> Exchange | None:
     """What the blocks of a cluster send each other; None where they share no tile."""
-    if schedule.cluster != "k":
+    if schedule.cluster != "split_k":
         return None
-    p, s = mirrored(problem, schedule) if schedule.swap else (problem, schedule)
+    p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
     g = Geometry(p, s)
     return Exchange(g.wg_m, g.wg_n // g.pair_k, jnp.dtype(p.sums_dtype), g.warpgroups)
 

@@ -63,8 +63,8 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     )
     exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / (g.steps * g.pair_k)
     # A warp writes a row of a piece at a time, each lane 4 bytes.
-    warps_wide = cdiv(np.where(s.swap, ATOM_M, s.epilogue_n) * result.dtype.itemsize, 4 * LANES)
-    rows_of_pieces = s.tile_m * s.tile_n / np.where(s.swap, ATOM_M, s.epilogue_n)
+    warps_wide = cdiv(np.where(s.swap_ab, ATOM_M, s.epi_tile_n) * result.dtype.itemsize, 4 * LANES)
+    rows_of_pieces = s.tile_m * s.tile_n / np.where(s.swap_ab, ATOM_M, s.epi_tile_n)
     written = np.where(g.written, rows_of_pieces / g.pair_k * warps_wide * LANES * WRITE_OPERATIONS, 0.0)
     # Extents, and into how many they fall.
     m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, g.steps * s.split_k * g.pair_k)
@@ -104,13 +104,13 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         + (1 + g.warpgroups // g.readers) * s.stages * BARRIER_BYTES
         + following_onchip_bytes,
         steps=g.steps,
-        minor=np.where(s.raster == "m", 1, 2),
-        group=s.raster_width * np.where(s.raster == "m", g.pair_m, g.pair_n),
+        minor=np.where(s.grid_minor_dim == "m", 1, 2),
+        group=s.grid_tile_width * np.where(s.grid_minor_dim == "m", g.pair_m, g.pair_n),
         # A slot whose product still runs is loaded again one step later.
-        stages=s.stages - s.in_flight,
+        stages=s.stages - s.delay_release,
         multipliers=g.readers,
-        alternating=np.equal(s.split, "tiles"),
-        ahead=s.in_flight,
+        alternating=np.equal(s.consumers, "ping_pong"),
+        ahead=s.delay_release,
         threads=g.warpgroups * THREADS,
         registers=registers,
         # With one computing warpgroup nobody gives registers back, and all threads have as many.

@@ -48,19 +48,25 @@ class Geometry:
 
     def __init__(self, p: MatmulProblem, s: Any) -> None:
         itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
-        self.warpgroups = 2 - (s.split == "none")
-        self.readers = 1 + (s.split == "m") + (s.split == "n")
-        self.wg_m, self.wg_n = s.tile_m // (1 + (s.split == "m")), s.tile_n // (1 + (s.split == "n"))
-        self.wg_rows, self.wg_columns = np.where(s.swap, self.wg_n, self.wg_m), np.where(s.swap, self.wg_m, self.wg_n)
+        self.warpgroups = 2 - (s.consumers == "one")
+        self.readers = 1 + (s.consumers == "cooperative_m") + (s.consumers == "cooperative_n")
+        self.wg_m, self.wg_n = (
+            s.tile_m // (1 + (s.consumers == "cooperative_m")),
+            s.tile_n // (1 + (s.consumers == "cooperative_n")),
+        )
+        self.wg_rows, self.wg_columns = (
+            np.where(s.swap_ab, self.wg_n, self.wg_m),
+            np.where(s.swap_ab, self.wg_m, self.wg_n),
+        )
         self.pair_m, self.pair_n = 1 + (s.cluster == "m"), 1 + (s.cluster == "n")
-        self.pair_k = 1 + (s.cluster == "k")
+        self.pair_k = 1 + (s.cluster == "split_k")
         self.rows, self.columns = cdiv(p.m, s.tile_m * self.pair_m), cdiv(p.n, s.tile_n * self.pair_n)
         self.parts = p.batch * s.split_k
         self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k * self.pair_k)
 
-        self.own_m = self.wg_m // np.where(s.swap, self.pair_k, 1)
-        self.own_n = self.wg_n // np.where(s.swap, 1, self.pair_k)
-        self.piece_m, self.piece_n = np.where(s.swap, self.own_m, ATOM_M), s.epilogue_n
+        self.own_m = self.wg_m // np.where(s.swap_ab, self.pair_k, 1)
+        self.own_n = self.wg_n // np.where(s.swap_ab, 1, self.pair_k)
+        self.piece_m, self.piece_n = np.where(s.swap_ab, self.own_m, ATOM_M), s.epi_tile_n
         self.pieces = (self.own_m // self.piece_m) * (self.own_n // self.piece_n)
         self.slots = np.minimum(2, self.pieces)
         self.piece_itemsize = np.where(s.split_k > 1, SUM_BYTES, out_itemsize)
@@ -72,7 +78,7 @@ class Geometry:
         limits, c_limits = ((), ()) if self.exact else ((a[1], b[1]), (p.n,))
         self.swizzle = swizzled_bytes(np.gcd(a_row, b_row), itemsize, limits)
         self.extents: list[tuple[Any, ...]] = [self._extents(array, self.swizzle, itemsize) for array in (a, b)]
-        least = np.where(s.swap, 16, 32)
+        least = np.where(s.swap_ab, 16, 32)
         self.out_swizzle = np.where(
             s.split_k > 1,
             swizzled_bytes(self.piece_n, SUM_BYTES),  # an array of our own, as wide as it takes

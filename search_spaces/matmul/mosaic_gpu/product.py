@@ -37,7 +37,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
     and only what leaves the kernel is turned back. Multipliers fetch a bias and a residual themselves.
     """
     out = Geometry(problem, schedule)
-    swap = schedule.swap
+    swap = schedule.swap_ab
     p, s = mirrored(problem, schedule) if swap else (problem, schedule)
     g = Geometry(p, s)
     multipliers, slots, parts = g.warpgroups, int(out.slots), g.parts
@@ -63,7 +63,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         "loaded": plgpu.Barrier(num_arrivals=a_part.copies + b_part.copies, num_barriers=takers * s.stages),
         # A slot that two blocks fill is free when both have read theirs.
         "released": plgpu.Barrier(**both)
-        if s.cluster in ("none", "k")
+        if s.cluster in ("none", "split_k")
         else plgpu.ClusterBarrier(collective_axes=("pair",), **both),
         **following_on_chip(problem, out),
         **(shared.on_chip() if shared else {}),
@@ -89,7 +89,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
 
         def origin(tile: Any) -> tuple[Any, Any, Any]:
             """Part, first row and first column of the `tile`-th tile of this block."""
-            part, row, column = walk(worker + tile * workers, g.rows, g.columns, s.raster, s.raster_width)
+            part, row, column = walk(worker + tile * workers, g.rows, g.columns, s.grid_minor_dim, s.grid_tile_width)
             row = 2 * row + pair if s.cluster == "m" else row
             column = 2 * column + pair if s.cluster == "n" else column
             return part, row * s.tile_m, column * s.tile_n
@@ -100,7 +100,7 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 batch, first_step = part, 0
                 if s.split_k > 1:
                     batch, first_step = lax.rem(part, p.batch), lax.div(part, p.batch) * g.steps
-                if s.cluster == "k":
+                if s.cluster == "split_k":
                     first_step = pair * g.steps
 
                 def load_step(k_step: Any, _: None) -> None:
@@ -141,11 +141,11 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
         def multiply(a_ring: Any, b_ring: Any, pieces: Any, loaded: Any, released: Any, **others: Any) -> None:
             exchanged = {name: others.pop(name) for name in (shared.on_chip() if shared else ())}
             following = Following(out, problem, swap, warpgroup, bias, residual, **others)
-            first_row = warpgroup * g.wg_m if s.split == "m" else 0
-            first_column = warpgroup * g.wg_n if s.split == "n" else 0
+            first_row = warpgroup * g.wg_m if s.consumers == "cooperative_m" else 0
+            first_column = warpgroup * g.wg_n if s.consumers == "cooperative_n" else 0
             rows, columns, ks = pl.ds(first_row, g.wg_m), pl.ds(first_column, g.wg_n), slice(None)
             first_own = first_column + pair * own_n if shared else first_column
-            width = own_n if swap else s.epilogue_n
+            width = own_n if swap else s.epi_tile_n
             corners = [(m, n) for m in range(0, g.wg_m, ATOM_M) for n in range(0, own_n, width)]
 
             def corner_of_result(row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
@@ -185,17 +185,17 @@ def product(problem: MatmulProblem, schedule: HopperSchedule) -> Any:
                 def multiply_step(k_step: Any, sums: Any) -> Any:
                     slot = slot_of(k_step)
                     sums = start(slot, sums)
-                    release(slot_of(k_step - s.in_flight) if s.in_flight else slot, s.in_flight)
+                    release(slot_of(k_step - s.delay_release) if s.delay_release else slot, s.delay_release)
                     return sums
 
                 def multiply_in_place(sums: Any) -> jax.Array:
                     def step_in_place(k_step: Any, _: None) -> None:
                         multiply_step(k_step, sums)
 
-                    for k_step in range(s.in_flight):
+                    for k_step in range(s.delay_release):
                         start(slot_of(k_step), sums)
-                    lax.fori_loop(s.in_flight, g.steps, step_in_place, None)
-                    for k_step in range(g.steps - s.in_flight, g.steps):
+                    lax.fori_loop(s.delay_release, g.steps, step_in_place, None)
+                    for k_step in range(g.steps - s.delay_release, g.steps):
                         release(slot_of(k_step), 0)
                     return sums[...]
 

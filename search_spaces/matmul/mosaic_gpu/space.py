@@ -31,7 +31,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
 
     def parts(s: Any) -> Any:
         """Of k, in blocks of their own."""
-        return s.split_k * (1 + (s.cluster == "k"))
+        return s.split_k * (1 + (s.cluster == "split_k"))
 
     def shares(s: Any) -> Any:
         """Parts of tiles: what is dealt out to blocks."""
@@ -60,9 +60,9 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     def rows(s: Any) -> Any:
         """Of one warpgroup, as wgmma sees them."""
         return np.where(
-            s.swap,
-            s.tile_n // np.where(s.split == "n", 2, 1),
-            s.tile_m // np.where(s.split == "m", 2, 1),
+            s.swap_ab,
+            s.tile_n // np.where(s.consumers == "cooperative_n", 2, 1),
+            s.tile_m // np.where(s.consumers == "cooperative_m", 2, 1),
         )
 
     tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
@@ -90,93 +90,99 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     return Space(
         HopperSchedule,
         choices={
-            "epilogue_n": (64, 128, 32, 16) if idle_cores else (64, 128, 32),
-            "split": ("m", "n", "tiles", "none") if idle_cores or few_rows else ("m", "n", "tiles"),
-            "swap": (False, True) if few_rows or any(swap for *_, swap in filled) else (False,),
+            "epi_tile_n": (64, 128, 32, 16) if idle_cores else (64, 128, 32),
+            "consumers": (
+                ("cooperative_m", "cooperative_n", "ping_pong", "one")
+                if idle_cores or few_rows
+                else ("cooperative_m", "cooperative_n", "ping_pong")
+            ),
+            "swap_ab": (False, True) if few_rows or any(swap for *_, swap in filled) else (False,),
             "tile_m": _distinct(*tile_m, *(m for m, *_ in filled), *((whole_m,) if few_rows else ())),
             "tile_n": _distinct(*tile_n, *(n for _, n, *_ in filled), *((32,) if idle_cores else ())),
             "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
-            "cluster": ("none", "m", "n", *(("k",) if 2 in parts_of_k else ())) if cores > 1 else ("none",),
+            "cluster": ("none", "m", "n", *(("split_k",) if 2 in parts_of_k else ())) if cores > 1 else ("none",),
             "split_k": parts_of_k,
             "stages": (4, 3, 5, 6, 2, 8, 12),
-            "raster": ("n",) if idle_cores else ("n", "m"),
-            "raster_width": (1,) if idle_cores else (8, 4, 16, 1),
-            "in_flight": (0,) if grouped else (0, 1),
+            "grid_minor_dim": ("n",) if idle_cores else ("n", "m"),
+            "grid_tile_width": (1,) if idle_cores else (8, 4, 16, 1),
+            "delay_release": (0,) if grouped else (0, 1),
         },
         rules={
             "each warpgroup multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % ATOM_M == 0),
             "operands are swapped for all of m at once, or for tiles that fill the cores": lambda s: np.where(
-                s.swap, (s.tile_m == whole_m) | (not few_rows), s.tile_m % ATOM_M == 0
+                s.swap_ab, (s.tile_m == whole_m) | (not few_rows), s.tile_m % ATOM_M == 0
             ),
             "of swapped operands two warpgroups share the rows of n, or the columns of many rows of m": lambda s: (
-                np.logical_not(s.swap) | (s.split == "n") | (s.split == ("none" if few_rows else "m"))
+                np.logical_not(s.swap_ab)
+                | (s.consumers == "cooperative_n")
+                | (s.consumers == ("one" if few_rows else "cooperative_m"))
             ),
-            "steps of four swizzled rows serve swapped operands": lambda s: s.swap | (s.tile_k * itemsize <= 256),
+            "steps of four swizzled rows serve swapped operands": lambda s: s.swap_ab | (s.tile_k * itemsize <= 256),
             "one warpgroup computes 64 rows, two compute more": lambda s: (
-                (s.split != "none") | (np.where(s.swap, s.tile_n, s.tile_m) == ATOM_M)
+                (s.consumers != "one") | (np.where(s.swap_ab, s.tile_n, s.tile_m) == ATOM_M)
             ),
             "tiles taken in turns are the largest of one warpgroup, or half as large": lambda s: (
-                (s.split != "tiles")
-                | np.logical_not(s.swap)
+                (s.consumers != "ping_pong")
+                | np.logical_not(s.swap_ab)
                 & (2 * s.tile_m * s.tile_n >= MOST_RESULTS // 2)
                 & (2 * s.tile_m * s.tile_n <= MOST_RESULTS)
             ),
             "pieces of the epilogue divide a warpgroup's columns": lambda s: (
-                (_columns(s) % np.where(s.swap, 8, s.epilogue_n) == 0)
-                & (np.logical_not(s.swap) | (s.epilogue_n == ATOM_M))
+                (_columns(s) % np.where(s.swap_ab, 8, s.epi_tile_n) == 0)
+                & (np.logical_not(s.swap_ab) | (s.epi_tile_n == ATOM_M))
             ),
             f"pieces of the epilogue are {piece_widths} bytes wide where the columns allow it": lambda s: (
-                s.swap
-                | (s.epilogue_n * out_itemsize <= 256)
-                & ((s.epilogue_n * out_itemsize >= least_piece_bytes) | (_columns(s) % (2 * s.epilogue_n) != 0))
+                s.swap_ab
+                | (s.epi_tile_n * out_itemsize <= 256)
+                & ((s.epi_tile_n * out_itemsize >= least_piece_bytes) | (_columns(s) % (2 * s.epi_tile_n) != 0))
             ),
             "tiles of no power of two fill the cores better than all that load no more": lambda s: (
-                np.where(s.swap, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
-                | _among(filled, s.tile_m, s.tile_n, parts(s), s.swap)
+                np.where(s.swap_ab, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
+                | _among(filled, s.tile_m, s.tile_n, parts(s), s.swap_ab)
             ),
             "a split of k gives work to idle cores, in parts of 4 steps or more": lambda s: (
                 (parts(s) == 1) | (shares(s) <= cores) & (steps_of_share(s) >= FEWEST_STEPS)
             ),
             "a split of k is added up by a second launch, or by the blocks of a cluster": lambda s: (
-                (s.split_k == 1) | (s.cluster != "k")
+                (s.split_k == 1) | (s.cluster != "split_k")
             ),
             "no part of k is empty": lambda s: (parts(s) - 1) * steps_of_share(s) * s.tile_k < p.k,
             "more parts of k would leave fewer cores idle": lambda s: (
                 (parts(s) == 1) | (2 * shares(s) > cores) | (steps_of_share(s) < 2 * FEWEST_STEPS)
             ),
             "two warpgroups take tiles in turns where there are some for both": lambda s: (
-                (s.split != "tiles") | (turns(s) > 1)
+                (s.consumers != "ping_pong") | (turns(s) > 1)
             ),
             "a step still runs beside the next where no other warpgroup multiplies, or on the only tile": lambda s: (
                 np.where(
-                    s.in_flight == 1,
-                    (s.split == "none") | (s.split == "tiles") | (s.stages >= LONG_RING) & (turns(s) == 1),
-                    (s.split != "tiles") | grouped,
+                    s.delay_release == 1,
+                    (s.consumers == "one") | (s.consumers == "ping_pong") | (s.stages >= LONG_RING) & (turns(s) == 1),
+                    (s.consumers != "ping_pong") | grouped,
                 )
             ),
             "a step that still runs is followed by one, and keeps a slot of three or more": lambda s: (
-                (s.in_flight == 0) | (steps_of_share(s) > 1) & (s.stages > 2)
+                (s.delay_release == 0) | (steps_of_share(s) > 1) & (s.stages > 2)
             ),
             "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
             "with under 80 KiB in flight, and more to come, the tensor cores wait for memory": lambda s: (
-                (bytes_of_ring(s, s.stages - s.in_flight) >= 80 * 1024) | (s.stages + 1 >= steps(s))
+                (bytes_of_ring(s, s.stages - s.delay_release) >= 80 * 1024) | (s.stages + 1 >= steps(s))
             ),
             "more than 256 KiB in flight hide no more latency": lambda s: bytes_of_ring(s, s.stages) <= 256 * 1024,
             "a cluster has a pair of tiles, and halves the loads of the larger operand": lambda s: (
                 (s.cluster == "none")
-                | (s.cluster == "k")
+                | (s.cluster == "split_k")
                 | ((s.cluster == "m") & (p.m > s.tile_m) & (s.tile_n >= s.tile_m))
                 | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= s.tile_n))
             ),
             "where the order changes nothing, one is enough": lambda s: (
-                order_matters(s) | ((s.raster == "n") & (s.raster_width == 1))
+                order_matters(s) | ((s.grid_minor_dim == "n") & (s.grid_tile_width == 1))
             ),
             "bands one tile wide load more than wider ones": lambda s: (
-                (s.raster_width > 1) | np.logical_not(order_matters(s))
+                (s.grid_tile_width > 1) | np.logical_not(order_matters(s))
             ),
             "bands wider than the grid are as wide as the grid": lambda s: (
-                (s.raster_width <= 4)
-                | (s.raster_width < 2 * np.where(s.raster == "m", clusters(s, "m"), clusters(s, "n")))
+                (s.grid_tile_width <= 4)
+                | (s.grid_tile_width < 2 * np.where(s.grid_minor_dim == "m", clusters(s, "m"), clusters(s, "n")))
             ),
         },
     )
@@ -196,8 +202,11 @@ def _columns_step(p: MatmulProblem) -> int:
 
 def _columns(s: Any) -> Any:
     """Columns, as wgmma sees them, of what one warpgroup finishes."""
-    columns, halved = np.where(s.swap, s.tile_m, s.tile_n), np.where(s.swap, s.split == "m", s.split == "n")
-    return columns // (1 + halved) // (1 + (s.cluster == "k"))
+    columns, halved = (
+        np.where(s.swap_ab, s.tile_m, s.tile_n),
+        np.where(s.swap_ab, s.consumers == "cooperative_m", s.consumers == "cooperative_n"),
+    )
+    return columns // (1 + halved) // (1 + (s.cluster == "split_k"))
 
 
 def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from search_spaces.space import Columns, Space
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableSchedule:
+class InterpretSchedule:
     """Tile extents, and whether the grid walks rows (``m``) or columns (``n``) of tiles first."""
 
     tile_m: int
@@ -27,17 +27,17 @@ class PortableSchedule:
     minor: str
 
 
-class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
-    backend = "portable"
+class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
+    backend = "interpret"
     version = 1
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
 
-    def space(self, problem: MatmulProblem, target: Target) -> Space[PortableSchedule]:
+    def space(self, problem: MatmulProblem, target: Target) -> Space[InterpretSchedule]:
         p = problem
         return Space(
-            PortableSchedule,
+            InterpretSchedule,
             choices={
                 "tile_m": _tiles(p.m),
                 "tile_n": _tiles(p.n),
@@ -88,7 +88,7 @@ class PortableMatmul(Kernel[MatmulProblem, PortableSchedule]):
         )
 
     def run(
-        self, problem: MatmulProblem, schedule: PortableSchedule, target: Target, /, *args: Any, **params: Any
+        self, problem: MatmulProblem, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any
     ) -> jax.Array:
         p, s = problem, schedule
         args = tuple(x.reshape((p.batch, -1, x.shape[-1])) for x in args)
