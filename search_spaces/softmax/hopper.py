@@ -34,40 +34,40 @@ class Softmax(Reduction):
         shared: Sequence[jax.Array | None],
         reducer: Reducer,
     ) -> list[jax.Array]:
-        most = reducer.broadcast(reducer.max(functools.reduce(jnp.maximum, fragments)))
-        results = [jnp.exp(fragment - most) for fragment in fragments]
-        last = results[-1] if masked[-1] is fragments[-1] else jnp.exp(masked[-1] - most)
+        maximum = reducer.broadcast(reducer.max(functools.reduce(jnp.maximum, fragments)))
+        results = [jnp.exp(fragment - maximum) for fragment in fragments]
+        last = results[-1] if masked[-1] is fragments[-1] else jnp.exp(masked[-1] - maximum)
         scale = reducer.broadcast(1 / reducer.sum(sum(results[:-1], last)))
         return [result * scale for result in results]
 
     def update(self, statistics: Statistics, fragments: Sequence[jax.Array]) -> Statistics:
-        most, total = statistics
-        new = functools.reduce(jnp.maximum, fragments, most)
-        return new, sum((jnp.exp(fragment - new) for fragment in fragments), total * jnp.exp(most - new))
+        maximum, normalizer = statistics
+        new = functools.reduce(jnp.maximum, fragments, maximum)
+        return new, sum((jnp.exp(fragment - new) for fragment in fragments), normalizer * jnp.exp(maximum - new))
 
     def reduce(self, statistics: Statistics, reducer: Reducer) -> Statistics:
-        most, total = statistics
-        of_all = reducer.max(most)
-        return of_all, reducer.sum(total * jnp.exp(most - reducer.broadcast(of_all)))
+        maximum, normalizer = statistics
+        of_all = reducer.max(maximum)
+        return of_all, reducer.sum(normalizer * jnp.exp(maximum - reducer.broadcast(of_all)))
 
     def combine(self, one: Statistics, other: Statistics) -> Statistics:
-        most = jnp.maximum(one[0], other[0])
-        first, second = (total * jnp.exp(of_part - most) for of_part, total in (one, other))
-        return most, first + second
+        maximum = jnp.maximum(one[0], other[0])
+        first, second = (normalizer * jnp.exp(of_part - maximum) for of_part, normalizer in (one, other))
+        return maximum, first + second
 
     def finalize(self, statistics: Statistics) -> Statistics:
-        most, total = statistics
-        return most, 1 / total
+        maximum, normalizer = statistics
+        return maximum, 1 / normalizer
 
     def apply(self, fragment: jax.Array, shared: jax.Array | None, final: Statistics) -> jax.Array:
-        most, scale = final
-        return jnp.exp(fragment - most) * scale
+        maximum, scale = final
+        return jnp.exp(fragment - maximum) * scale
 
 
 class HopperSoftmax(HopperRows[SoftmaxProblem]):
     version = 1
     # Exponentials: in registers one; in chunks one for the sum, one for the result, and a correction a chunk.
-    costs = ElementCosts(statistics=2, special_ops=(1.0, 2.25), vector_ops=(8.0, 13.0), widens=True)
+    costs = ElementCosts(special_ops=(1.0, 2.25), vector_ops=(8.0, 13.0), widens=True)
 
     def reduction(self, problem: SoftmaxProblem, **params: Any) -> Softmax:
         return Softmax()

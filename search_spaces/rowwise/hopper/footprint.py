@@ -11,7 +11,9 @@ import numpy.typing as npt
 from search_spaces.kernel import Footprint, Operand
 from search_spaces.rowwise.hopper.accesses import coalescing
 from search_spaces.rowwise.hopper.limits import LANES, REDUCTION_BYTES, THREADS, WARPS, WIDEST_BYTES, round_up
-from search_spaces.rowwise.hopper.schedule import persistent_pipeline, register_resident, smem_resident
+from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
+from search_spaces.rowwise.hopper.register_resident import RegisterResident
+from search_spaces.rowwise.hopper.smem_resident import SmemResident
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns
 
@@ -25,23 +27,21 @@ class ElementCosts:
     """What the formula costs for one element.
 
     Attributes:
-      statistics: of a row.
       special_ops: exponentials and the like, of a row in registers and of one in chunks.
-      vector_ops: other instructions, likewise, accesses not counted.
+      vector_ops: other instructions, likewise, without accesses.
       widens: whether ptxas keeps register-cached chunks as float32 (docs/rows.md).
     """
 
-    statistics: int
     special_ops: tuple[float, float]
     vector_ops: tuple[float, float]
     widens: bool
 
 
-def footprint(p: RowProblem, s: Columns, costs: ElementCosts) -> Footprint:
-    """That of each schedule, as its residency has it."""
+def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int) -> Footprint:
+    """That of each schedule, as its residency has it, of a formula with so many statistics."""
     parts = {"registers": _of_registers, "smem": _of_smem, "pipeline": _of_pipeline}
     masks = [s.residency == residency for residency in parts]
-    found = [of(p, s.take(mask), costs) for of, mask in zip(parts.values(), masks, strict=True)]
+    found = [of(p, s.take(mask), costs, statistics) for of, mask in zip(parts.values(), masks, strict=True)]
     merged: Footprint = _merged(found, masks)
     return merged
 
@@ -62,8 +62,8 @@ def _merged(values: list[Any], masks: list[npt.NDArray[np.bool_]]) -> Any:
     return column
 
 
-def _of_registers(p: RowProblem, s: Columns, costs: ElementCosts) -> Footprint:
-    plan = register_resident(p.columns, s)
+def _of_registers(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int) -> Footprint:
+    plan = RegisterResident.of(p.columns, s)
     rows = np.minimum(plan.block_rows, p.rows)
     shared = _Shared(p)
     accesses = plan.layout.rows * plan.accesses * s.warps * (2 * s.rows + shared.accesses(s.vector))
@@ -80,20 +80,29 @@ def _of_registers(p: RowProblem, s: Columns, costs: ElementCosts) -> Footprint:
     )
 
 
-def _of_smem(p: RowProblem, s: Columns, costs: ElementCosts) -> Footprint:
-    plan = smem_resident(p.columns, s)
-    return _of_chunks(p, s, costs, plan, register_chunks=s.register_chunks, steps=1)
+def _of_smem(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int) -> Footprint:
+    plan = SmemResident.of(p.columns, s)
+    return _of_chunks(p, s, costs, statistics, plan, register_chunks=s.register_chunks, steps=1)
 
 
-def _of_pipeline(p: RowProblem, s: Columns, costs: ElementCosts) -> Footprint:
-    plan = persistent_pipeline(p.columns, s)
+def _of_pipeline(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int) -> Footprint:
+    plan = PersistentPipeline.of(p.columns, s)
     return dataclasses.replace(
-        _of_chunks(p, s, costs, plan, register_chunks=0, steps=plan.chunks), stages=s.stages, persistent=True
+        _of_chunks(p, s, costs, statistics, plan, register_chunks=0, steps=plan.chunks),
+        stages=s.stages,
+        persistent=True,
     )
 
 
 def _of_chunks(
-    p: RowProblem, s: Columns, costs: ElementCosts, plan: Any, *, register_chunks: Any, steps: Any
+    p: RowProblem,
+    s: Columns,
+    costs: ElementCosts,
+    statistics: int,
+    plan: SmemResident | PersistentPipeline,
+    *,
+    register_chunks: Any,
+    steps: Any,
 ) -> Footprint:
     shared = _Shared(p)
     # Copies, loads of register-cached chunks, stores, loads of what rows share, and the ends.
@@ -102,7 +111,7 @@ def _of_chunks(
     accesses = accesses + plan.chunks * plan.chunk_lines * (1 + shared.accesses(s.vector))
     accesses = accesses + plan.ends.fragments * WARPS * (2 + (shared.bytes > 0)) / s.cluster
     kept_words = 1.0 if costs.widens else p.itemsize / 4
-    words = costs.statistics + s.accesses * (1 + shared.words + register_chunks * kept_words)
+    words = statistics + s.accesses * (1 + shared.words + register_chunks * kept_words)
     registers = _CHUNK_REGISTERS + words * s.vector
     copied = (plan.alignments > 1) & (shared.bytes > 0)
     elements = p.columns / s.cluster
@@ -110,7 +119,7 @@ def _of_chunks(
     return Footprint(
         **common,
         steps=steps,
-        onchip_bytes=plan.smem_bytes(p.itemsize, costs.statistics),
+        onchip_bytes=plan.smem_bytes(p.itemsize, statistics),
         threads=s.warps * LANES,
         **_registers(registers, s.warps * LANES),
         onchip_bytes_read=in_smem / plan.chunks * 2 * p.itemsize * elements / steps,

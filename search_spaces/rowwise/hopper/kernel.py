@@ -8,14 +8,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 
 from search_spaces.kernel import Footprint, Kernel, Target
-from search_spaces.rowwise.hopper import schedule as plans
 from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
 from search_spaces.rowwise.hopper.limits import LANES, MOST_ELEMENTS, THREADS, WARPS
-from search_spaces.rowwise.hopper.persistent_pipeline import persistent_pipeline
+from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
 from search_spaces.rowwise.hopper.reduction import Reduction
-from search_spaces.rowwise.hopper.register_resident import register_resident
+from search_spaces.rowwise.hopper.register_resident import RegisterResident, register_resident
 from search_spaces.rowwise.hopper.schedule import RowSchedule
-from search_spaces.rowwise.hopper.smem_resident import smem_resident
+from search_spaces.rowwise.hopper.smem_resident import SmemResident, smem_resident
 from search_spaces.rowwise.hopper.space import space
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space
@@ -47,18 +46,18 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
         return space(problem, target)
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules, self.costs)
+        return footprint(problem, schedules, self.costs, len(self.reduction(problem).init))
 
     def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         columns, result, reduction = problem.columns, problem.result(), self.reduction(problem, **params)
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
             if schedule.residency == "registers":
-                return register_resident(reduction, plans.register_resident(columns, schedule), result, *args)
+                return register_resident(reduction, RegisterResident.of(columns, schedule), result, *args)
             if schedule.residency == "smem":
-                return smem_resident(reduction, plans.smem_resident(columns, schedule), result, *args)
-            pipeline = plans.persistent_pipeline(columns, schedule)
-            return persistent_pipeline(reduction, pipeline, target.cores, result, *args)
+                return smem_resident(reduction, SmemResident.of(columns, schedule), result, *args)
+            plan = PersistentPipeline.of(columns, schedule)
+            return persistent_pipeline(reduction, plan, target.cores, result, *args)
 
 
 def refusal(p: RowProblem, target: Target) -> str | None:

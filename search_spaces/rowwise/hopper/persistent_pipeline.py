@@ -32,7 +32,14 @@ from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.chunked_row import Cta, Scratch, launch
-from search_spaces.rowwise.hopper.limits import BARRIER_BYTES, MOST_CLUSTER, REDUCTION_BYTES, SMEM_ALIGNMENT, round_up
+from search_spaces.rowwise.hopper.limits import (
+    BARRIER_BYTES,
+    MOST_CLUSTER,
+    REDUCTION_BYTES,
+    SMEM_ALIGNMENT,
+    WARPS,
+    round_up,
+)
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_partition import RowPartition
 
@@ -48,12 +55,17 @@ class PersistentPipeline(RowPartition):
     than `chunks` + `prefetch`, or no load would have a stage when it is waited for.
 
     Attributes:
-      stages: chunks that a CTA has room for.
+      stages: chunks that a CTA has in SMEM at once.
       prefetch: chunks of the next row that are reduced before statistics of this one are needed.
     """
 
     stages: Any
     prefetch: Any
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> PersistentPipeline:
+        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)
 
     def smem_bytes(self, itemsize: int, statistics: int) -> Any:
         """Of one CTA, to the byte."""
@@ -62,13 +74,13 @@ class PersistentPipeline(RowPartition):
         return stages + self.partials(statistics).smem_bytes(BUFFERS) + REDUCTION_BYTES + barriers
 
     def persistent_ctas(self, cores: int, rows: int) -> int:
-        """CTAs or clusters that rows are dealt to: as few as need no more waves than all that the chip has room for.
+        """CTAs or clusters that rows are dealt to: as few as need no more waves than all that fit the chip.
 
         Hopper's cores come in pairs, and these in groups that a cluster does not reach beyond; which are not all of one
         size, so that some cores are left over where clusters are of more than two CTAs (docs/rows.md).
         """
-        together = 2 if self.cluster <= 2 else MOST_CLUSTER
-        most = max(1, cores // together * together // self.cluster)
+        unit = 2 if self.cluster <= 2 else MOST_CLUSTER  # cores
+        most = max(1, cores // unit * unit // self.cluster)
         waves = -(-rows // most)
         return -(-rows // waves)
 
@@ -99,7 +111,7 @@ def persistent_pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of a persistent CTA, one in each wave, and the steps of its pipeline: each chunk of these in turn.
+    """The rows of a persistent CTA, one in each wave, and the steps of its pipeline, one for each chunk of these.
 
     Attributes:
       cta: what its warpgroups work with.
@@ -128,8 +140,8 @@ class _Rows:
 def _rows(cta: Cta[PersistentPipeline]) -> None:
     """All rows of a persistent CTA."""
     first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")
-    total = cta.out.shape[0] // cta.plan.columns
-    waves = lax.div(total - 1 - first + stride, stride)
+    of_array = cta.out.shape[0] // cta.plan.columns
+    waves = lax.div(of_array - 1 - first + stride, stride)
     rows = _Rows(cta, first, stride, waves, cta.init())
     _produce_first(rows)
     statistics = rows.init
@@ -167,15 +179,15 @@ def _wave(rows: _Rows, wave: Any, before: Statistics | None, statistics: Statist
     statistics = lax.fori_loop(first, chunks - 1, step, statistics)
     statistics = step(jnp.int32(chunks - 1), statistics, overlap=cta.overlap_of(chunks - 1))
     arrival = cta.arrive(statistics, ends, rows.row(wave), lax.rem(wave, BUFFERS))
-    following = rows.init
+    prefetched = rows.init
     for chunk in range(prefetch):
         _produce(rows, wave + 1, chunk)
         if before is not None:
             _apply(rows, wave - 1, jnp.int32(chunks - prefetch + chunk), before)
-        following = _reduce(rows, wave + 1, jnp.int32(chunk), following, cta.overlap_of(chunk))
+        prefetched = _reduce(rows, wave + 1, jnp.int32(chunk), prefetched, cta.overlap_of(chunk))
     final = cta.wait(arrival)
     cta.apply_ends(ends, start, final)
-    return final, following
+    return final, prefetched
 
 
 def _copy(rows: _Rows, load: Any) -> None:

@@ -36,6 +36,11 @@ class RegisterResident:
     vector: Any
     rows: Any
 
+    @classmethod
+    def of(cls, columns: int, s: Any) -> RegisterResident:
+        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        return cls(columns, s.warps, s.vector, s.rows)
+
     @property
     def layout(self) -> ThreadLayout:
         return ThreadLayout(self.warps, self.vector)
@@ -50,7 +55,7 @@ class RegisterResident:
         return -(-self.columns // self.layout.columns)
 
     @property
-    def held(self) -> Any:
+    def elements(self) -> Any:
         """Elements that a thread has in registers."""
         return self.rows * self.accesses * self.vector
 

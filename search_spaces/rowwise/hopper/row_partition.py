@@ -115,7 +115,7 @@ class RowPartition:
     def partials(self, statistics: int) -> PartialsBuffer:
         return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)
 
-    # What follows is for the code of a kernel.
+    # From here on for the code of a kernel.
 
     def share(self, warpgroup: Any) -> Any:
         """The element of each chunk at which the share of this warpgroup starts."""

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-from search_spaces.rowwise.hopper.limits import WARPS
-from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
-from search_spaces.rowwise.hopper.register_resident import RegisterResident
-from search_spaces.rowwise.hopper.smem_resident import SmemResident
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +10,8 @@ class RowSchedule:
     """A union of three schedules, tagged by `residency`: fields of the others stay at their defaults.
 
     It is flat, as columns, stores and samplers want it; stores leave defaults out, so that what is written is the tag
-    and the fields of its residency. Kernels and rules get the three as types of their own: see `register_resident`,
-    `smem_resident` and `persistent_pipeline`.
+    and the fields of its residency. Rules, footprints and kernels see the three as types of their own, with those
+    fields alone: `RegisterResident`, `SmemResident` and `PersistentPipeline`.
 
     Attributes:
       residency: where a row resides until all of it has been seen: in "registers"; in "smem", with a CTA or a cluster
@@ -26,7 +20,7 @@ class RowSchedule:
       vector: elements of one access of one thread.
       rows: of registers: rows that each thread loads a part of before it computes.
       accesses: of smem and pipeline: accesses of a thread to one chunk.
-      stages: of a pipeline: chunks that a CTA has room for.
+      stages: of a pipeline: chunks that a CTA has in SMEM at once.
       prefetch: of a pipeline: chunks of the next row that are reduced before statistics of this one are needed.
       register_chunks: of smem: chunks that threads keep in registers.
       cluster: of smem and pipeline: CTAs that share a row, each of which has a part of it.
@@ -41,18 +35,3 @@ class RowSchedule:
     prefetch: int = 0
     register_chunks: int = 0
     cluster: int = 1
-
-
-def register_resident(columns: int, s: Any) -> RegisterResident:
-    """What a schedule, or `Columns` of them, says of rows in registers."""
-    return RegisterResident(columns, s.warps, s.vector, s.rows)
-
-
-def smem_resident(columns: int, s: Any) -> SmemResident:
-    """What a schedule, or `Columns` of them, says of rows in SMEM."""
-    return SmemResident(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks)
-
-
-def persistent_pipeline(columns: int, s: Any) -> PersistentPipeline:
-    """What a schedule, or `Columns` of them, says of rows in a pipeline."""
-    return PersistentPipeline(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)

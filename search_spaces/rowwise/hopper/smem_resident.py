@@ -9,7 +9,7 @@ Several blocks share a core, each at its own phase, so that one computes while o
                                          | all-reduce across the CTAs of the cluster: arrive, wait
                                          | apply and store, chunk by chunk; then the ends
 
-Each stage is filled once, so no barrier tells that it is empty.
+Each stage is filled once, so there are no empty barriers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.chunked_row import Cta, Scratch, launch
-from search_spaces.rowwise.hopper.limits import BARRIER_BYTES, REDUCTION_BYTES, SMEM_ALIGNMENT, round_up
+from search_spaces.rowwise.hopper.limits import BARRIER_BYTES, REDUCTION_BYTES, SMEM_ALIGNMENT, WARPS, round_up
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_ends import RowStart
 from search_spaces.rowwise.hopper.row_partition import RowPartition
@@ -39,6 +39,11 @@ class SmemResident(RowPartition):
     """
 
     register_chunks: Any
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> SmemResident:
+        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks)
 
     @property
     def stages(self) -> Any:

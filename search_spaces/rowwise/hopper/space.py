@@ -11,7 +11,10 @@ import numpy as np
 from search_spaces.kernel import Target
 from search_spaces.rowwise.hopper.accesses import vectors
 from search_spaces.rowwise.hopper.limits import KIB, LANES, MOST_BARRIERS, THREADS, WIDEST_BYTES
-from search_spaces.rowwise.hopper.schedule import RowSchedule, persistent_pipeline, register_resident, smem_resident
+from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
+from search_spaces.rowwise.hopper.register_resident import RegisterResident
+from search_spaces.rowwise.hopper.schedule import RowSchedule
+from search_spaces.rowwise.hopper.smem_resident import SmemResident
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Choice, Columns, Rule, Space
 
@@ -73,20 +76,20 @@ def _among(field: str, values: Mapping[str, Sequence[Choice]]) -> Rule:
 def _for_residency(residency: str, rule: Rule) -> Rule:
     """The rule asked about schedules of that residency alone; all others obey it."""
 
-    def holds(s: Any) -> Any:
+    def obeyed(s: Any) -> Any:
         if not isinstance(s, Columns):
             return s.residency != residency or rule(s)
         asked = s.residency == residency
-        obeyed = np.ones(len(s), dtype=bool)
-        obeyed[asked] = rule(s.take(asked))
-        return obeyed
+        answer = np.ones(len(s), dtype=bool)
+        answer[asked] = rule(s.take(asked))
+        return answer
 
-    return holds
+    return obeyed
 
 
 def _registers(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
-    def plan(s: Any) -> Any:
-        return register_resident(p.columns, s)
+    def plan(s: Any) -> RegisterResident:
+        return RegisterResident.of(p.columns, s)
 
     return Residency(
         choices={"warps": (4, 1), "vector": vector, "rows": (1, 2, 4)},
@@ -95,7 +98,7 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
                 (plan(s).layout.columns <= p.columns) & (plan(s).block_rows <= p.rows)
             ),
             "more rows a block leave cores idle": lambda s: (s.rows == 1) | (p.rows >= plan(s).block_rows * cores),
-            "a thread has a few hundred elements in registers at most": lambda s: plan(s).held <= 256,
+            "a thread has a few hundred elements in registers at most": lambda s: plan(s).elements <= 256,
             "register-resident rows start at multiples of an access": lambda s: p.columns % s.vector == 0,
         },
     )
@@ -104,8 +107,8 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
 def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     row_bytes = p.columns * p.itemsize
 
-    def plan(s: Any) -> Any:
-        return smem_resident(p.columns, s)
+    def plan(s: Any) -> SmemResident:
+        return SmemResident.of(p.columns, s)
 
     def chunk_bytes(s: Any) -> Any:
         return plan(s).chunk * p.itemsize
@@ -119,14 +122,18 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
             "cluster": (1, 2, 4, 8),
         },
         rules={
-            **_of_chunks(p, plan, "SMEM-resident"),
+            **_of_chunks(p, "SMEM-resident"),
+            "a chunk is no longer than a CTA's part of the row": lambda s: plan(s).chunk_lines <= plan(s).part_lines,
+            "an SMEM-resident row has 64 elements or more for each of 128 threads": lambda s: np.full(
+                np.shape(s.vector), p.columns >= 64 * THREADS
+            ),
             "an SMEM-resident row has at most 32 chunks in SMEM, and no more in registers than it has": lambda s: (
                 (plan(s).stages <= MOST_BARRIERS) & (plan(s).stages >= 0)
             ),
             "register-cached chunks take 16 of a thread's registers: more was slower": lambda s: (
                 s.register_chunks * s.accesses * s.vector * p.itemsize <= 16 * 4
             ),
-            "a row that two blocks a core have room for resides in one block, a longer one in a cluster": lambda s: (
+            "a row that fits the SMEM of a core twice resides in one CTA, a longer one in a cluster": lambda s: (
                 (s.cluster > 1) == (row_bytes > 112 * KIB)
             ),
             "a CTA of a cluster keeps 24 to 80 KiB of an SMEM-resident row, or an eighth of it": lambda s: (
@@ -150,8 +157,8 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     row_bytes = p.columns * p.itemsize
 
-    def plan(s: Any) -> Any:
-        return persistent_pipeline(p.columns, s)
+    def plan(s: Any) -> PersistentPipeline:
+        return PersistentPipeline.of(p.columns, s)
 
     def stages_bytes(s: Any) -> Any:
         return s.stages * plan(s).chunk * p.itemsize
@@ -167,14 +174,14 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
             "cluster": (1, 2, 4, 8),
         },
         rules={
-            **_of_chunks(p, plan, "pipelined"),
+            **_of_chunks(p, "pipelined"),
             "a pipeline has stages for its part of a row, for what it prefetches, and for the next chunk": lambda s: (
                 plan(s).chunks + s.prefetch < s.stages
             ),
             "a pipeline of under 160 KiB keeps too little in flight, and a core has no more than 256 KiB": lambda s: (
                 (stages_bytes(s) >= 160 * KIB) & (stages_bytes(s) <= 256 * KIB)
             ),
-            "rows of which a core has room for three reside in SMEM, or in registers": lambda s: np.full(
+            "a row that fits the SMEM of a core three times resides there, or in registers": lambda s: np.full(
                 np.shape(s.vector), row_bytes > 72 * KIB
             ),
             "a cluster that shares a pipeline has no more CTAs than it needs": lambda s: (
@@ -184,17 +191,11 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
     )
 
 
-def _of_chunks(p: RowProblem, plan: Any, kind: str) -> dict[str, Rule]:
+def _of_chunks(p: RowProblem, kind: str) -> dict[str, Rule]:
     """Rules about rows in chunks."""
     return {
         f"a {kind} row is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (
             (p.columns % (LANES * s.vector) == 0) | (s.vector * p.itemsize == WIDEST_BYTES)
-        ),
-        f"a chunk of a {kind} row is no longer than a CTA's part of the row": lambda s: (
-            plan(s).chunk_lines <= plan(s).part_lines
-        ),
-        f"a {kind} row has 64 elements or more for each of 128 threads": lambda s: np.full(
-            np.shape(s.vector), p.columns >= 64 * THREADS
         ),
         f"a chunk of a {kind} row costs each thread so much that it should have 16 elements of it": lambda s: (
             (s.accesses * s.vector >= 16) | (s.accesses == 8)
