@@ -20,7 +20,7 @@ from scheduler.primitive import Params, tuned_call
 from scheduler.record import Record
 from search_spaces import OPERATIONS, end_load, load
 from search_spaces.kernel import Operation, Problem
-from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
+from search_spaces.matmul import MATMUL, MatmulProblem, epilogue, rules, xla
 from search_spaces.matmul.problem import Operands
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
@@ -452,7 +452,7 @@ def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Arra
     args, dims = zip(*given, strict=True)
     if not any(many):
         return call(p, *args).reshape(result)
-    c, axis = calculus.batch(call, p, args, dims)
+    c, axis = rules.batch(call, p, args, dims)
     return jnp.moveaxis(c, axis, 0).reshape(result)
 
 

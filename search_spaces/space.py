@@ -222,3 +222,13 @@ def unknown(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """``a / b`` rounded up, of integers or columns of them."""
+    return -(-a // b)
+
+
+def round_up(a: Any, b: Any) -> Any:
+    """The least multiple of `b` that is not below `a`."""
+    return cdiv(a, b) * b

@@ -25,8 +25,8 @@ from scheduler.errors import NoCandidate, RecordingError
 from scheduler.hardware import find
 from scheduler.record import Calibration, Measurement, Trial
 from scheduler.store import Store
+from search_spaces.hopper import smem_layout
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.matmul.mosaic_gpu import geometry
 
 ROOT = Path(__file__).parents[1]
 H200, H100 = find("NVIDIA H200"), find("NVIDIA H100 80GB HBM3")
@@ -45,7 +45,7 @@ SWEEPS = sorted(filter(of_today, (ROOT / "sweeps" / "nvidia-h200").glob("matmul-
 @pytest.fixture(autouse=True)
 def as_recorded(monkeypatch):
     """With JAX 0.11: before it, the kernel pads the arrays of ragged products."""
-    monkeypatch.setattr(geometry, "HAS_UNTILED_SWIZZLE", True)
+    monkeypatch.setattr(smem_layout, "HAS_UNTILED_SWIZZLE", True)
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from scheduler.cost import Constants, CostModel
 from scheduler.hardware import CPU, find
 from search_spaces import Columns, Footprint, Operand
 from search_spaces.matmul import MATMUL
+from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.interpret import InterpretMatmul
-from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")

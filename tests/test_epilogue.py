@@ -49,7 +49,7 @@ def test_an_activation_and_its_slope_are_those_of_jax(name):
 
 def test_the_bias_comes_before_the_activation_and_the_residual_after_it():
     sums, bias, residual = normal(0, 4, 6), normal(1, 1, 6), normal(2, 4, 6)
-    finished = epilogue.finish(sums, bias=bias, activation="relu", residual=residual)
+    finished = epilogue.apply(sums, bias=bias, activation="relu", residual=residual)
     np.testing.assert_array_equal(finished, jax.nn.relu(sums + bias) + residual)
 
 
@@ -76,7 +76,7 @@ def gpu_kernel(name: str):
             plgpu.layout_cast(copy[...], layout if len(copy.shape) == 2 else layout.reduce(0)) for copy in loaded
         )
         rows = plgpu.layout_cast(lax.broadcast_in_dim(row, shape, (1,)), layout)
-        finished[...] = epilogue.finish(tile, bias=rows, activation=name, residual=more).astype(out.dtype)
+        finished[...] = epilogue.apply(tile, bias=rows, activation=name, residual=more).astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(finished, out)
         plgpu.wait_smem_to_gmem(0)
@@ -106,7 +106,7 @@ def test_a_gpu_kernel_finishes_its_tile_by_the_same_formula(name):
     if HAS_GPU_INTERPRETER:
         with gpu_interpreter():
             actual = jax.jit(kernel)(sums, bias, residual)
-        expected = epilogue.finish(sums, bias=bias[None], activation=name, residual=residual)
+        expected = epilogue.apply(sums, bias=bias[None], activation=name, residual=residual)
         np.testing.assert_allclose(actual.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from scheduler import replay
 from search_spaces import Columns, Target
+from search_spaces.hopper import smem_layout
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE
-from search_spaces.matmul.mosaic_gpu import HopperSchedule, MosaicGpuMatmul, geometry
-from search_spaces.matmul.mosaic_gpu.product import walk
+from search_spaces.matmul.hopper import HopperSchedule, MosaicGpuMatmul, tiling
 from search_spaces.matmul.problem import MatmulProblem
 
 KERNEL = MosaicGpuMatmul()
@@ -144,7 +144,7 @@ untiled = pytest.mark.skipif(not HAS_UNTILED_SWIZZLE, reason="JAX swizzles witho
 @pytest.fixture
 def tiled_only(monkeypatch):
     """What is lowered lies in tiles on chip, as all JAX does before 0.11."""
-    monkeypatch.setattr(geometry, "HAS_UNTILED_SWIZZLE", False)
+    monkeypatch.setattr(smem_layout, "HAS_UNTILED_SWIZZLE", False)
 
 
 PRODUCTS = {  # name: problem, schedule, cores
@@ -449,7 +449,7 @@ def test_a_footprint_accounts_for_the_whole_product(problem):
 @pytest.mark.parametrize("grid_minor_dim", ["m", "n"])
 @pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 4), (8, 8, 2), (7, 5, 4), (3, 10, 8), (10, 3, 16)])
 def test_the_walk_visits_every_tile_once_and_turns_to_a_neighbour_between_bands(rows, columns, width, grid_minor_dim):
-    visit = jax.vmap(lambda number: walk(number, rows, columns, grid_minor_dim, width))
+    visit = jax.vmap(lambda number: tiling.planar_snake(number, (rows, columns), grid_minor_dim, width))
     batch, row, column = (np.asarray(x) for x in visit(np.arange(2 * rows * columns, dtype=np.int32)))
     assert sorted(zip(batch, row, column, strict=True)) == list(np.ndindex(2, rows, columns))
     minor, major = (row, column) if grid_minor_dim == "m" else (column, row)
@@ -491,8 +491,8 @@ def test_only_operands_whose_rows_start_between_16_bytes_are_padded(problem, cop
 def test_arrays_that_tiles_divide_lie_in_tiles():
     reached = [(4000, 4096, 4160), (4000, 4112, 4128), (5, 128, 64), (8, 24, 40)]
     beyond = [(4001, 4096, 4096), (4096, 4104, 4096), (4096, 4096, 4104), (9, 128, 64)]
-    assert not any(geometry.Geometry(MatmulProblem(*extents), BASE).exact for extents in reached)
-    assert all(geometry.Geometry(MatmulProblem(*extents), BASE).exact for extents in beyond)
+    assert not any(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in reached)
+    assert all(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in beyond)
 
 
 def test_in_tiles_only_arrays_that_these_do_not_divide_are_padded(tiled_only):
@@ -690,7 +690,7 @@ def test_tiles_are_taken_in_turns_where_a_block_has_several_and_wait_for_each_st
         blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
         in_turns = points.consumers == "ping_pong"
         assert np.all(~in_turns | (blocks > TARGET.cores))
-        assert np.all(~in_turns | (points.delay_release == (not geometry.in_groups(problem))))
+        assert np.all(~in_turns | (points.delay_release == (not tiling.untiled(problem))))
         tiles = problem.batch * -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n)
         once = (tiles * points.split_k <= TARGET.cores) & (points.stages >= 6)
         assert np.all((points.delay_release == 0) | in_turns | (points.consumers == "one") | once)

@@ -1,9 +1,9 @@
 """The matrix product: ``MATMUL``, its problem and its kernels."""
 
 from search_spaces.kernel import Operation
-from search_spaces.matmul import calculus
+from search_spaces.matmul import rules
+from search_spaces.matmul.hopper import MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
-from search_spaces.matmul.mosaic_gpu import MosaicGpuMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
@@ -11,9 +11,9 @@ MATMUL = Operation(
     name="matmul",
     problem=MatmulProblem,
     kernels=(MosaicGpuMatmul(), InterpretMatmul(), XlaMatmul()),
-    jvp=calculus.jvp,
-    transpose=calculus.transpose,
-    batch=calculus.batch,
+    jvp=rules.jvp,
+    transpose=rules.transpose,
+    batch=rules.batch,
 )
 
 __all__ = ["MATMUL", "MatmulProblem"]

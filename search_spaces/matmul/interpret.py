@@ -99,7 +99,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
 
         def body(*refs: Any) -> None:
             *operand_refs, out_ref, acc_ref = refs
-            a_ref, b_ref, *following_refs = p.named(operand_refs)
+            a_ref, b_ref, *added_refs = p.named(operand_refs)
             step = pl.program_id(3)
 
             @pl.when(step == 0)
@@ -115,14 +115,14 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
                 b_tile,
                 (((a_axes[1],), (b_axes[0],)), ((), ())),
                 precision=precision,
-                preferred_element_type=p.sums_dtype,
+                preferred_element_type=p.acc_dtype,
             )
 
             @pl.when(step == steps - 1)
             def _() -> None:
-                bias, residual = (None if ref is None else ref[...] for ref in following_refs)
-                finished = epilogue.finish(acc_ref[...], bias=bias, activation=p.activation, residual=residual)
-                out_ref[...] = finished.astype(out_ref.dtype)
+                bias, residual = (None if ref is None else ref[...] for ref in added_refs)
+                value = epilogue.apply(acc_ref[...], bias=bias, activation=p.activation, residual=residual)
+                out_ref[...] = value.astype(out_ref.dtype)
 
         def tile(shape: tuple[int, int], axes: tuple[int, int], index: Any) -> pl.BlockSpec:
             def index_map(batch: Any, first: Any, second: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -145,7 +145,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
             ],
             out_specs=result_tile,
             out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.result().dtype),
-            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.sums_dtype)],
+            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.acc_dtype)],
             interpret=True,
         )(*args)
         return c.reshape(p.result().shape)

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Footprint, Kernel, Operand, Target
 from search_spaces.rowwise.hopper.accesses import coalescing, vectors
 from search_spaces.rowwise.hopper.kernel import refusal
-from search_spaces.rowwise.hopper.limits import LANES, THREADS, WARPS, round_up
 from search_spaces.rowwise.hopper.register_resident import COMPILER_PARAMS
 from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
-from search_spaces.space import Columns, Space
+from search_spaces.space import Columns, Space, round_up
 
 # What a thread holds besides its elements of both halves (ptxas; see docs/rows.md).
 OTHER_REGISTERS = 24
@@ -76,7 +76,7 @@ class HopperSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
         elements = _rows(s) * _columns(s)
         bytes_written = p.rows / rows * p.columns / columns * p.itemsize
         # Two loads and a store of each fragment.
-        transactions = 3 * elements // (LANES * s.vector)
+        transactions = 3 * elements // (WARP * s.vector)
         registers = OTHER_REGISTERS + 2 * s.accesses * s.rows * s.vector
         return Footprint(
             arithmetic=p.arithmetic,
@@ -87,11 +87,11 @@ class HopperSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
             onchip_bytes=np.zeros(len(s), dtype=np.int64),
             minor=1,
             group=columns,
-            threads=THREADS,
+            threads=WARPGROUP,
             registers=registers,
-            registers_per_block=THREADS * round_up(registers, 8),
+            registers_per_block=WARPGROUP * round_up(registers, 8),
             special_ops=2 * elements,  # an exponential and a reciprocal
-            vector_ops=8 * elements + LANES * transactions,
+            vector_ops=8 * elements + WARP * transactions,
             transactions=transactions,
             coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
             access_bytes=s.vector * p.itemsize,
@@ -137,7 +137,7 @@ def _rows(s: Any) -> Any:
 
 def _columns(s: Any) -> Any:
     """Of a block."""
-    return LANES * s.warps * s.vector * s.accesses
+    return WARP * s.warps * s.vector * s.accesses
 
 
 def _blocks(p: SiluAndMulProblem, s: Any) -> Any:

@@ -14,11 +14,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from search_spaces.cluster import ARRIVE, WAIT, ptx
+from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
+from search_spaces.hopper.limits import SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store
-from search_spaces.rowwise.hopper.limits import LANES, SMEM_ALIGNMENT, WARPS, round_up
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.thread_layout import AllWarps, tiled
+from search_spaces.space import round_up
 
 CLUSTER_RANK = "cluster_rank"  # the axis of CTAs in a cluster
 
@@ -94,14 +95,14 @@ class PartialsBuffer:
                 store(partials.at[number, pl.ds(first, WARPS)], numbers)
             plgpu.barrier_arrive(barrier)
 
-        of_warp = tiled(((WARPS,), (1,)), warps=-2, lanes=plgpu.Replicated(LANES))
+        of_warp = tiled(((WARPS,), (1,)), warps=-2, lanes=plgpu.Replicated(WARP))
 
         @mosaic_gpu_code(meaning, arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[of_warp for _ in of_warps]))
         def write_to_all(_: Any, partials: Any, first: Any, *of_warps: Any) -> None:
             bits = ir.IntegerType.get_signless(32)
             thread = mgpu.thread_idx()
-            lane = arith.remui(thread, mgpu.c(LANES, bits))
-            warp = arith.remui(arith.divui(thread, mgpu.c(LANES, bits)), mgpu.c(WARPS, bits))
+            lane = arith.remui(thread, mgpu.c(WARP, bits))
+            warp = arith.remui(arith.divui(thread, mgpu.c(WARP, bits)), mgpu.c(WARPS, bits))
             writes = arith.cmpi(arith.CmpIPredicate.ult, lane, mgpu.c(self.cluster, bits))
             column = arith.addi(first.registers.item(), warp)
             buffer = mgpu.utils.memref_ptr(partials)

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from search_spaces.hopper.limits import ACCESS_BYTES, WARP, WARPGROUP, WARPS
 from search_spaces.kernel import Footprint, Operand
 from search_spaces.rowwise.hopper.accesses import coalescing
-from search_spaces.rowwise.hopper.limits import LANES, REDUCTION_BYTES, THREADS, WARPS, WIDEST_BYTES, round_up
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.register_resident import RegisterResident
 from search_spaces.rowwise.hopper.smem_resident import SmemResident
+from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rowwise.problem import RowProblem
-from search_spaces.space import Columns
+from search_spaces.space import Columns, round_up
 
 # Registers of a thread besides those for its elements (ptxas; see docs/rows.md).
 _RESIDENT_REGISTERS = 24
@@ -72,10 +73,10 @@ def _of_registers(p: RowProblem, s: Columns, costs: ElementCosts, statistics: in
     return Footprint(
         **common,
         onchip_bytes=np.full(len(s), REDUCTION_BYTES),
-        threads=THREADS,
-        **_registers(registers, THREADS),
+        threads=WARPGROUP,
+        **_registers(registers, WARPGROUP),
         special_ops=costs.special_ops[0] * rows * p.columns,
-        vector_ops=costs.vector_ops[0] * rows * p.columns + LANES * accesses,
+        vector_ops=costs.vector_ops[0] * rows * p.columns + WARP * accesses,
         transactions=accesses,
     )
 
@@ -120,11 +121,11 @@ def _of_chunks(
         **common,
         steps=steps,
         onchip_bytes=plan.smem_bytes(p.itemsize, statistics),
-        threads=s.warps * LANES,
-        **_registers(registers, s.warps * LANES),
+        threads=s.warps * WARP,
+        **_registers(registers, s.warps * WARP),
         onchip_bytes_read=in_smem / plan.chunks * 2 * p.itemsize * elements / steps,
         special_ops=costs.special_ops[1] * elements / steps,
-        vector_ops=(costs.vector_ops[1] * elements + LANES * accesses) / steps,
+        vector_ops=(costs.vector_ops[1] * elements + WARP * accesses) / steps,
         cluster=s.cluster,
         copied_bytes=np.where(copied, (1 + plan.alignments) * shared.bytes, 0.0),
         launches=np.where(copied, 2, 1),
@@ -142,7 +143,7 @@ class _Shared:
 
     def accesses(self, vector: Any) -> Any:
         """To these, beside one access to a row."""
-        return -(-vector * self.itemsize // WIDEST_BYTES)
+        return -(-vector * self.itemsize // ACCESS_BYTES)
 
 
 def _common(p: RowProblem, s: Columns, *, blocks: Any, rows: Any, cluster: Any, steps: Any, shared: _Shared) -> Any:

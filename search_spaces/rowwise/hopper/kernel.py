@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
+from search_spaces.hopper.limits import MAX_INDEX, WARP, WARPGROUP, WARPS
 from search_spaces.kernel import Footprint, Kernel, Target
 from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
-from search_spaces.rowwise.hopper.limits import LANES, MOST_ELEMENTS, THREADS, WARPS
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
 from search_spaces.rowwise.hopper.reduction import Reduction
 from search_spaces.rowwise.hopper.register_resident import RegisterResident, register_resident
@@ -64,8 +64,8 @@ def refusal(p: RowProblem, target: Target) -> str | None:
     """Why the row kernels of this architecture cannot do `p`, or None."""
     if target.platform != "cuda" or target.architecture != "sm_90":
         return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
-    if p.columns < (LANES if p.rows >= WARPS else THREADS):
+    if p.columns < (WARP if p.rows >= WARPS else WARPGROUP):
         return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
-    if max(x.size for x in p.operands()) > MOST_ELEMENTS:
+    if max(x.size for x in p.operands()) > MAX_INDEX:
         return "an array has more elements than 32-bit indices reach"
     return None

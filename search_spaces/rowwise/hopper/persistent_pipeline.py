@@ -18,6 +18,9 @@ Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c an
 So there is one row's worth of chunks in SMEM however far the two rows have come, loads and stores are under way all
 the time, and the stages beyond are for loads ahead. With a prefetch distance of 0 consumers wait as soon as they have
 arrived. No warp only produces: a dedicated producer warpgroup was no faster (docs/rows.md).
+
+**Why not `plgpu.emit_pipeline_warp_specialized`.** It gives a block of an operand back after its step. A chunk here is
+read in two steps, a row apart: to be reduced, and when the whole row has been, to be applied from the same stage.
 """
 
 from __future__ import annotations
@@ -30,18 +33,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.hopper.limits import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.chunked_row import Cta, Scratch, launch
-from search_spaces.rowwise.hopper.limits import (
-    BARRIER_BYTES,
-    MOST_CLUSTER,
-    REDUCTION_BYTES,
-    SMEM_ALIGNMENT,
-    WARPS,
-    round_up,
-)
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_partition import RowPartition
+from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
+from search_spaces.space import round_up
 
 BUFFERS = 2  # of partials: a CTA may be a row ahead of the others of its cluster, and no further.
 
@@ -79,7 +78,7 @@ class PersistentPipeline(RowPartition):
         Hopper's cores come in pairs, and these in groups that a cluster does not reach beyond; which are not all of one
         size, so that some cores are left over where clusters are of more than two CTAs (docs/rows.md).
         """
-        unit = 2 if self.cluster <= 2 else MOST_CLUSTER  # cores
+        unit = 2 if self.cluster <= 2 else MAX_CLUSTER  # cores
         most = max(1, cores // unit * unit // self.cluster)
         waves = -(-rows // most)
         return -(-rows // waves)
@@ -118,6 +117,7 @@ class _Rows:
       first, stride: rows of the array.
       waves: rows of this CTA.
       init: of the statistics.
+      pipeline: of the CTA's stages.
     """
 
     cta: Cta[PersistentPipeline]
@@ -125,6 +125,7 @@ class _Rows:
     stride: Any
     waves: Any
     init: Statistics
+    pipeline: Pipeline
 
     @property
     def chunks(self) -> int:
@@ -134,7 +135,7 @@ class _Rows:
         return self.first + wave * self.stride
 
     def stage(self, wave: Any, chunk: Any) -> Any:
-        return lax.rem(wave * self.chunks + chunk, self.cta.plan.stages)
+        return self.pipeline.stage(wave * self.chunks + chunk)
 
 
 def _rows(cta: Cta[PersistentPipeline]) -> None:
@@ -142,7 +143,8 @@ def _rows(cta: Cta[PersistentPipeline]) -> None:
     first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")
     of_array = cta.out.shape[0] // cta.plan.columns
     waves = lax.div(of_array - 1 - first + stride, stride)
-    rows = _Rows(cta, first, stride, waves, cta.init())
+    pipeline = Pipeline(cta.plan.stages, 1, cta.scratch.full, cta.scratch.empty)
+    rows = _Rows(cta, first, stride, waves, cta.init(), pipeline)
     _produce_first(rows)
     statistics = rows.init
     for chunk in range(cta.plan.prefetch):
@@ -193,7 +195,7 @@ def _wave(rows: _Rows, wave: Any, before: Statistics | None, statistics: Statist
 def _copy(rows: _Rows, load: Any) -> None:
     """Starts the copy of the chunk with this number, of all that the CTA loads."""
     cta = rows.cta
-    stage, wave, chunk = lax.rem(load, cta.plan.stages), lax.div(load, rows.chunks), lax.rem(load, rows.chunks)
+    stage, wave, chunk = rows.pipeline.stage(load), lax.div(load, rows.chunks), lax.rem(load, rows.chunks)
     cta.copy(cta.plan.row_start(rows.row(wave)).lines + cta.start_of(chunk), stage)
 
 
@@ -213,7 +215,7 @@ def _produce(rows: _Rows, wave: Any, chunk: Any) -> None:
 
     @pl.when((cta.warpgroup == 0) & (load >= plan.stages) & (load < rows.waves * rows.chunks))
     def refill() -> None:
-        plgpu.barrier_wait(cta.scratch.empty.at[lax.rem(load, plan.stages)])
+        plgpu.barrier_wait(rows.pipeline.empty.at[rows.pipeline.stage(load)])
         plgpu.commit_smem()  # orders the reads before a write by TMA
         _copy(rows, load)
 
@@ -224,7 +226,7 @@ def _reduce(rows: _Rows, wave: Any, chunk: Any, statistics: Statistics, overlap:
 
     @pl.when(wave < rows.waves)  # Beyond the last row nothing comes, and nobody asks what is reduced.
     def wait() -> None:
-        plgpu.barrier_wait(cta.scratch.full.at[stage])
+        rows.pipeline.consumer_wait(0, stage)
 
     return cta.update(statistics, cta.load(stage), overlap)
 
@@ -234,20 +236,14 @@ def _apply(rows: _Rows, wave: Any, chunk: Any, final: Statistics) -> None:
     cta, plan, layout = rows.cta, rows.cta.plan, rows.cta.plan.chunk_layout
     stage, first, start = rows.stage(wave, chunk), cta.start_of(chunk) + cta.share, plan.row_start(rows.row(wave))
     elements = layout.load(cta.scratch.stages.at[stage], cta.share)
-    plgpu.barrier_arrive(cta.scratch.empty.at[stage])
+    rows.pipeline.consumer_release(stage)
     shared = None if cta.shared is None else layout.load(cta.shared, plan.aligned_copy(start) + first)
     layout.store(cta.out, start.lines + first, cta.reduction.apply(elements, shared, final))
 
 
 def _drain(rows: _Rows) -> None:
     """The producer waits until all stages are empty, so that every arrival has been waited for."""
-    cta, plan = rows.cta, rows.cta.plan
 
-    @pl.when(cta.warpgroup == 0)
+    @pl.when(rows.cta.warpgroup == 0)
     def drain() -> None:
-        steps = rows.waves * rows.chunks
-
-        def wait(step: Any, _: None) -> None:
-            plgpu.barrier_wait(cta.scratch.empty.at[lax.rem(step, plan.stages)])
-
-        lax.fori_loop(lax.max(steps - plan.stages, 0), steps, wait, None)
+        rows.pipeline.producer_tail(rows.waves * rows.chunks)

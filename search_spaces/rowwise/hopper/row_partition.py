@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from search_spaces.hopper.limits import WARP, WARPS
 from search_spaces.rowwise.hopper.cluster_reduction import CLUSTER_RANK, PartialsBuffer
-from search_spaces.rowwise.hopper.limits import LANES, WARPS, round_up
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_ends import End, RowEnds, RowStart
 from search_spaces.rowwise.hopper.thread_layout import ChunkLayout, ThreadLayout
+from search_spaces.space import round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RowPartition:
     @property
     def line(self) -> Any:
         """Elements of a line."""
-        return LANES * self.vector
+        return WARP * self.vector
 
     @property
     def row_lines(self) -> Any:

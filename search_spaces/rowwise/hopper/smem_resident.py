@@ -22,12 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.hopper.limits import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.chunked_row import Cta, Scratch, launch
-from search_spaces.rowwise.hopper.limits import BARRIER_BYTES, REDUCTION_BYTES, SMEM_ALIGNMENT, WARPS, round_up
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_ends import RowStart
 from search_spaces.rowwise.hopper.row_partition import RowPartition
+from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
+from search_spaces.space import round_up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from search_spaces.hopper.limits import ACCESS_BYTES, MAX_BARRIERS, WARP, WARPGROUP
 from search_spaces.kernel import Target
 from search_spaces.rowwise.hopper.accesses import vectors
-from search_spaces.rowwise.hopper.limits import KIB, LANES, MOST_BARRIERS, THREADS, WIDEST_BYTES
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.register_resident import RegisterResident
 from search_spaces.rowwise.hopper.schedule import RowSchedule
 from search_spaces.rowwise.hopper.smem_resident import SmemResident
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Choice, Columns, Rule, Space
+
+KIB = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Residency:
 
 def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
     """The space of all three; which figures the rules give for reasons is in docs/rows.md."""
-    vector = tuple(dict.fromkeys((WIDEST_BYTES // p.itemsize, *vectors(p))))
+    vector = tuple(dict.fromkeys((ACCESS_BYTES // p.itemsize, *vectors(p))))
     return union(
         {
             "registers": _registers(p, target.cores, vector),
@@ -125,10 +127,10 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
             **_of_chunks(p, "SMEM-resident"),
             "a chunk is no longer than a CTA's part of the row": lambda s: plan(s).chunk_lines <= plan(s).part_lines,
             "an SMEM-resident row has 64 elements or more for each of 128 threads": lambda s: np.full(
-                np.shape(s.vector), p.columns >= 64 * THREADS
+                np.shape(s.vector), p.columns >= 64 * WARPGROUP
             ),
             "an SMEM-resident row has at most 32 chunks in SMEM, and no more in registers than it has": lambda s: (
-                (plan(s).stages <= MOST_BARRIERS) & (plan(s).stages >= 0)
+                (plan(s).stages <= MAX_BARRIERS) & (plan(s).stages >= 0)
             ),
             "register-cached chunks take 16 of a thread's registers: more was slower": lambda s: (
                 s.register_chunks * s.accesses * s.vector * p.itemsize <= 16 * 4
@@ -195,12 +197,12 @@ def _of_chunks(p: RowProblem, kind: str) -> dict[str, Rule]:
     """Rules about rows in chunks."""
     return {
         f"a {kind} row is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (
-            (p.columns % (LANES * s.vector) == 0) | (s.vector * p.itemsize == WIDEST_BYTES)
+            (p.columns % (WARP * s.vector) == 0) | (s.vector * p.itemsize == ACCESS_BYTES)
         ),
         f"a chunk of a {kind} row costs each thread so much that it should have 16 elements of it": lambda s: (
             (s.accesses * s.vector >= 16) | (s.accesses == 8)
         ),
         f"chunks of a {kind} row take the widest accesses that fit its lines: narrower ones were no faster": lambda s: (
-            (p.columns % (LANES * s.vector * 2) != 0) | (s.vector * 2 * p.itemsize > WIDEST_BYTES)
+            (p.columns % (WARP * s.vector * 2) != 0) | (s.vector * 2 * p.itemsize > ACCESS_BYTES)
         ),
     }

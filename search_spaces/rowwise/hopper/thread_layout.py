@@ -12,8 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
+from search_spaces.hopper.limits import WARP, WARPS
 from search_spaces.jax_compat import load, load_run, plgpu, store, store_run
-from search_spaces.rowwise.hopper.limits import LANES, WARPS
+
+REDUCTION_BYTES = 2048  # of SMEM, that Mosaic GPU takes for reductions across the warps of a CTA
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ThreadLayout:
 
     @property
     def columns(self) -> int:
-        return LANES * self.warps * self.vector
+        return WARP * self.warps * self.vector
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,11 +118,11 @@ class ChunkLayout:
     @functools.cached_property
     def layout(self) -> Any:
         """As Mosaic GPU spells it."""
-        row = LANES * self.vector
+        row = WARP * self.vector
         return tiled(((WARPS * row,), (row,), (self.vector,)), warps=-3, lanes=-2)
 
     def load(self, ref: Any, start: Any) -> jax.Array:
-        elements = WARPS * LANES * self.vector * self.accesses
+        elements = WARPS * WARP * self.vector * self.accesses
         return load(ref.at[pl.ds(start, elements)], self.layout).astype(jnp.float32)
 
     def store(self, ref: Any, start: Any, elements: jax.Array) -> None:
@@ -139,8 +141,8 @@ class AllWarps:
 
     def load(self, ref: Any) -> jax.Array:
         """All of ``ref[warps]``."""
-        each = max(1, self.warps // LANES)
-        lanes = (plgpu.Replicated(LANES * each // self.warps), -2)
+        each = max(1, self.warps // WARP)
+        lanes = (plgpu.Replicated(WARP * each // self.warps), -2)
         return load(ref, tiled(((self.warps,), (each,)), warps=plgpu.Replicated(WARPS), lanes=lanes))
 
     def max(self, numbers: jax.Array) -> jax.Array:

@@ -1,4 +1,7 @@
-"""PTX by which blocks of a cluster reach each other's on-chip memory, and meet (PTX ISA, mapa, st, barrier.cluster)."""
+"""PTX by which CTAs of a cluster reach each other's shared memory (DSMEM), and synchronize.
+
+PTX ISA: mapa, st.shared::cluster, barrier.cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-# All threads of all blocks of a cluster arrive, and wait for each other: what they have written before the one, all of
+# All threads of all CTAs of a cluster arrive, and wait for each other: what they have written before the one, all of
 # them see after the other.
 ARRIVE = "barrier.cluster.arrive.release.aligned;"
 WAIT = "barrier.cluster.wait.acquire.aligned;"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from search_spaces.kernel import Library, Target
-from search_spaces.matmul import MATMUL, MatmulProblem, calculus
+from search_spaces.matmul import MATMUL, MatmulProblem, rules
 
 TARGET = Target("cpu", "cpu", "cpu", 1)
 LAYOUTS = list(itertools.product([False, True], [False, True], [1, 3]))
@@ -54,8 +54,8 @@ def test_the_backward_products_are_those_of_the_dot_product(transpose_a, transpo
     a, b = inputs(p, 0)
     c, vjp = jax.vjp(lambda a, b: product(p, a, b), a, b)
     ct = normal(9, c.shape)
-    da, none_a = calculus.transpose(product, p, ct, (None, b))
-    none_b, db = calculus.transpose(product, p, ct, (a, None))
+    da, none_a = rules.transpose(product, p, ct, (None, b))
+    none_b, db = rules.transpose(product, p, ct, (a, None))
     assert none_a is None
     assert none_b is None
     for ours, theirs in zip((da, db), vjp(ct), strict=True):
@@ -70,7 +70,7 @@ def test_a_cotangent_of_another_dtype_keeps_the_wider_one(dtype, out_dtype):
     _, b = inputs(p, 0)
     ct = normal(9, p.result().shape, out_dtype)
     posed = []
-    da, _ = calculus.transpose(posing(posed), p, ct, (None, b))
+    da, _ = rules.transpose(posing(posed), p, ct, (None, b))
     assert posed[0].dtype == "float32"
     close(da, (ct.astype(jnp.float32) @ b.astype(jnp.float32)).astype(dtype), 1e-2)
 
@@ -79,7 +79,7 @@ def test_precision_is_passed_on_to_the_backward_products():
     p = problem_of(False, False, 1, precision="highest")
     a, b = inputs(p, 0)
     posed = []
-    calculus.transpose(posing(posed), p, product(p, a, b), (None, b))
+    rules.transpose(posing(posed), p, product(p, a, b), (None, b))
     assert [q.precision for q in posed] == ["highest"]
 
 
@@ -88,7 +88,7 @@ def test_the_tangent_is_linear_in_the_tangents_that_are_there(moving):
     p = problem_of(True, False, 1)
     (a, b), (da, db) = inputs(p, 0), inputs(p, 2)
     given = (da if moving[0] else None, db if moving[1] else None)
-    c, tangent = calculus.jvp(product, p, (a, b), given)
+    c, tangent = rules.jvp(product, p, (a, b), given)
     zeros = tuple(jnp.zeros_like(x) if t is None else t for x, t in zip((a, b), given, strict=True))
     expected, expected_tangent = jax.jvp(lambda a, b: product(p, a, b), (a, b), zeros)
     close(c, expected)
@@ -107,7 +107,7 @@ def test_one_product_does_for_a_vmapped_one(transpose_a, transpose_b, batch, dim
         for i, (x, dim) in enumerate(zip(inputs(p, 0), dims, strict=True))
     ]
     posed = []
-    c, dim = calculus.batch(posing(posed), p, args, dims)
+    c, dim = rules.batch(posing(posed), p, args, dims)
     expected = jax.vmap(lambda a, b: product(p, a, b), dims, out_axes=dim)(*args)
     close(c, expected)
     (q,) = posed
@@ -139,7 +139,7 @@ def test_an_epilogue_s_tangent_is_that_of_its_formula_whichever_operands_move(la
     for moving in itertools.product([True, False], repeat=len(args)):
         posed = []
         given = [t if moves else None for t, moves in zip(tangents, moving, strict=True)]
-        result, tangent = calculus.jvp(posing(posed), p, args, given)
+        result, tangent = rules.jvp(posing(posed), p, args, given)
         zeros = [jnp.zeros_like(x) if t is None else t for x, t in zip(args, given, strict=True)]
         expected, expected_tangent = jax.jvp(exact, tuple(args), tuple(zeros))
         close(result, expected)
@@ -155,9 +155,9 @@ def test_a_derivative_and_a_batch_round_the_sums_no_sooner_than_the_call_itself(
     p = MatmulProblem(4, 3, 257, bias="float32", activation="relu")
     a, b, bias = jnp.ones((4, 257), "bfloat16"), jnp.ones((257, 3), "bfloat16"), jnp.full(3, -256.0)
     one = jnp.ones((4, 3), "bfloat16")
-    result, _ = calculus.jvp(product, p, (a, b, bias), (a, None, None))
+    result, _ = rules.jvp(product, p, (a, b, bias), (a, None, None))
     close(result, one)
-    results, _ = calculus.batch(product, p, (a, b, jnp.stack([bias, 2 * bias])), (None, None, 0))
+    results, _ = rules.batch(product, p, (a, b, jnp.stack([bias, 2 * bias])), (None, None, 0))
     close(results, jnp.stack([one, 0 * one]))
 
 
@@ -166,13 +166,13 @@ def test_a_bias_gets_the_cotangent_s_sum_in_float32_and_a_residual_the_cotangent
     p = MatmulProblem(4096, 3, 2, batch=batch, bias="bfloat16", residual="float32")
     a, b, *_ = inputs(p, 0)
     ct = jnp.ones(p.result().shape, "bfloat16")
-    da, db, dbias, dresidual = calculus.transpose(product, p, ct, (a, b, None, None))
+    da, db, dbias, dresidual = rules.transpose(product, p, ct, (a, b, None, None))
     assert (da, db) == (None, None)
     close(dbias, jnp.full_like(dbias, 4096))  # in bfloat16 the sum would end at 256
     close(dresidual, ct.astype("float32"))
     assert [x.shape for x in (dbias, dresidual)] == [s.shape for s in p.operands()[2:]]
-    da, *others = calculus.transpose(product, p, ct, (None, b, None, None))
-    close(da, calculus.transpose(product, p.plain, ct, (None, b))[0])
+    da, *others = rules.transpose(product, p, ct, (None, b, None, None))
+    close(da, rules.transpose(product, p.plain, ct, (None, b))[0])
     assert all(x is not None for x in others[1:])
 
 
@@ -180,12 +180,12 @@ def test_an_activation_has_a_transpose_in_its_residual_alone():
     p = MatmulProblem(4, 3, 2, "float32", bias="float32", activation="relu", residual="float32")
     a, b, bias, residual = inputs(p, 0)
     ct = jnp.ones((4, 3))
-    *none, dresidual = calculus.transpose(product, p, ct, (a, b, bias, None))
+    *none, dresidual = rules.transpose(product, p, ct, (a, b, bias, None))
     assert none == [None, None, None]
     close(dresidual, ct)
     for args in [(None, b, bias, residual), (a, b, None, residual)]:
         with pytest.raises(NotImplementedError, match=r"activation=relu .* is linear in its residual alone"):
-            calculus.transpose(product, p, ct, args)
+            rules.transpose(product, p, ct, args)
 
 
 AXES = [  # of a, b, bias, residual; how many products, of which problem
@@ -210,7 +210,7 @@ def test_one_product_does_for_a_vmapped_one_with_an_epilogue(layout, dims, wider
         for i, (x, dim) in enumerate(zip(args, dims, strict=True))
     ]
     posed = []
-    c, dim = calculus.batch(posing(posed), p, args, dims)
+    c, dim = rules.batch(posing(posed), p, args, dims)
     close(c, jax.vmap(p.reference, dims, out_axes=dim)(*args))
     apart = dims[1] is None and (dims[0] is None or dims[2] is not None)
     wider = {name: extent * (p.batch if name == "batch" else 1) for name, extent in wider.items()}

@@ -17,8 +17,8 @@ Call = Callable[..., jax.Array]
 def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
     """The tangent is ``slope (da b + a db + dbias) + dresidual``: products without epilogue, and the rest for XLA.
 
-    The slope of an activation needs what goes into it. So the product ends with its sums in float32, and what follows
-    them is a pass of its own: 8 more bytes of traffic for each element. To compute the sums again would take 2 k
+    The slope of an activation needs what goes into it. So the product ends with its accumulators in float32, and its
+    epilogue is a pass of its own: 8 more bytes of traffic for each element. To accumulate again would take 2 k
     operations for each, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward
     pass JAX keeps the slope, in the dtype of the result.
     """
@@ -30,9 +30,9 @@ def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.
         rows = dbias.astype(jnp.float32)[..., None, :]
         moving.append(jnp.broadcast_to(rows, out.shape).astype(out.dtype))
     if p.activation and moving:
-        sums = call(p.unrounded, a, b)
+        acc = call(p.unrounded, a, b)
         result, slope = (
-            x.astype(out.dtype) for x in jax.jvp(lambda x: p.finish(x, primals), (sums,), (jnp.ones_like(sums),))
+            x.astype(out.dtype) for x in jax.jvp(lambda x: p.apply_epilogue(x, primals), (acc,), (jnp.ones_like(acc),))
         )
         moving = [slope * sum(moving[1:], moving[0])]
     else:
@@ -92,7 +92,7 @@ def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array
     """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch.
 
     A residual goes with the result, repeated where it is not batched, and so does a bias along n. Where biases differ
-    along what would join m, or where neither operand is batched, what follows the sums is for XLA to compute.
+    along what would join m, or where neither operand is batched, the epilogue is for XLA to compute.
     """
     a, b, bias, residual = p.named(args)
     a_dim, b_dim, bias_dim, residual_dim = p.named(dims)
@@ -121,17 +121,17 @@ def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array
 
 
 def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """The sums by one product, in float32, and what follows them as a pass over them."""
+    """The accumulators by one product, in float32, and the epilogue as a pass over them."""
     a, b, *rest = args
     if dims[0] is None:
-        sums, dim = call(p.unrounded, a, b), None
+        acc, dim = call(p.unrounded, a, b), None
     else:
-        sums, dim = batch(call, p.unrounded, (a, b), dims[:2])
+        acc, dim = batch(call, p.unrounded, (a, b), dims[:2])
 
-    def follow(sums: jax.Array, *rest: jax.Array) -> jax.Array:
-        return p.finish(sums, (a, b, *rest)).astype(p.result().dtype)
+    def finish(acc: jax.Array, *rest: jax.Array) -> jax.Array:
+        return p.apply_epilogue(acc, (a, b, *rest)).astype(p.result().dtype)
 
-    return jax.vmap(follow, (dim, *dims[2:]))(sums, *rest), 0
+    return jax.vmap(finish, (dim, *dims[2:]))(acc, *rest), 0
 
 
 def _call(call: Call, p: MatmulProblem, *operands: jax.Array | None) -> jax.Array:

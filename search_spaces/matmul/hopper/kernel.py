@@ -1,0 +1,468 @@
+"""The kernel itself: what a CTA keeps in shared memory, and what its warpgroups do with it.
+
+A persistent CTA computes one tile of the result after the other. Its producer warpgroup loads the operands of each step
+of k by TMA into a pipeline of `stages`; its consumers multiply them, and hand their accumulators over in the epilogue.
+Time runs down; tiles of two steps, "ping_pong" (t, k: step k of tile t):
+
+      producer          consumer 0                   consumer 1
+      load 0, 0         wait full
+      load 0, 1         wgmma 0, 0 -> empty          wait full
+      load 1, 0         wgmma 0, 1 -> empty             :
+      load 1, 1         epilogue of 0                wgmma 1, 0 -> empty
+      wait empty           : bias, activation,       wgmma 1, 1 -> empty
+      load 2, 0            : residual, store         epilogue of 1
+      load 2, 1         wgmma 2, 0 -> empty             :
+         :              wgmma 2, 1 -> empty             :
+
+Cooperative consumers share each tile instead, so that the epilogue of both runs beside the loads of the next tile:
+
+      producer          consumer 0                   consumer 1
+      load 0, 0         wait full                    wait full
+      load 0, 1         wgmma 0, 0 -> empty          wgmma 0, 0 -> empty
+      load 1, 0         wgmma 0, 1 -> empty          wgmma 0, 1 -> empty
+      load 1, 1         epilogue of its half of 0    epilogue of its half of 0
+      wait empty        wgmma 1, 0 -> empty          wgmma 1, 0 -> empty
+
+"-> empty" comes when the wgmma has ended, or, with `delay_release`, when the next one has been started. In a cluster
+along m or n each CTA loads half of the operand that both need, for both (multicast): its stages are empty when the
+consumers of both have read them. In one along k the CTAs reduce their accumulators before the epilogue
+(dsmem_reduction.py).
+
+**Why not `plgpu.emit_pipeline_warp_specialized`**, as in JAX's `hopper_matmul_mgpu`. It too can keep its pipeline full
+from one tile to the next (`pipeline_state`), but all of its consumers take part in every step: no ping-pong, where one
+runs its epilogue beside the other's main loop. And a block of its operands is one TMA copy, where a stage in the untiled
+layout takes several.
+
+Below, `a` fills the rows of wgmma and `b` its columns. With `swap_ab` that is the mirrored product, and only what
+leaves the kernel is turned back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.hopper import untiled_swizzled
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.pipeline import Pipeline
+from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
+from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.hopper.dsmem_reduction import DsmemReduction, dsmem_reduction
+from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads, bias_scratch, residual_scratch
+from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
+from search_spaces.matmul.hopper.tiling import Tiling, planar_snake
+from search_spaces.matmul.problem import MatmulProblem
+
+# Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down); what
+# the producer's threads give back, the consumers share. With one consumer each thread starts with all that it can
+# address, and nobody needs to give.
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known of a launch before it is traced.
+
+    Attributes:
+      problem, tiling: of the arrays as they lie in device memory.
+      p, s, t: problem, schedule and tiling as wgmma sees them: with `swap_ab` the mirrored ones.
+      a_tile, b_tile: a stage of each operand.
+      out_tile: an epilogue subtile.
+      reduction: of cluster split-K.
+    """
+
+    problem: MatmulProblem
+    tiling: Tiling
+    p: MatmulProblem
+    s: HopperSchedule
+    t: Tiling
+    a_tile: SmemTile
+    b_tile: SmemTile
+    out_tile: SmemTile
+    reduction: DsmemReduction | None
+
+    @property
+    def larger(self) -> SmemTile:
+        """The operand whose stages a reduction takes, when nobody needs them any more."""
+        return self.a_tile if self.s.tile_m > self.s.tile_n else self.b_tile
+
+    @property
+    def out_n(self) -> int:
+        """Columns, as wgmma sees them, that a consumer finishes."""
+        return int(self.t.wg_n // self.t.cluster_k)
+
+    @property
+    def groups(self) -> int:
+        """Of consumers that take whole tiles in turn."""
+        return int(self.t.consumers // self.t.cooperating)
+
+
+def plan(problem: MatmulProblem, schedule: HopperSchedule) -> Plan:
+    """Of a launch for `problem` by a legal schedule.
+
+    Raises:
+      ValueError: the stages of neither operand have space for what a reduction through DSMEM receives.
+    """
+    tiling = Tiling(problem, schedule)
+    p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
+    dtype = jnp.dtype(p.dtype)
+    out_dtype = p.result().dtype if s.split_k == 1 else p.acc_dtype
+    a_extents = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
+    b_extents = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
+    layout = Untiled if tiling.untiled else Tiled
+    made = Plan(
+        problem=problem,
+        tiling=tiling,
+        p=p,
+        s=s,
+        t=Tiling(p, s),
+        a_tile=layout(*a_extents, dtype, int(tiling.swizzle)),
+        b_tile=layout(*b_extents, dtype, int(tiling.swizzle)),
+        out_tile=layout(int(tiling.epi_m), int(tiling.epi_n), out_dtype, int(tiling.out_swizzle)),
+        reduction=dsmem_reduction(problem, schedule),
+    )
+    larger = made.larger
+    if made.reduction and made.reduction.onchip_bytes > s.stages * larger.rows * larger.columns * dtype.itemsize:
+        raise ValueError(f"{schedule}: half of a tile's accumulators outgrow the operands' stages: more stages do it")
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """A CTA of a launch, as its warpgroups see it.
+
+    Attributes:
+      plan: of the launch.
+      a, b, bias, residual, c: in device memory; `a` and `b` as wgmma sees them, None where there is no such operand.
+      mailbox: of a reduction, for the interpreter.
+      cluster, clusters: number of its cluster in the grid, and how many there are.
+      rank: of the CTA in its cluster.
+      warpgroup: that asks: the consumers are the first of a CTA.
+      tiles: that the cluster computes.
+      a_smem, b_smem, out_smem: stages of the operands, and of each consumer's epilogue subtiles.
+      pipeline: of the operands.
+      others: scratch of the epilogue's operands and of a reduction, by name.
+    """
+
+    plan: Plan
+    a: Any
+    b: Any
+    bias: Any
+    residual: Any
+    c: Any
+    mailbox: list[Any]
+    cluster: Any
+    clusters: Any
+    rank: Any
+    warpgroup: Any
+    tiles: Any
+    a_smem: Any = None
+    b_smem: Any = None
+    out_smem: Any = None
+    pipeline: Any = None
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def origin(self, tile: Any) -> tuple[Any, Any, Any]:
+        """Product, first row and first column of this CTA's `tile`-th tile."""
+        s, t = self.plan.s, self.plan.t
+        number, grid = self.cluster + tile * self.clusters, (t.grid_m, t.grid_n)
+        product, row, column = planar_snake(number, grid, s.grid_minor_dim, s.grid_tile_width)
+        row = 2 * row + self.rank if s.cluster == "m" else row
+        column = 2 * column + self.rank if s.cluster == "n" else column
+        return product, row * s.tile_m, column * s.tile_n
+
+
+def kernel(problem: MatmulProblem, schedule: HopperSchedule) -> Callable[..., None]:
+    """The kernel, from its arrays in device memory: the operands, and the result or the accumulators of splits of k."""
+    launch = plan(problem, schedule)
+
+    def matmul(*arrays: Any) -> None:
+        operands, (c, *mailbox) = arrays[: len(problem.operands())], arrays[len(problem.operands()) :]
+        a, b, bias, residual = problem.named(operands)
+        a, b = (b, a) if schedule.swap_ab else (a, b)
+        cluster, clusters = lax.axis_index("cluster_grid"), lax.axis_size("cluster_grid")
+        rank, warpgroup, t = lax.axis_index("cluster"), lax.axis_index("wg"), launch.t
+        tiles = lax.div(t.products * t.grid_m * t.grid_n - 1 - cluster + clusters, clusters)
+        cta = Cta(launch, a, b, bias, residual, c, mailbox, cluster, clusters, rank, warpgroup, tiles)
+        scratch = _scratch(launch)
+        # In this order; by name, JAX would sort them.
+        pl.run_scoped(
+            lambda *refs: _warpgroups(cta, **dict(zip(scratch, refs, strict=True))),
+            *scratch.values(),
+            collective_axes="wg",
+        )
+
+    return matmul
+
+
+def _scratch(launch: Plan) -> dict[str, Any]:
+    s, t, dtype = launch.s, launch.t, launch.a_tile.dtype
+    a, b, out = launch.a_tile, launch.b_tile, launch.out_tile
+    empty = {"num_arrivals": t.cooperating, "num_barriers": s.stages}
+    return {
+        "a_smem": plgpu.SMEM((s.stages, *a.shape), dtype, transforms=a.transforms),
+        **(launch.reduction.scratch() if launch.reduction else {}),
+        "b_smem": plgpu.SMEM((s.stages, *b.shape), dtype, transforms=b.transforms),
+        **bias_scratch(launch.problem, launch.tiling),
+        "full": plgpu.Barrier(num_arrivals=a.copies + b.copies, num_barriers=launch.groups * s.stages),
+        "out_smem": plgpu.SMEM(
+            (t.consumers, int(launch.tiling.epi_stages), *out.shape), out.dtype, transforms=out.transforms
+        ),
+        # A stage that two CTAs fill is empty when both have read theirs.
+        "empty": plgpu.Barrier(**empty)
+        if s.cluster in ("none", "split_k")
+        else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
+        **residual_scratch(launch.problem, launch.tiling),
+    }
+
+
+def _warpgroups(cta: Cta, a_smem: Any, b_smem: Any, full: Any, out_smem: Any, empty: Any, **others: Any) -> None:
+    """Each warpgroup takes up its role."""
+    launch, consumers = cta.plan, cta.plan.t.consumers
+    pipeline = Pipeline(launch.s.stages, launch.groups, full, empty)
+    cta = dataclasses.replace(cta, a_smem=a_smem, b_smem=b_smem, out_smem=out_smem, pipeline=pipeline, others=others)
+
+    @pl.when(cta.warpgroup == consumers)
+    def producer() -> None:
+        if consumers == 2:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        produce(cta)
+        if launch.reduction:
+            launch.reduction.meet()
+
+    @pl.when(cta.warpgroup != consumers)
+    def consumer() -> None:
+        if consumers == 2:
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consume(cta)
+
+
+def produce(cta: Cta) -> None:
+    """The producer: loads the operands of all steps of all tiles."""
+    p, s, t, pipeline = cta.plan.p, cta.plan.s, cta.plan.t, cta.pipeline
+
+    def load_tile(tile: Any, _: None) -> None:
+        product, row, column = cta.origin(tile)
+        batch, first_step = product, 0
+        if s.split_k > 1:
+            batch, first_step = lax.rem(product, p.batch), lax.div(product, p.batch) * t.steps
+        if s.cluster == "split_k":
+            first_step = cta.rank * t.steps
+
+        def load_step(k_step: Any, _: None) -> None:
+            step = tile * t.steps + k_step
+            stage = pipeline.stage(step)
+            full = pipeline.full_barrier(tile, stage)
+            k = (first_step + k_step) * s.tile_k
+            pipeline.producer_acquire(step, stage)
+            a_corner = (k, row) if p.transpose_a else (row, k)
+            b_corner = (column, k) if p.transpose_b else (k, column)
+            _load(cta, cta.a, batch, a_corner, cta.plan.a_tile, cta.a_smem, stage, full, multicast="n")
+            _load(cta, cta.b, batch, b_corner, cta.plan.b_tile, cta.b_smem, stage, full, multicast="m")
+
+        lax.fori_loop(0, t.steps, load_step, None)
+
+    lax.fori_loop(0, cta.tiles, load_tile, None)
+    pipeline.producer_tail(cta.tiles * t.steps)
+
+
+def _load(
+    cta: Cta,
+    array: Any,
+    batch: Any,
+    corner: tuple[Any, Any],
+    tile: SmemTile,
+    smem: Any,
+    stage: Any,
+    full: Any,
+    *,
+    multicast: str,
+) -> None:
+    """Loads a stage of an operand, which CTAs of a cluster along the axis `multicast` load for each other."""
+    for index, box in tile.boxes(*corner):
+        plgpu.copy_gmem_to_smem(
+            array.at[(batch, *box) if cta.plan.p.batch > 1 else box],
+            smem.at[stage, *index],
+            full,
+            collective_axes="cluster" if cta.plan.s.cluster == multicast else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """One consumer warpgroup of a CTA.
+
+    Attributes:
+      cta: its CTA.
+      first_row, first_column: of a tile, as wgmma sees it, the first that it computes...
+      first_own: ...and the first column that it finishes.
+      loads: of its epilogue's operands.
+    """
+
+    cta: Cta
+    first_row: Any
+    first_column: Any
+    first_own: Any
+    loads: EpilogueLoads
+
+    @property
+    def subtile_columns(self) -> int:
+        """Of an epilogue subtile, as wgmma sees them."""
+        return self.cta.plan.out_n if self.cta.plan.s.swap_ab else self.cta.plan.s.epi_tile_n
+
+    @property
+    def subtiles(self) -> list[tuple[int, int]]:
+        """First row and column of each, in what the consumer finishes."""
+        t, out_n = self.cta.plan.t, self.cta.plan.out_n
+        return [(m, n) for m in range(0, t.wg_m, WGMMA_ROWS) for n in range(0, out_n, self.subtile_columns)]
+
+    def corner(self, row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
+        """First row and column of the result of a subtile of the tile at `row` and `column`."""
+        corner = row + self.first_row + m, column + self.first_own + n
+        return corner[::-1] if self.cta.plan.s.swap_ab else corner
+
+    def fetch_residual(self, count: int, product: Any, row: Any, column: Any) -> None:
+        """Asks for the `count`-th subtile."""
+        stage = count % int(self.cta.plan.tiling.epi_stages)
+        self.loads.fetch_residual(stage, product, *self.corner(row, column, *self.subtiles[count]))
+
+
+def consume(cta: Cta) -> None:
+    """A consumer: main loop and epilogue of all tiles, or in ping-pong of every other one."""
+    launch, s, t = cta.plan, cta.plan.s, cta.plan.t
+    reduction, others = launch.reduction, dict(cta.others)
+    arrived = {name: others.pop(name) for name in (reduction.scratch() if reduction else ())}
+    loads = EpilogueLoads(launch.tiling, launch.problem, s.swap_ab, cta.warpgroup, cta.bias, cta.residual, **others)
+    first_row = cta.warpgroup * t.wg_m if s.consumers == "cooperative_m" else 0
+    first_column = cta.warpgroup * t.wg_n if s.consumers == "cooperative_n" else 0
+    first_own = first_column + cta.rank * launch.out_n if reduction else first_column
+    consumer = Consumer(cta, first_row, first_column, first_own, loads)
+
+    def compute(tile: Any, _: None) -> None:
+        if launch.problem.fused:
+            prefetch(consumer, tile)
+        acc = main_loop(consumer, tile)
+        if reduction:
+            smem = cta.a_smem if launch.larger is launch.a_tile else cta.b_smem
+            acc = reduction.add(acc, cta.warpgroup, smem, launch.larger.transforms, cta.mailbox, **arrived)
+        finish(consumer, tile, acc)
+
+    if (groups := launch.groups) > 1:
+        own = lax.div(cta.tiles - 1 - cta.warpgroup + groups, groups)
+        lax.fori_loop(0, own, lambda number, _: compute(number * groups + cta.warpgroup, None), None)
+    else:
+        lax.fori_loop(0, cta.tiles, compute, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def prefetch(consumer: Consumer, tile: Any) -> None:
+    """Asks for what the epilogue of a tile begins with."""
+    launch = consumer.cta.plan
+    product, row, column = consumer.cta.origin(tile)
+    consumer.loads.fetch_bias(product, row + consumer.first_row if launch.s.swap_ab else column + consumer.first_own)
+    for count in range(int(launch.tiling.epi_stages)):
+        consumer.fetch_residual(count, product, row, column)
+
+
+def main_loop(consumer: Consumer, tile: Any) -> jax.Array:
+    """The accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
+    cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
+    pipeline, a_tile, b_tile, delay = cta.pipeline, cta.plan.a_tile, cta.plan.b_tile, s.delay_release
+    rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
+    whole = slice(None)
+
+    def stage_of(k_step: Any) -> Any:
+        return pipeline.stage(tile * t.steps + k_step)
+
+    def start(stage: Any, acc: Any) -> Any:
+        """The accumulators to go on with: new ones, or `acc` itself, a reference to those in place."""
+        a = a_tile.part(cta.a_smem, stage, *((whole, rows) if p.transpose_a else (rows, whole)))
+        b = b_tile.part(cta.b_smem, stage, *((columns, whole) if p.transpose_b else (whole, columns)))
+        pipeline.consumer_wait(tile, stage)
+        if cta.plan.tiling.untiled:
+            return untiled_swizzled.wgmma(
+                acc, a, b, a_tile.swizzle, transpose_a=p.transpose_a, transpose_b=p.transpose_b
+            )
+        plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
+        return acc
+
+    def release(stage: Any, pending: int) -> None:
+        """Empties a stage when no more than so many steps, all later ones, are `pending`."""
+        plgpu.wgmma_wait(pending)
+        pipeline.consumer_release(stage)
+
+    def step(k_step: Any, acc: Any) -> Any:
+        stage = stage_of(k_step)
+        acc = start(stage, acc)
+        release(stage_of(k_step - delay) if delay else stage, delay)
+        return acc
+
+    def in_place(acc: Any) -> jax.Array:
+        for k_step in range(delay):
+            start(stage_of(k_step), acc)
+
+        def step_in_place(k_step: Any, _: None) -> None:
+            step(k_step, acc)
+
+        lax.fori_loop(delay, t.steps, step_in_place, None)
+        for k_step in range(t.steps - delay, t.steps):
+            release(stage_of(k_step), 0)
+        return acc[...]
+
+    if cta.plan.tiling.untiled:  # Each step is waited for: what follows could not see that wgmmas are pending.
+        acc: jax.Array = lax.fori_loop(0, t.steps, step, untiled_swizzled.zeros((t.wg_m, t.wg_n), p.acc_dtype))
+    else:
+        acc = pl.run_scoped(in_place, plgpu.ACC((t.wg_m, t.wg_n), p.acc_dtype))
+    return acc
+
+
+def finish(consumer: Consumer, tile: Any, acc: jax.Array) -> None:
+    """The epilogue: bias, activation and residual, rounding and store of a tile, subtile by subtile."""
+    cta, launch = consumer.cta, consumer.cta.plan
+    fused, swap_ab, out_dtype = launch.problem.fused, launch.s.swap_ab, launch.out_tile.dtype
+    stages, width, subtiles = int(launch.tiling.epi_stages), consumer.subtile_columns, consumer.subtiles
+    # A plain product is rounded whole, another one subtile by subtile.
+    acc = acc if fused else acc.astype(out_dtype)
+    product, row, column = cta.origin(tile)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    consumer.loads.wait_for_bias()
+    for count, (m, n) in enumerate(subtiles):
+        stage = count % stages
+        if count >= stages:
+            plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)
+        value = acc[m : m + WGMMA_ROWS, n : n + width]
+        value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED) if swap_ab else value
+        if fused:
+            columns = pl.ds(m, WGMMA_ROWS) if swap_ab else pl.ds(n, width)
+            value = consumer.loads.apply(value, stage, columns).astype(out_dtype)
+        store(consumer, product, (row, column, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
+        if fused and count + stages < len(subtiles):
+            consumer.fetch_residual(count + stages, product, row, column)
+
+
+def store(consumer: Consumer, product: Any, place: tuple[Any, Any, int, int], smem: Any, value: jax.Array) -> None:
+    """A subtile of the result, through its stage in shared memory, at a `place` as `Consumer.corner` takes it."""
+    c, launch = consumer.cta.c, consumer.cta.plan
+    out, swap_ab, several = launch.out_tile, launch.s.swap_ab, launch.t.products > 1
+    if launch.tiling.stored_by_threads:
+        corner = consumer.corner(*place)
+        of_product = c.at[product] if several else c
+        untiled_swizzled.store_to_gmem(of_product, *corner, smem, value, out.swizzle, transposed=swap_ab)
+        plgpu.commit_smem()
+        return
+    out.store(smem, value, transposed=swap_ab)
+    plgpu.commit_smem()
+    boxes = out.boxes(*consumer.corner(*place))
+    for number, (index, box) in enumerate(boxes, 1):
+        plgpu.copy_smem_to_gmem(
+            smem.at[index] if index else smem,
+            c.at[(product, *box) if several else box],
+            commit_group=number == len(boxes),
+        )
