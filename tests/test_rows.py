@@ -324,6 +324,62 @@ def test_a_row_of_any_length_that_a_cluster_has_room_for_has_a_schedule_that_fit
         assert np.any(fits(footprint(problem, space(problem).legal()[0]))), problem
 
 
+OF_RESIDENCY = {
+    "registers": {"rows"},
+    "smem": {"accesses", "register_chunks", "cluster"},
+    "pipeline": {"accesses", "stages", "prefetch", "cluster"},
+}
+
+
+@pytest.mark.parametrize("columns", [8192, 65536, 131072, 50257])
+def test_a_schedule_has_the_fields_of_its_residency_and_is_stored_without_others(columns):
+    schedules = space(SoftmaxProblem(4096, columns))
+    points, _ = schedules.legal()
+    for schedule in schedules.schedules(points):
+        stored = schedules.encode(dataclasses.asdict(schedule))
+        assert stored.keys() <= {"residency", "warps", "vector"} | OF_RESIDENCY[schedule.residency]
+        assert schedules.decode(stored) == schedule
+        assert schedules.broken(schedule) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "field"),
+    [
+        (dataclasses.replace(smem(8, 8, 4, cluster=2), stages=13), "stages"),
+        (dataclasses.replace(pipeline(8, 8, 4, 13, cluster=2), register_chunks=1), "register_chunks"),
+        (dataclasses.replace(registers(4, 8), cluster=2), "cluster"),
+        (pipeline(4, 8, 4, 13, cluster=2), "warps"),
+    ],
+)
+def test_a_schedule_with_a_field_of_another_residency_is_told_which(schedule, field):
+    assert f"'{field}: a value that schedules of this residency take'" in space(SoftmaxProblem(4096, 131072)).broken(
+        schedule
+    )
+
+
+@pytest.mark.parametrize(
+    "problem", [SoftmaxProblem(4096, 16384), SoftmaxProblem(512, 50257), RmsNormProblem(512, 50257)]
+)
+def test_a_schedule_demands_the_same_alone_and_among_those_of_other_residencies(problem):
+    points, _ = space(problem).legal()
+    assert len(set(points.residency)) == 2
+    together = footprint(problem, points)
+    for index in range(len(points)):
+        alone = footprint(problem, points.take(np.array([index])))
+        for field in dataclasses.fields(together):
+            for one, other in zip(
+                leaves(getattr(alone, field.name)), leaves(getattr(together, field.name)), strict=True
+            ):
+                assert np.broadcast_to(one, 1)[0] == np.broadcast_to(other, len(points))[index], field.name
+
+
+def leaves(value):
+    """The columns and scalars of a field of a footprint."""
+    if dataclasses.is_dataclass(value):
+        return leaves(tuple(vars(value).values()))
+    return [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple) else [value]
+
+
 def test_of_a_row_that_no_cluster_has_room_for_no_schedule_fits():
     assert np.any(fits(footprint(SoftmaxProblem(64, 2**19), space(SoftmaxProblem(64, 2**19)).legal()[0])))
     too_long = SoftmaxProblem(64, 2**20)
