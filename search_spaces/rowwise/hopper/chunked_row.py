@@ -1,10 +1,10 @@
-"""What kernels of rows in chunks have in common: the launch, SMEM scratch, and what one CTA knows of its work."""
+"""What kernels of rows in chunks have in common: the launch, and what one CTA works with."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax import lax
@@ -15,26 +15,9 @@ from search_spaces.rowwise.hopper.cluster_reduction import CLUSTER_RANK, Partial
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.register_resident import COMPILER_PARAMS
 from search_spaces.rowwise.hopper.row_ends import End, RowStart
-from search_spaces.rowwise.hopper.row_partition import RowPartition
+from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 
 Plan = TypeVar("Plan", bound=RowPartition)
-
-
-class Scratch(NamedTuple):
-    """SMEM of a CTA, in the order in which it is laid out; None for what a kernel has not.
-
-    Attributes:
-      arrived: barrier at which warps arrive with their partials.
-      full, empty: barriers of each stage: a chunk has come; its last reader is done.
-      stages: chunks of rows.
-      partials: buffers of the cluster's all-reduce.
-    """
-
-    arrived: Any
-    full: Any
-    empty: Any
-    stages: Any
-    partials: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +92,6 @@ def launch(
     run: Callable[[Cta[Plan]], None],
     reduction: Reduction,
     plan: Plan,
-    buffers: int,
-    scratch: Scratch,
     result: jax.ShapeDtypeStruct,
     x: jax.Array,
     shared: Sequence[jax.Array],
@@ -120,36 +101,37 @@ def launch(
 
     Args:
       run: what each warpgroup of a CTA does.
-      buffers: of partials, that a CTA has.
-      scratch: stages and their barriers.
       grid: so many CTAs, or clusters of them, by the name of their axis.
     """
-    buffer = plan.partials(len(reduction.init))
-    scratch = scratch._replace(arrived=buffer.barrier(), partials=buffer.scratch(buffers))
+    statistics = len(reduction.init)
+    buffer = plan.partials(statistics)
 
     def kernel(*refs: Any) -> None:
         x, *weights, out = refs[: 2 + len(shared)]
         mailbox = refs[2 + len(shared) :]
-        warpgroup = lax.axis_index("warpgroup")
-        start_of, overlap_of = plan.chunks_of_rank()
-        cta = Cta(
-            plan=plan,
-            reduction=reduction,
-            buffer=buffer,
-            x=x,
-            out=out,
-            shared=weights[0] if weights else None,
-            mailbox=mailbox[0] if mailbox else None,
-            warpgroup=warpgroup,
-            starts=plan.fragment_starts(warpgroup),
-            share=plan.share(warpgroup),
-            start_of=start_of,
-            overlap_of=overlap_of,
-            scratch=scratch,
-        )
-        pl.run_scoped(
-            lambda scratch: run(dataclasses.replace(cta, scratch=scratch)), scratch, collective_axes="warpgroup"
-        )
+
+        def body(scratch: Scratch) -> None:
+            warpgroup = lax.axis_index("warpgroup")
+            start_of, overlap_of = plan.chunks_of_rank()
+            run(
+                Cta(
+                    plan=plan,
+                    reduction=reduction,
+                    buffer=buffer,
+                    x=x,
+                    out=out,
+                    shared=weights[0] if weights else None,
+                    mailbox=mailbox[0] if mailbox else None,
+                    warpgroup=warpgroup,
+                    starts=plan.fragment_starts(warpgroup),
+                    share=plan.share(warpgroup),
+                    start_of=start_of,
+                    overlap_of=overlap_of,
+                    scratch=scratch,
+                )
+            )
+
+        pl.run_scoped(body, plan.scratch(x.dtype, statistics), collective_axes="warpgroup")
 
     in_cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_RANK,)} if plan.cluster > 1 else {}
     made: jax.Array = plgpu.kernel(

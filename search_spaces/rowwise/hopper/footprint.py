@@ -13,6 +13,7 @@ from search_spaces.kernel import Footprint, Operand
 from search_spaces.rowwise.hopper.accesses import coalescing
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.register_resident import RegisterResident
+from search_spaces.rowwise.hopper.row_partition import RowPartition
 from search_spaces.rowwise.hopper.smem_resident import SmemResident
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rowwise.problem import RowProblem
@@ -100,7 +101,7 @@ def _of_chunks(
     s: Columns,
     costs: ElementCosts,
     statistics: int,
-    plan: SmemResident | PersistentPipeline,
+    plan: RowPartition,
     *,
     register_chunks: Any,
     steps: Any,

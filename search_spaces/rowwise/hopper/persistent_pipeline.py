@@ -1,6 +1,6 @@
 """Rows through a persistent pipeline: a CTA or a cluster takes row after row, and applies one while it reduces another.
 
-Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c and a prefetch distance of 1:
+Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, and a prefetch distance of 1:
 
     producer (a thread of warpgroup 0)   | consumers (all warpgroups)
     -------------------------------------|--------------------------------------------------------------
@@ -36,9 +36,9 @@ from jax.experimental import pallas as pl
 from search_spaces.hopper.limits import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARPS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.hopper.chunked_row import Cta, Scratch, launch
+from search_spaces.rowwise.hopper.chunked_row import Cta, launch
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
-from search_spaces.rowwise.hopper.row_partition import RowPartition
+from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.space import round_up
 
@@ -67,10 +67,19 @@ class PersistentPipeline(RowPartition):
         return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)
 
     def smem_bytes(self, itemsize: int, statistics: int) -> Any:
-        """Of one CTA, to the byte."""
         stages = round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
         barriers = (2 * self.stages + (self.cluster == 1)) * BARRIER_BYTES
         return stages + self.partials(statistics).smem_bytes(BUFFERS) + REDUCTION_BYTES + barriers
+
+    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+        buffer = self.partials(statistics)
+        return Scratch(
+            arrived=buffer.barrier(),
+            full=plgpu.Barrier(num_arrivals=1, num_barriers=self.stages),
+            empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
+            stages=plgpu.SMEM((self.stages, self.chunk), dtype),
+            partials=buffer.scratch(BUFFERS),
+        )
 
     def persistent_ctas(self, cores: int, rows: int) -> int:
         """CTAs or clusters that rows are dealt to: as few as need no more waves than all that fit the chip.
@@ -96,16 +105,8 @@ def persistent_pipeline(
 
     All should fit the chip at once. If they do not, the last ones start when the first have ended.
     """
-    rows = result.shape[0]
-    scratch = Scratch(
-        arrived=None,
-        full=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
-        empty=plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
-        stages=plgpu.SMEM((plan.stages, plan.chunk), x.dtype),
-        partials=None,
-    )
-    ctas = plan.persistent_ctas(cores, rows)
-    return launch(_rows, reduction, plan, BUFFERS, scratch, result, x, shared, persistent_cta=ctas)
+    ctas = plan.persistent_ctas(cores, result.shape[0])
+    return launch(_rows, reduction, plan, result, x, shared, persistent_cta=ctas)
 
 
 @dataclasses.dataclass(frozen=True)

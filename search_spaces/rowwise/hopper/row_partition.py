@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,25 @@ from search_spaces.rowwise.hopper.thread_layout import ChunkLayout, ThreadLayout
 from search_spaces.space import round_up
 
 
+class Scratch(NamedTuple):
+    """SMEM of a CTA, in the order in which it is laid out; None for what a kernel has not.
+
+    Attributes:
+      arrived: barrier at which warps arrive with their partials.
+      full, empty: barriers of each stage: a chunk has come; its last reader is done.
+      stages: chunks of rows.
+      partials: buffers of the cluster's all-reduce.
+    """
+
+    arrived: Any
+    full: Any
+    empty: Any
+    stages: Any
+    partials: Any
+
+
 @dataclasses.dataclass(frozen=True)
-class RowPartition:
+class RowPartition(abc.ABC):
     """A row in parts, one a CTA of a cluster, and these in chunks of lines; fields may be `Columns` of schedules.
 
     A line is what one warp gets by one access of its threads. The last part starts early enough to be whole, as does
@@ -112,6 +130,14 @@ class RowPartition:
     def _most_before(self) -> Any:
         """The most elements that a row has before its first multiple of an access."""
         return self.vector - np.gcd(self.columns, self.vector)
+
+    @abc.abstractmethod
+    def smem_bytes(self, itemsize: int, statistics: int) -> Any:
+        """Of one CTA, to the byte: what `scratch` takes."""
+
+    @abc.abstractmethod
+    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+        """SMEM to allocate."""
 
     def partials(self, statistics: int) -> PartialsBuffer:
         return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)

@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 
 from search_spaces.hopper.limits import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.hopper.chunked_row import Cta, Scratch, launch
+from search_spaces.rowwise.hopper.chunked_row import Cta, launch
 from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_ends import RowStart
-from search_spaces.rowwise.hopper.row_partition import RowPartition
+from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.space import round_up
 
@@ -53,25 +53,26 @@ class SmemResident(RowPartition):
         return self.chunks - self.register_chunks
 
     def smem_bytes(self, itemsize: int, statistics: int) -> Any:
-        """Of one CTA, to the byte."""
         stages = round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
         barriers = (self.stages + (self.cluster == 1)) * BARRIER_BYTES
         return stages + self.partials(statistics).smem_bytes(1) + REDUCTION_BYTES + barriers
+
+    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+        stages, buffer = int(self.stages), self.partials(statistics)
+        return Scratch(
+            arrived=buffer.barrier(),
+            full=plgpu.Barrier(num_arrivals=1, num_barriers=stages) if stages else None,
+            empty=None,
+            stages=plgpu.SMEM((stages, self.chunk), dtype) if stages else None,
+            partials=buffer.scratch(1),
+        )
 
 
 def smem_resident(
     reduction: Reduction, plan: SmemResident, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array
 ) -> jax.Array:
     """The kernel: a CTA for each part of a row."""
-    stages = int(plan.stages)
-    scratch = Scratch(
-        arrived=None,
-        full=plgpu.Barrier(num_arrivals=1, num_barriers=stages) if stages else None,
-        empty=None,
-        stages=plgpu.SMEM((stages, plan.chunk), x.dtype) if stages else None,
-        partials=None,
-    )
-    return launch(_row, reduction, plan, 1, scratch, result, x, shared, row=result.shape[0])
+    return launch(_row, reduction, plan, result, x, shared, row=result.shape[0])
 
 
 def _row(cta: Cta[SmemResident]) -> None:
