@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -109,29 +110,25 @@ def launch(
     def kernel(*refs: Any) -> None:
         x, *weights, out = refs[: 2 + len(shared)]
         mailbox = refs[2 + len(shared) :]
-
-        def body(scratch: Scratch) -> None:
-            warpgroup = lax.axis_index("warpgroup")
-            start_of, overlap_of = plan.chunks_of_rank()
-            run(
-                Cta(
-                    plan=plan,
-                    reduction=reduction,
-                    buffer=buffer,
-                    x=x,
-                    out=out,
-                    shared=weights[0] if weights else None,
-                    mailbox=mailbox[0] if mailbox else None,
-                    warpgroup=warpgroup,
-                    starts=plan.fragment_starts(warpgroup),
-                    share=plan.share(warpgroup),
-                    start_of=start_of,
-                    overlap_of=overlap_of,
-                    scratch=scratch,
-                )
-            )
-
-        pl.run_scoped(body, plan.scratch(x.dtype, statistics), collective_axes="warpgroup")
+        warpgroup = lax.axis_index("warpgroup")
+        start_of, overlap_of = plan.chunks_of_rank()
+        cta = functools.partial(
+            Cta,
+            plan=plan,
+            reduction=reduction,
+            buffer=buffer,
+            x=x,
+            out=out,
+            shared=weights[0] if weights else None,
+            mailbox=mailbox[0] if mailbox else None,
+            warpgroup=warpgroup,
+            starts=plan.fragment_starts(warpgroup),
+            share=plan.share(warpgroup),
+            start_of=start_of,
+            overlap_of=overlap_of,
+        )
+        scratch = plan.scratch(x.dtype, statistics)
+        pl.run_scoped(lambda scratch: run(cta(scratch=scratch)), scratch, collective_axes="warpgroup")
 
     in_cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_RANK,)} if plan.cluster > 1 else {}
     made: jax.Array = plgpu.kernel(
