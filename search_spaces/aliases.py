@@ -71,4 +71,34 @@ def _hopper_matmul(values: Mapping[str, Choice]) -> dict[str, Choice]:
     return {name: _HOPPER_VALUES.get(name, {}).get(value, value) for name, value in renamed.items()}
 
 
-_SCHEDULES = (OldSchedule(frozenset({"split", "cluster", "raster", "raster_width", "epilogue_n"}), _hopper_matmul),)
+_ROW_FIELDS = MappingProxyType(
+    {
+        "hold": "residency",
+        "pieces": "accesses",
+        "slots": "stages",
+        "ahead": "prefetch",
+        "held": "register_chunks",
+    }
+)
+_RESIDENCIES: Mapping[Choice, Choice] = MappingProxyType({"onchip": "smem", "flow": "pipeline"})
+# Once written out, where a residency had no use for them; now the defaults, which are left out.
+_ROW_DEFAULTS: Mapping[str, Choice] = MappingProxyType(
+    {"rows": 1, "accesses": 0, "stages": 0, "prefetch": 0, "register_chunks": 0, "cluster": 1}
+)
+
+
+def _rows(values: Mapping[str, Choice]) -> dict[str, Choice]:
+    renamed = {_ROW_FIELDS.get(name, name): value for name, value in values.items()}
+    renamed["residency"] = _RESIDENCIES.get(renamed["residency"], renamed["residency"])
+    return {name: value for name, value in renamed.items() if value != _ROW_DEFAULTS.get(name)}
+
+
+def _silu_and_mul(values: Mapping[str, Choice]) -> dict[str, Choice]:
+    return {_ROW_FIELDS.get(name, name): value for name, value in values.items()}
+
+
+_SCHEDULES = (
+    OldSchedule(frozenset({"split", "cluster", "raster", "raster_width", "epilogue_n"}), _hopper_matmul),
+    OldSchedule(frozenset({"hold", "warps", "vector", "rows", "pieces", "slots", "ahead", "held"}), _rows),
+    OldSchedule(frozenset({"warps", "vector", "pieces", "rows"}), _silu_and_mul),
+)

@@ -20,6 +20,7 @@ from scheduler.search.jobs import parse_backends
 from scheduler.store.store import Store
 from search_spaces import Kernel, aliases, load
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 ROOT = Path(__file__).parent.parent
 SWEEPS = sorted(ROOT.glob("sweeps/*/*.jsonl.gz"))
@@ -59,6 +60,53 @@ def test_fields_and_values_of_a_hopper_schedule_have_todays_names():
         "ping_pong",
     ]
     assert [of_old(cluster=c)["cluster"] for c in ("none", "m", "n", "k")] == ["none", "m", "n", "split_k"]
+
+
+ROWS = {"hold": "flow", "warps": 8, "vector": 8, "rows": 1, "pieces": 4, "slots": 13, "ahead": 0, "held": 0}
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        (ROWS, {"residency": "pipeline", "warps": 8, "vector": 8, "accesses": 4, "stages": 13}),
+        (
+            ROWS | {"ahead": 1, "cluster": 2},
+            {
+                "residency": "pipeline",
+                "warps": 8,
+                "vector": 8,
+                "accesses": 4,
+                "stages": 13,
+                "prefetch": 1,
+                "cluster": 2,
+            },
+        ),
+        (
+            ROWS | {"hold": "onchip", "slots": 0, "held": 2, "cluster": 1},
+            {"residency": "smem", "warps": 8, "vector": 8, "accesses": 4, "register_chunks": 2},
+        ),
+        (
+            ROWS | {"hold": "registers", "warps": 4, "rows": 2, "pieces": 0, "slots": 0},
+            {"residency": "registers", "warps": 4, "vector": 8, "rows": 2},
+        ),
+    ],
+    ids=["pipeline", "all of its fields", "smem", "registers"],
+)
+def test_a_row_schedule_keeps_its_residency_and_the_fields_of_that(old, today):
+    assert aliases.schedule(old) == today
+    assert aliases.schedule(today) == today
+    space = SOFTMAX.kernel("mosaic_gpu").space(SoftmaxProblem(4096, 65536), find("NVIDIA H200").target)
+    assert space.decode(old) == space.decode(today)
+    assert space.encode(dataclasses.asdict(space.decode(old))) == today
+
+
+def test_pieces_of_halves_are_accesses():
+    assert aliases.schedule({"warps": 4, "vector": 8, "pieces": 2, "rows": 1}) == {
+        "warps": 4,
+        "vector": 8,
+        "accesses": 2,
+        "rows": 1,
+    }
 
 
 def test_todays_spelling_and_other_schedules_stay_as_they_are():
@@ -153,7 +201,19 @@ def test_what_is_shipped_now_is_what_was_shipped_in_todays_spelling(old_lines):
     assert all(today[record.key] == record for record in same)
     for path in (ROOT / "records").glob("*/*.jsonl"):
         assert not any(
-            f'"{name}":' in path.read_text() for name in ("split", "raster", "epilogue_n", "swap", "in_flight")
+            f'"{name}":' in path.read_text()
+            for name in (
+                "split",
+                "raster",
+                "epilogue_n",
+                "swap",
+                "in_flight",
+                "hold",
+                "pieces",
+                "slots",
+                "ahead",
+                "held",
+            )
         )
 
 

@@ -67,10 +67,10 @@ def test_a_schedule_that_won_next_door_and_was_not_checked_for_rows_like_these_i
     monkeypatch.setattr(
         type(SOFTMAX.kernel("mosaic_gpu")),
         "verified",
-        lambda kernel, problem, schedules, target: (schedules.hold == "registers") | (problem.columns % 256 == 0),
+        lambda kernel, problem, schedules, target: (schedules.residency == "registers") | (problem.columns % 256 == 0),
     )
     whole, ragged = SoftmaxProblem(4096, 8192), SoftmaxProblem(4096, 8193)
-    won = {"hold": "onchip", "warps": 4, "vector": 8, "rows": 1, "pieces": 4, "slots": 0, "ahead": 0, "held": 1}
+    won = {"residency": "smem", "warps": 4, "vector": 8, "accesses": 4, "register_chunks": 1}
     rows = SOFTMAX.kernel("mosaic_gpu")
     assert [illegal(rows, problem, H200, won) for problem in (whole, ragged)] == [None, None]
     told = record(whole, won, ours_s=30e-6, library_s=60e-6, version=rows.version, operation=SOFTMAX)

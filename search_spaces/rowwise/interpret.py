@@ -1,4 +1,4 @@
-"""A row-wise formula in plain ``pallas_call``, some rows a block: run by the interpreter on a CPU."""
+"""A row-wise formula in plain ``pallas_call``, some rows a block: run by Pallas's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ P = TypeVar("P", bound=RowProblem)
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableSchedule:
+class InterpretedSchedule:
     """Rows of one block; a block has whole rows."""
 
     rows: int
 
 
-class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
+class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
     """Operands of as many rows as the result are divided into blocks; others are whole in each block."""
 
     backend = "interpret"
@@ -33,11 +33,11 @@ class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
     def supports(self, problem: P, target: Target) -> str | None:
         return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
 
-    def space(self, problem: P, target: Target) -> Space[PortableSchedule]:
+    def space(self, problem: P, target: Target) -> Space[InterpretedSchedule]:
         p = problem
         # An interpreted grid step costs about a millisecond whatever it computes.
         few = [rows for rows in (1, 4, 16, 64, 256, 1024) if rows < p.rows <= 1024 * rows]
-        return Space(PortableSchedule, choices={"rows": (p.rows, *reversed(few))})
+        return Space(InterpretedSchedule, choices={"rows": (p.rows, *reversed(few))})
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         p, s = problem, schedules
@@ -58,7 +58,7 @@ class PortableRows(Kernel[P, PortableSchedule], Generic[P]):
             onchip_bytes=s.rows * (row_bytes + p.columns * p.itemsize) + whole_bytes,
         )
 
-    def run(self, problem: P, schedule: PortableSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+    def run(self, problem: P, schedule: InterpretedSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         p, s = problem, schedule
 
         def body(*refs: Any) -> None:
