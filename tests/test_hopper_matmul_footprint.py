@@ -12,7 +12,7 @@ from search_spaces import Columns
 from search_spaces.matmul.hopper import tiling
 from search_spaces.matmul.problem import MatmulProblem
 
-# A busy test machine is no reason to fail: 8 ms are promised on an idle one.
+# Of processor time: what else the machine does is no reason to fail. 8 ms are promised on an idle one.
 SLOW_MACHINE = 3
 
 
@@ -20,9 +20,9 @@ def test_a_space_and_its_footprint_take_milliseconds():
     for problem in LARGE + SMALL:
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.process_time()
             footprint(problem, KERNEL.space(problem, TARGET).legal()[0])
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         assert min(times) < 8e-3 * SLOW_MACHINE, problem
 
 

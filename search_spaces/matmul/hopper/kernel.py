@@ -66,39 +66,66 @@ CONSUMER_REGISTERS = 232
 
 
 @dataclasses.dataclass(frozen=True)
+class Operand:
+    """`a` or `b`, as wgmma sees it.
+
+    Attributes:
+      array: in device memory.
+      batched: whether that has a batch axis.
+      tile: a stage of it...
+      smem: ...of which there are so many in shared memory.
+      multicast: the CTAs of a cluster load halves of each stage for each other.
+    """
+
+    array: Any
+    batched: bool
+    tile: SmemTile
+    smem: Any
+    multicast: bool
+
+    def load(self, batch: Any, corner: tuple[Any, Any], stage: Any, full: Any) -> None:
+        """Loads the tile at `corner` into a stage; `full` then tells."""
+        for index, box in self.tile.boxes(*corner):
+            plgpu.copy_gmem_to_smem(
+                self.array.at[(batch, *box) if self.batched else box],
+                self.smem.at[stage, *index],
+                full,
+                collective_axes="cluster" if self.multicast else None,
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Cta:
     """A CTA of a launch, as its warpgroups see it.
 
     Attributes:
       plan: of the launch.
-      a, b, bias, residual, c: in device memory; `a` and `b` as wgmma sees them, None where there is no such operand.
+      a, b: the operands, and the pipeline that they share.
+      bias, residual, c: in device memory; None where there is no such operand.
+      out_smem: stages of each consumer's epilogue subtiles.
+      others: scratch of the epilogue's operands and of a reduction, by name.
       mailbox: of a reduction, for the interpreter.
       cluster, clusters: number of its cluster in the grid, and how many there are.
       rank: of the CTA in its cluster.
       warpgroup: that asks: the consumers are the first of a CTA.
       tiles: that the cluster computes.
-      a_smem, b_smem, out_smem: stages of the operands, and of each consumer's epilogue subtiles.
-      pipeline: of the operands.
-      others: scratch of the epilogue's operands and of a reduction, by name.
     """
 
     plan: Plan
-    a: Any
-    b: Any
+    a: Operand
+    b: Operand
+    pipeline: Pipeline
     bias: Any
     residual: Any
     c: Any
+    out_smem: Any
+    others: dict[str, Any]
     mailbox: list[Any]
     cluster: Any
     clusters: Any
     rank: Any
     warpgroup: Any
     tiles: Any
-    a_smem: Any = None
-    b_smem: Any = None
-    out_smem: Any = None
-    pipeline: Any = None
-    others: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def origin(self, tile: Any) -> tuple[Any, Any, Any]:
         """Product, first row and first column of this CTA's `tile`-th tile."""
@@ -113,38 +140,53 @@ class Cta:
 def kernel(problem: MatmulProblem, schedule: HopperSchedule) -> Callable[..., None]:
     """The kernel, from its arrays in device memory: the operands, and the result or the accumulators of splits of k."""
     launch = plan(problem, schedule)
+    p, s, t, types = launch.p, launch.s, launch.t, scratch(launch)
 
     def matmul(*arrays: Any) -> None:
         operands, (c, *mailbox) = arrays[: len(problem.operands())], arrays[len(problem.operands()) :]
         a, b, bias, residual = problem.named(operands)
-        a, b = (b, a) if schedule.swap_ab else (a, b)
+        a, b = (b, a) if s.swap_ab else (a, b)
         cluster, clusters = lax.axis_index("cluster_grid"), lax.axis_size("cluster_grid")
-        rank, warpgroup, t = lax.axis_index("cluster"), lax.axis_index("wg"), launch.t
+        rank, warpgroup = lax.axis_index("cluster"), lax.axis_index("wg")
         tiles = lax.div(t.products * t.grid_m * t.grid_n - 1 - cluster + clusters, clusters)
-        cta = Cta(launch, a, b, bias, residual, c, mailbox, cluster, clusters, rank, warpgroup, tiles)
-        types = scratch(launch)  # in this order: by name, JAX would sort them
-        pl.run_scoped(
-            lambda *refs: _warpgroups(cta, **dict(zip(types, refs, strict=True))),
-            *types.values(),
-            collective_axes="wg",
-        )
+
+        def with_scratch(*refs: Any) -> None:
+            others = dict(zip(types, refs, strict=True))
+            cta = Cta(
+                plan=launch,
+                a=Operand(a, p.batch > 1, launch.a_tile, others.pop("a_smem"), s.cluster == "n"),
+                b=Operand(b, p.batch > 1, launch.b_tile, others.pop("b_smem"), s.cluster == "m"),
+                pipeline=Pipeline(s.stages, launch.groups, others.pop("full"), others.pop("empty")),
+                bias=bias,
+                residual=residual,
+                c=c,
+                out_smem=others.pop("out_smem"),
+                others=others,
+                mailbox=mailbox,
+                cluster=cluster,
+                clusters=clusters,
+                rank=rank,
+                warpgroup=warpgroup,
+                tiles=tiles,
+            )
+            _take_roles(cta)
+
+        # In their order: by name, JAX would sort them.
+        pl.run_scoped(with_scratch, *types.values(), collective_axes="wg")
 
     return matmul
 
 
-def _warpgroups(cta: Cta, a_smem: Any, b_smem: Any, full: Any, out_smem: Any, empty: Any, **others: Any) -> None:
-    """Each warpgroup takes up its role."""
-    launch, consumers = cta.plan, cta.plan.t.consumers
-    pipeline = Pipeline(launch.s.stages, launch.groups, full, empty)
-    cta = dataclasses.replace(cta, a_smem=a_smem, b_smem=b_smem, out_smem=out_smem, pipeline=pipeline, others=others)
+def _take_roles(cta: Cta) -> None:
+    consumers = cta.plan.t.consumers
 
     @pl.when(cta.warpgroup == consumers)
     def producer() -> None:
         if consumers == 2:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         produce(cta)
-        if launch.reduction:
-            launch.reduction.meet()
+        if cta.plan.reduction:
+            cta.plan.reduction.meet()
 
     @pl.when(cta.warpgroup != consumers)
     def consumer() -> None:
@@ -171,37 +213,13 @@ def produce(cta: Cta) -> None:
             full = pipeline.full_barrier(tile, stage)
             k = (first_step + k_step) * s.tile_k
             pipeline.producer_acquire(step, stage)
-            a_corner = (k, row) if p.transpose_a else (row, k)
-            b_corner = (column, k) if p.transpose_b else (k, column)
-            _load(cta, cta.a, batch, a_corner, cta.plan.a_tile, cta.a_smem, stage, full, multicast="n")
-            _load(cta, cta.b, batch, b_corner, cta.plan.b_tile, cta.b_smem, stage, full, multicast="m")
+            cta.a.load(batch, (k, row) if p.transpose_a else (row, k), stage, full)
+            cta.b.load(batch, (column, k) if p.transpose_b else (k, column), stage, full)
 
         lax.fori_loop(0, t.steps, load_step, None)
 
     lax.fori_loop(0, cta.tiles, load_tile, None)
     pipeline.producer_tail(cta.tiles * t.steps)
-
-
-def _load(
-    cta: Cta,
-    array: Any,
-    batch: Any,
-    corner: tuple[Any, Any],
-    tile: SmemTile,
-    smem: Any,
-    stage: Any,
-    full: Any,
-    *,
-    multicast: str,
-) -> None:
-    """Loads a stage of an operand, which CTAs of a cluster along the axis `multicast` load for each other."""
-    for index, box in tile.boxes(*corner):
-        plgpu.copy_gmem_to_smem(
-            array.at[(batch, *box) if cta.plan.p.batch > 1 else box],
-            smem.at[stage, *index],
-            full,
-            collective_axes="cluster" if cta.plan.s.cluster == multicast else None,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +277,7 @@ def consume(cta: Cta) -> None:
             prefetch(consumer, tile)
         acc = main_loop(consumer, tile)
         if reduction:
-            smem = cta.a_smem if launch.larger is launch.a_tile else cta.b_smem
+            smem = cta.a.smem if launch.larger is launch.a_tile else cta.b.smem
             acc = reduction.add(acc, cta.warpgroup, smem, launch.larger.transforms, cta.mailbox, **arrived)
         finish(consumer, tile, acc)
 
@@ -283,7 +301,7 @@ def prefetch(consumer: Consumer, tile: Any) -> None:
 def main_loop(consumer: Consumer, tile: Any) -> jax.Array:
     """The accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
     cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
-    pipeline, a_tile, b_tile, delay = cta.pipeline, cta.plan.a_tile, cta.plan.b_tile, s.delay_release
+    pipeline, delay, untiled = cta.pipeline, s.delay_release, cta.plan.tiling.untiled
     rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
     whole = slice(None)
 
@@ -292,12 +310,12 @@ def main_loop(consumer: Consumer, tile: Any) -> jax.Array:
 
     def start(stage: Any, acc: Any) -> Any:
         """The accumulators to go on with: new ones, or `acc` itself, a reference to those in place."""
-        a = a_tile.part(cta.a_smem, stage, *((whole, rows) if p.transpose_a else (rows, whole)))
-        b = b_tile.part(cta.b_smem, stage, *((columns, whole) if p.transpose_b else (whole, columns)))
+        a = cta.a.tile.part(cta.a.smem, stage, *((whole, rows) if p.transpose_a else (rows, whole)))
+        b = cta.b.tile.part(cta.b.smem, stage, *((columns, whole) if p.transpose_b else (whole, columns)))
         pipeline.consumer_wait(tile, stage)
-        if cta.plan.tiling.untiled:
+        if untiled:
             return untiled_swizzled.wgmma(
-                acc, a, b, a_tile.swizzle, transpose_a=p.transpose_a, transpose_b=p.transpose_b
+                acc, a, b, cta.a.tile.swizzle, transpose_a=p.transpose_a, transpose_b=p.transpose_b
             )
         plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
         return acc
@@ -325,7 +343,7 @@ def main_loop(consumer: Consumer, tile: Any) -> jax.Array:
             release(stage_of(k_step), 0)
         return acc[...]
 
-    if cta.plan.tiling.untiled:  # Each step is waited for: what follows could not see that wgmmas are pending.
+    if untiled:  # Each step is waited for: what follows could not see that wgmmas are pending.
         acc: jax.Array = lax.fori_loop(0, t.steps, step, untiled_swizzled.zeros((t.wg_m, t.wg_n), p.acc_dtype))
     else:
         acc = pl.run_scoped(in_place, plgpu.ACC((t.wg_m, t.wg_n), p.acc_dtype))
