@@ -68,13 +68,13 @@ PARTS = {
     "plain": lambda s: (
         not ({"swap_ab", "split_k", "delay_release"} & set(s)) and s["consumers"] not in ("one", "ping_pong")
     ),
-    "swapped": lambda s: "swap_ab" in s,
-    "parts of k": lambda s: "split_k" in s,
-    "swapped, parts of k": lambda s: {"swap_ab", "split_k"} <= set(s),
-    "one computing warpgroup": lambda s: s["consumers"] == "one",
-    "tiles in turns": lambda s: s["consumers"] == "ping_pong",
-    "steps in flight": lambda s: "delay_release" in s and s["consumers"] != "ping_pong",
-    "swapped, tiles that fill the cores": lambda s: "swap_ab" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
+    "swap_ab": lambda s: "swap_ab" in s,
+    "split-K": lambda s: "split_k" in s,
+    "swap_ab, split-K": lambda s: {"swap_ab", "split_k"} <= set(s),
+    "one consumer": lambda s: s["consumers"] == "one",
+    "ping-pong": lambda s: s["consumers"] == "ping_pong",
+    "delay_release": lambda s: "delay_release" in s and s["consumers"] != "ping_pong",
+    "swap_ab, tiles that quantize": lambda s: "swap_ab" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
 }
 
 

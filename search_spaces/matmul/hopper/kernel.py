@@ -30,8 +30,8 @@ consumers of both have read them. In one along k the CTAs reduce their accumulat
 
 **Why not `plgpu.emit_pipeline_warp_specialized`**, as in JAX's `hopper_matmul_mgpu`. It too can keep its pipeline full
 from one tile to the next (`pipeline_state`), but all of its consumers take part in every step: no ping-pong, where one
-runs its epilogue beside the other's main loop. And a block of its operands is one TMA copy, where a stage in the untiled
-layout takes several.
+runs its epilogue beside the other's main loop. And a block of its operands is one TMA copy, where a stage in the
+untiled layout takes several.
 
 Below, `a` fills the rows of wgmma and `b` its columns. With `swap_ab` that is the mirrored product, and only what
 leaves the kernel is turned back.
@@ -44,19 +44,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.hopper import untiled_swizzled
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
-from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
+from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import plgpu
-from search_spaces.matmul.hopper.dsmem_reduction import DsmemReduction, dsmem_reduction
-from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads, bias_scratch, residual_scratch
-from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
-from search_spaces.matmul.hopper.tiling import Tiling, planar_snake
+from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
+from search_spaces.matmul.hopper.plan import Plan, plan, scratch
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.tiling import planar_snake
 from search_spaces.matmul.problem import MatmulProblem
 
 # Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down); what
@@ -64,74 +63,6 @@ from search_spaces.matmul.problem import MatmulProblem
 # address, and nobody needs to give.
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is known of a launch before it is traced.
-
-    Attributes:
-      problem, tiling: of the arrays as they lie in device memory.
-      p, s, t: problem, schedule and tiling as wgmma sees them: with `swap_ab` the mirrored ones.
-      a_tile, b_tile: a stage of each operand.
-      out_tile: an epilogue subtile.
-      reduction: of cluster split-K.
-    """
-
-    problem: MatmulProblem
-    tiling: Tiling
-    p: MatmulProblem
-    s: HopperSchedule
-    t: Tiling
-    a_tile: SmemTile
-    b_tile: SmemTile
-    out_tile: SmemTile
-    reduction: DsmemReduction | None
-
-    @property
-    def larger(self) -> SmemTile:
-        """The operand whose stages a reduction takes, when nobody needs them any more."""
-        return self.a_tile if self.s.tile_m > self.s.tile_n else self.b_tile
-
-    @property
-    def out_n(self) -> int:
-        """Columns, as wgmma sees them, that a consumer finishes."""
-        return int(self.t.wg_n // self.t.cluster_k)
-
-    @property
-    def groups(self) -> int:
-        """Of consumers that take whole tiles in turn."""
-        return int(self.t.consumers // self.t.cooperating)
-
-
-def plan(problem: MatmulProblem, schedule: HopperSchedule) -> Plan:
-    """Of a launch for `problem` by a legal schedule.
-
-    Raises:
-      ValueError: the stages of neither operand have space for what a reduction through DSMEM receives.
-    """
-    tiling = Tiling(problem, schedule)
-    p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
-    dtype = jnp.dtype(p.dtype)
-    out_dtype = p.result().dtype if s.split_k == 1 else p.acc_dtype
-    a_extents = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
-    b_extents = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
-    layout = Untiled if tiling.untiled else Tiled
-    made = Plan(
-        problem=problem,
-        tiling=tiling,
-        p=p,
-        s=s,
-        t=Tiling(p, s),
-        a_tile=layout(*a_extents, dtype, int(tiling.swizzle)),
-        b_tile=layout(*b_extents, dtype, int(tiling.swizzle)),
-        out_tile=layout(int(tiling.epi_m), int(tiling.epi_n), out_dtype, int(tiling.out_swizzle)),
-        reduction=dsmem_reduction(problem, schedule),
-    )
-    larger = made.larger
-    if made.reduction and made.reduction.onchip_bytes > s.stages * larger.rows * larger.columns * dtype.itemsize:
-        raise ValueError(f"{schedule}: half of a tile's accumulators outgrow the operands' stages: more stages do it")
-    return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,36 +122,14 @@ def kernel(problem: MatmulProblem, schedule: HopperSchedule) -> Callable[..., No
         rank, warpgroup, t = lax.axis_index("cluster"), lax.axis_index("wg"), launch.t
         tiles = lax.div(t.products * t.grid_m * t.grid_n - 1 - cluster + clusters, clusters)
         cta = Cta(launch, a, b, bias, residual, c, mailbox, cluster, clusters, rank, warpgroup, tiles)
-        scratch = _scratch(launch)
-        # In this order; by name, JAX would sort them.
+        types = scratch(launch)  # in this order: by name, JAX would sort them
         pl.run_scoped(
-            lambda *refs: _warpgroups(cta, **dict(zip(scratch, refs, strict=True))),
-            *scratch.values(),
+            lambda *refs: _warpgroups(cta, **dict(zip(types, refs, strict=True))),
+            *types.values(),
             collective_axes="wg",
         )
 
     return matmul
-
-
-def _scratch(launch: Plan) -> dict[str, Any]:
-    s, t, dtype = launch.s, launch.t, launch.a_tile.dtype
-    a, b, out = launch.a_tile, launch.b_tile, launch.out_tile
-    empty = {"num_arrivals": t.cooperating, "num_barriers": s.stages}
-    return {
-        "a_smem": plgpu.SMEM((s.stages, *a.shape), dtype, transforms=a.transforms),
-        **(launch.reduction.scratch() if launch.reduction else {}),
-        "b_smem": plgpu.SMEM((s.stages, *b.shape), dtype, transforms=b.transforms),
-        **bias_scratch(launch.problem, launch.tiling),
-        "full": plgpu.Barrier(num_arrivals=a.copies + b.copies, num_barriers=launch.groups * s.stages),
-        "out_smem": plgpu.SMEM(
-            (t.consumers, int(launch.tiling.epi_stages), *out.shape), out.dtype, transforms=out.transforms
-        ),
-        # A stage that two CTAs fill is empty when both have read theirs.
-        "empty": plgpu.Barrier(**empty)
-        if s.cluster in ("none", "split_k")
-        else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
-        **residual_scratch(launch.problem, launch.tiling),
-    }
 
 
 def _warpgroups(cta: Cta, a_smem: Any, b_smem: Any, full: Any, out_smem: Any, empty: Any, **others: Any) -> None:
