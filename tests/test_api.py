@@ -458,7 +458,7 @@ def test_a_wrong_epilogue_is_answered_in_a_sentence():
     with pytest.raises(TypeError, match="residual is float32, which a result of int32 cannot hold"):
         tuned_matmul(whole, whole, residual=jnp.ones((2, 2)))
     narrow = jnp.ones((2, 2), jnp.float8_e4m3fn)
-    with pytest.raises(TypeError, match="float8_e4m3fn is too narrow for what follows: set preferred_element_type"):
+    with pytest.raises(TypeError, match="float8_e4m3fn is too narrow for an epilogue: set preferred_element_type"):
         tuned_matmul(narrow, narrow, bias=jnp.ones(2))
     fused = tuned_matmul(narrow, narrow, bias=jnp.ones(2), preferred_element_type=jnp.float32)
     assert (fused == 3).all()

@@ -19,7 +19,7 @@ from search_spaces.space import Columns, Space
 
 @dataclasses.dataclass(frozen=True)
 class InterpretSchedule:
-    """Tile extents, and whether the grid walks rows (``m``) or columns (``n``) of tiles first."""
+    """Tile extents, and the axis, "m" or "n", along which tiles follow each other."""
 
     tile_m: int
     tile_n: int
@@ -62,7 +62,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
         rows, columns = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n)
         steps = _cdiv(p.k, s.tile_k)
         a, b = (p.m / rows) * (p.k / steps) * itemsize, (p.k / steps) * (p.n / columns) * itemsize
-        # Read once for each block of the result: a share of it in each step.
+        # Read once for each block of the result: part of it in each step.
         bias = p.n / columns * _itemsize(p.bias) / steps
         residual = (p.m / rows) * (p.n / columns) * _itemsize(p.residual) / steps
         tile = s.tile_m * s.tile_k + s.tile_k * s.tile_n

@@ -106,7 +106,7 @@ def untiled(p: MatmulProblem) -> bool:
 
 
 def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
-    """Product, row and column of a tile by its number, in groups of `width` tiles, every other one walked backwards.
+    """Product, row and column of a tile by its number, in groups of `width` tiles, every other one backwards.
 
     The order of `plgpu.planar_snake`, which branches between whole groups and the last one; here extents are static,
     and a `min` does it. Its lowering also differs between versions of JAX.
