@@ -17,12 +17,13 @@ import jaxlib
 import numpy as np
 
 from scheduler import timer
-from scheduler.cost import MET_IN_CACHE, CostModel
+from scheduler.cost import CostModel
 from scheduler.errors import CandidateFailed
 from scheduler.hardware import Hardware
 from scheduler.legal import illegal
 from scheduler.record import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.text import schedule_to_text
+from scheduler.traffic import L2_RESIDENT
 from scheduler.verify import Rows, compared_rows, comparison, mismatch
 from search_spaces import jax_compat
 from search_spaces.kernel import SLAB, Kernel, Operation, Problem, nbytes
@@ -33,7 +34,7 @@ Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
 # Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
 # the cache, as the model has it.
-MOST_SETS = round(2 / MET_IN_CACHE)
+MOST_SETS = round(2 / L2_RESIDENT)
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
 # No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
