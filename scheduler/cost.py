@@ -31,8 +31,8 @@ Array = npt.NDArray[np.float64]
 class Constants:
     """What no data sheet tells: shares of the peaks that kernels reach, and overheads.
 
-    The defaults are round numbers from 19 matmuls swept on one H200 and from XLA's times of 21. Refitted to other shapes
-    they rank no better, so a calibration sets the two scales alone (`calibrate.py`).
+    The defaults are round numbers from 19 matmuls swept on one H200 and from XLA's times of 21. Refitted to other
+    shapes they rank no better, so a calibration sets the two scales alone (`calibrate.py`).
 
     Attributes:
       scale: measured over predicted time of this kernel on this chip.

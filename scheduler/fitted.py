@@ -16,7 +16,7 @@ from search_spaces.kernel import Kernel, Operation
 
 _log = logging.getLogger("scheduler")
 
-# Constants as older calibrations spell them. What has neither a name here nor one in `Constants` is gone from the model.
+# Constants as older calibrations spell them. What is neither here nor in `Constants` is gone from the model.
 ALIASES = {
     "alpha": "l2_share",
     "askew": "sector_misalignment",
