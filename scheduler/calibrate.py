@@ -99,7 +99,7 @@ def calibrate(
                 version=kernel.version,
                 constants={"library_scale" if kernel.library else "scale": scale},
                 problems=len(seen),
-                trials=sum(len(one.seconds) for one in seen),
+                trials=sum(map(len, errors)),
                 error=float(np.median(np.abs(np.concatenate(errors) - np.log(scale)))),
                 environment=max(environments, key=lambda environment: environment.date),
             )
