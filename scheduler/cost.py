@@ -131,19 +131,19 @@ class CostModel:
         Those of the first group overlap within a step, as `_pace` says. Those of the second add up.
 
         mma: arithmetic of the busiest core, padding and a last wave included, at the highest clock.
-        wgmma bubble: what tensor cores wait between a step's wgmma and the next one's, as far as neither another
+        wgmma_bubble: what tensor cores wait between a step's wgmma and the next one's, as far as neither another
           consumer warpgroup nor a step that was issued before keeps them busy (H200: 0.1 us, a step of 64 x 64 x 64
           takes 0.07).
-        inter-tile bubble: what they wait for while FP32 lanes and MUFU finish accumulators. Nothing with ping-pong
+        tile_bubble: what they wait for while FP32 lanes and MUFU finish accumulators. Nothing with ping-pong
           warpgroups, one in its epilogue while another multiplies.
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
           multiplied at 1.78 GHz, with a quarter of them at its highest clock.
         smem: what tensor cores read from on-chip memory.
         l2: what loads fill in a core, edges included, at its part of what the last-level cache delivers. A multicast
           load still fills each core that it serves.
-        tma rows: what the core's TMA issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
+        tma_rows: what the core's TMA issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
           in 1.9 clocks), and longer where they start within a sector. A multicast load is issued in parts.
-        out-of-bounds fill: rows beyond an array's edge, which are filled with zeros and stop all other loads of the
+        oob_fill: rows beyond an array's edge, which are filled with zeros and stop all other loads of the
           core meanwhile (H200: tiles of 64 rows over an array of one take 1.4 times as long as tiles of 8). A
           multicast one stops every core that it serves.
         hbm: loads that miss the last-level cache, and results, at e_hbm of the device memory's bandwidth.
@@ -152,14 +152,14 @@ class CostModel:
           loaded again, so a step takes at least (latency + load + compute) / stages (Little's law).
 
         step: the loop of each step.
-        pipeline set-up: of its stages.
+        pipeline_setup: of its stages.
         prologue: latency until a block's first operands are there, and the shorter of a step's load and computing, as
           the first load and the last computing overlap with nothing; of the first block alone where blocks are
           persistent or share a core.
         epilogue: storing a block's result through the last-level cache; of the last block alone likewise, with what
           lanes do to its accumulators where they hide the others'.
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
-        cluster sync: CTAs of a cluster that wait for each other, at their start and at their end.
+        cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
           bytes a nanosecond).
         launch: empty launches.
@@ -221,8 +221,8 @@ class CostModel:
             "power": running * f.flops / (c.e_power * peak),
             "smem": per_core * column(f.onchip_bytes_read) / (h.onchip_bytes_per_clock * h.clock_hz),
             "l2": per_core * sum(_filled(o) for o in f.operands) / core_rate,
-            "tma rows": per_core * sum(_tma_s(o, h, c) / o.multicast for o in f.operands),
-            "out-of-bounds fill": per_core * beyond_edges * c.fill_row_s,
+            "tma_rows": per_core * sum(_tma_s(o, h, c) / o.multicast for o in f.operands),
+            "oob_fill": per_core * beyond_edges * c.fill_row_s,
             "hbm": running * (moved.memory_bytes + blocks * f.bytes_written) / (blocks * steps) / hbm_rate,
         }
         lanes = {
@@ -230,10 +230,10 @@ class CostModel:
             "fp32": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
         }
         units = np.maximum(np.maximum(overlapped["mma"], overlapped["power"]), overlapped["smem"])
-        overlapped["wgmma bubble"] = _wgmma_bubble(f, per_core, units, c.wgmma_bubble_s)
-        load = np.maximum(np.maximum(overlapped["l2"], overlapped["tma rows"]), overlapped["hbm"])
-        load = load + overlapped["out-of-bounds fill"]
-        compute = units + overlapped["wgmma bubble"] + sum(lanes.values())
+        overlapped["wgmma_bubble"] = _wgmma_bubble(f, per_core, units, c.wgmma_bubble_s)
+        load = np.maximum(np.maximum(overlapped["l2"], overlapped["tma_rows"]), overlapped["hbm"])
+        load = load + overlapped["oob_fill"]
+        compute = units + overlapped["wgmma_bubble"] + sum(lanes.values())
         latency_s = np.where(moved.l2_resident, h.l2_latency_s, h.memory_latency_s)
         overlapped["latency"] = (latency_s + (load + compute) / np.maximum(per_core, 1)) / f.stages
         shown, last_lanes_s = _lanes(f, lanes, count)
@@ -244,11 +244,11 @@ class CostModel:
         shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
         serial = {
             "step": c.step_s * steps * count,
-            "pipeline set-up": c.stage_s * f.stages + zero,
+            "pipeline_setup": c.stage_s * f.stages + zero,
             "prologue": (latency_s + shorter) * alone,
             "epilogue": per_core.max(axis=0) * f.bytes_written / core_rate * alone + last_lanes_s,
             "copies": f.copied_bytes / hbm_rate + zero,
-            "cluster sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
+            "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
             "dsmem": c.dsmem_s * (column(f.exchanged_bytes) > 0) + f.exchanged_bytes / c.dsmem_bytes_per_s + zero,
             "launch": c.launch_share * h.launch_s * column(f.launches) + zero,
         }
@@ -270,7 +270,7 @@ def _filled(operand: Operand) -> Array:
 
 
 def _lanes(footprint: Footprint, lanes: Mapping[str, Array], count: Array) -> tuple[dict[str, Array], Array]:
-    """`lanes` as they show in a step, "inter-tile bubble" included, and their seconds on the last block's accumulators.
+    """`lanes` as they show in a step, "tile_bubble" included, and their seconds on the last block's accumulators.
 
     Where tensor cores multiply, these wait while lanes finish a block's accumulators; or, with ping-pong warpgroups,
     they go on with the next of `count` blocks, and only the last one's shows.
@@ -279,7 +279,7 @@ def _lanes(footprint: Footprint, lanes: Mapping[str, Array], count: Array) -> tu
     finishing = np.where(accumulates, sum(lanes.values()), 0.0)
     beside = np.where(accumulates, np.where(ping_pong, 1 - 1 / count, 0.0), 1.0)
     shown = {name: beside * seconds for name, seconds in lanes.items()}
-    shown["inter-tile bubble"] = np.where(ping_pong, 0.0, finishing)
+    shown["tile_bubble"] = np.where(ping_pong, 0.0, finishing)
     return shown, np.where(ping_pong, finishing.max(axis=0) * footprint.steps, 0.0)
 
 
@@ -311,11 +311,11 @@ def _pace(parts: Mapping[str, Array], p: float) -> Array:
     bandwidth or its latency, they hardly show, as the norm of three times that order has it: products of few rows come
     to 95 % of an H200's bandwidth with most tiles, and one stage more than the pipeline needs gains nothing.
     """
-    units = np.maximum(np.maximum(parts["mma"] + parts["inter-tile bubble"], parts["power"]), parts["smem"])
-    units = units + parts["wgmma bubble"]
-    loads = np.maximum(parts["l2"], parts["tma rows"]) + parts["out-of-bounds fill"]
+    units = np.maximum(np.maximum(parts["mma"] + parts["tile_bubble"], parts["power"]), parts["smem"])
+    units = units + parts["wgmma_bubble"]
+    loads = np.maximum(parts["l2"], parts["tma_rows"]) + parts["oob_fill"]
     core = _norm(np.stack([units, parts["mufu"], parts["fp32"], loads]), p)
-    return _norm(np.stack([core, parts["latency"], parts["hbm"] + parts["out-of-bounds fill"]]), 3 * p)
+    return _norm(np.stack([core, parts["latency"], parts["hbm"] + parts["oob_fill"]]), 3 * p)
 
 
 def _norm(parts: Array, p: float) -> Array:

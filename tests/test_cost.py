@@ -21,7 +21,7 @@ from search_spaces.matmul.problem import MatmulProblem
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
 KIB = 1024
-OVERLAPPED = ("mma", "wgmma bubble", "inter-tile bubble", "power", "smem", "l2", "tma rows", "out-of-bounds fill")
+OVERLAPPED = ("mma", "wgmma_bubble", "tile_bubble", "power", "smem", "l2", "tma_rows", "oob_fill")
 OVERLAPPED += ("hbm", "mufu", "fp32", "latency")
 
 
@@ -234,7 +234,7 @@ def test_a_wgmma_that_still_runs_hides_the_bubble_before_the_next():
     """64 x 64 x 64 on an H200 multiplies 0.07 us, and pauses 0.1 us: of 512^3, each step took 0.09 us less."""
     small = {"flops": np.array([2.0 * 64**3]), "multipliers": 1}
     waiting, ahead, nobody = (
-        CostModel(H200).terms(blocks(64, **small | more))["wgmma bubble"][0] / 64
+        CostModel(H200).terms(blocks(64, **small | more))["wgmma_bubble"][0] / 64
         for more in ({}, {"ahead": 1}, {"multipliers": 0})
     )
     assert waiting == pytest.approx(Constants().wgmma_bubble_s)
@@ -244,9 +244,9 @@ def test_a_wgmma_that_still_runs_hides_the_bubble_before_the_next():
 
 def test_two_consumer_warpgroups_hide_bubbles_behind_each_others_wgmma():
     one, two = (CostModel(H200).terms(blocks(132, multipliers=groups)) for groups in (1, 2))
-    assert two["wgmma bubble"] < one["wgmma bubble"]
+    assert two["wgmma_bubble"] < one["wgmma_bubble"]
     large = {"flops": np.array([2.0 * 128 * 256 * 64]), "multipliers": 2}
-    assert CostModel(H200).terms(blocks(132, **large))["wgmma bubble"] == 0
+    assert CostModel(H200).terms(blocks(132, **large))["wgmma_bubble"] == 0
 
 
 @pytest.mark.parametrize(("start_bytes", "times"), [(0, 1), (128, 1), (32, 1), (16, 2)])
@@ -254,7 +254,7 @@ def test_rows_that_start_within_a_sector_take_twice_as_long(start_bytes, times):
     """128 x 64 of 1000^3, whose rows start at multiples of 16 bytes, took 2.1 ns a row; of 512 x 4096 x 4096, 1.0."""
     operand = dataclasses.replace(blocks(1).operands[0], copy_bytes=128)
     aligned, other = (
-        CostModel(H200).terms(blocks(132, operands=(dataclasses.replace(operand, start_bytes=start),)))["tma rows"]
+        CostModel(H200).terms(blocks(132, operands=(dataclasses.replace(operand, start_bytes=start),)))["tma_rows"]
         for start in (0, start_bytes)
     )
     assert other / aligned == pytest.approx(times, rel=0.1)
@@ -272,12 +272,12 @@ def test_an_epilogue_hides_only_behind_the_wgmma_of_the_other_ping_pong_warpgrou
     assert slower[1] < 1.04
     waiting, hiding = (model.terms(blocks(132, **lanes, alternating=ping_pong)) for ping_pong in (False, True))
     assert hiding["fp32"] == 0, "nothing follows the last block"
-    assert hiding["epilogue"] - waiting["epilogue"] == pytest.approx(waiting["inter-tile bubble"])
+    assert hiding["epilogue"] - waiting["epilogue"] == pytest.approx(waiting["tile_bubble"])
 
 
 def test_clusters_wait_for_each_other_once():
     alone, paired = (CostModel(H200).terms(blocks(132, cluster=cluster)) for cluster in (1, 2))
-    assert (alone["cluster sync"], paired["cluster sync"]) == (0, Constants().cluster_sync_s)
+    assert (alone["cluster_sync"], paired["cluster_sync"]) == (0, Constants().cluster_sync_s)
 
 
 def test_multicast_spares_the_cache_and_leaves_the_memory_as_it_is():
@@ -292,7 +292,7 @@ def test_a_shared_load_is_issued_in_parts_and_fills_every_core_that_it_serves():
     single = dataclasses.replace(blocks(1320).operands[0], copy_bytes=128)
     shared = dataclasses.replace(single, multicast=2)
     one, two = (CostModel(H200).terms(blocks(1320, operands=(o,))) for o in (single, shared))
-    assert two["tma rows"] == pytest.approx(one["tma rows"] / 2)
+    assert two["tma_rows"] == pytest.approx(one["tma_rows"] / 2)
     assert two["l2"] == one["l2"]
 
 
@@ -301,7 +301,7 @@ def test_narrow_copies_take_twice_as_long():
         CostModel(H200).terms(blocks(1320, operands=(dataclasses.replace(blocks(1).operands[0], copy_bytes=width),)))
         for width in (128, 64)
     )
-    assert narrow["tma rows"] == pytest.approx(2 * wide["tma rows"])
+    assert narrow["tma_rows"] == pytest.approx(2 * wide["tma_rows"])
     assert narrow["hbm"] == wide["hbm"]
     assert narrow["l2"] == wide["l2"]
 
