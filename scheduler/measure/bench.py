@@ -23,8 +23,9 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import timer
 from scheduler.measure.verification import Rows, compared_rows, comparison, mismatch
-from scheduler.model.cost import MET_IN_CACHE, CostModel
+from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
+from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat
 from search_spaces.kernel import SLAB, Kernel, Operation, Problem, nbytes
 
@@ -34,7 +35,7 @@ Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
 # Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
 # the cache, as the model has it.
-MOST_SETS = round(2 / MET_IN_CACHE)
+MOST_SETS = round(2 / L2_RESIDENT)
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
 # No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
