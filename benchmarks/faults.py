@@ -31,7 +31,7 @@ from scheduler.core.hardware import GIB
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Trial
 from scheduler.measure.bench import needed_bytes
-from scheduler.measure.pool import Gpu, Pool
+from scheduler.measure.pool import ALLOCATOR_RETRY_S, RUN_LIMIT_S, Gpu, Pool
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
@@ -57,7 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=7, help="how often each fault is injected")
     parser.add_argument("--workers", type=int, default=None, help="worker processes  [default: 4, on a CPU 2]")
-    parser.add_argument("--run-timeout", type=float, default=10.0, help="seconds that a turn on the device may take")
+    parser.add_argument(
+        "--run-timeout",
+        type=float,
+        default=ALLOCATOR_RETRY_S + RUN_LIMIT_S,
+        help="seconds that a turn on the device may take",
+    )
     parser.add_argument("--only", default="", help="only these faults, with commas between them")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "faults", help="rows kept for the next command")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -328,18 +329,40 @@ class CrowdedProblem(NotedProblem):
     """Its kernels leave the ids of their processes in the directory `place`, and run only alone on the device."""
 
     greedy: bool = False  # or not at all
+    waits_s: int = 0  # for memory, while they run, before they say that there is none
 
     def reserve(self) -> None:
+        if self.greedy or self.others():
+            time.sleep(self.waits_s)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    def others(self) -> bool:
+        """Whether another process that traced a kernel of this problem is there."""
         self.note()
         others = [int(path.name) for path in Path(self.place).iterdir() if int(path.name) != os.getpid()]
-        if self.greedy or any(Path(f"/proc/{pid}").exists() for pid in others):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+        return any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
 class Crowded(Noted):
     def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
-        problem.reserve()
+        if problem.waits_s:
+            problem.note()
+            _before_next_call(jax.stages.Compiled, "__call__", problem.reserve)
+        else:
+            problem.reserve()
         return args[0] * 2
+
+
+def _before_next_call(cls: type, name: str, function: Callable[[], None]) -> None:
+    """Calls `function` before the method's next call, in whose place it may raise."""
+    method = getattr(cls, name)
+
+    def once(*args: Any, **params: Any) -> Any:
+        setattr(cls, name, method)
+        function()
+        return method(*args, **params)
+
+    setattr(cls, name, once)
 
 
 CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), NotedLibrary()))

@@ -191,6 +191,17 @@ def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, t
     assert isinstance(pool.measure(dataclasses.replace(greedy, backend="xla")), Measurement)
 
 
+def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(pool, tmp_path, monkeypatch):
+    """As XLA's allocator on a GPU: in a run, whose limit follows from what ran before."""
+    monkeypatch.setattr("scheduler.measure.pool.RUN_LIMIT_S", 1.0)
+    monkeypatch.setattr("scheduler.measure.pool.ALLOCATOR_RETRY_S", 2.0)
+    waiting = noted(tmp_path, waits_s=2)
+    assert isinstance(pool.measure(dataclasses.replace(waiting, backend="xla")), Measurement)
+    with ThreadPoolExecutor(2) as threads:
+        assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [waiting] * 2))
+    assert pool.room(CROWDED, waiting.problem) == 1
+
+
 def test_what_no_memory_holds_is_said_before_anything_runs(pool):
     problem = MatmulProblem(2**20, 2**20, 8)
     for runner in (pool, InProcess()):

@@ -22,7 +22,7 @@ from scheduler import tuned_matmul
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import Gpu, InProcess, Pool, Task, _Limits
+from scheduler.measure.pool import ALLOCATOR_RETRY_S, Gpu, InProcess, Pool, Task, _Limits
 from scheduler.search.tuner import start_runner
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -156,9 +156,9 @@ def test_limits_adapt_to_what_was_seen_unless_they_are_told():
     for seconds in (1.0, 10.0, 300.0):
         adapting.ended("compile", seconds)
     adapting.saw(LIBRARY, Measurement(0.2, (0.2,), "wall", "warm"))
-    assert (limit_s("compile"), limit_s("lower"), limit_s("run")) == (40, 40, 20 * 0.2 * 5)
+    assert (limit_s("compile"), limit_s("lower"), limit_s("run")) == (40, 40, ALLOCATOR_RETRY_S + 20 * 0.2 * 5)
     adapting.saw(LIBRARY, Measurement(1e-6, (1e-6,), "wall", "warm"))
-    assert limit_s("run") == 10
+    assert limit_s("run") == ALLOCATOR_RETRY_S + 10
     told = _Limits(3.0, 4.0).of(LIBRARY)
     assert (told("prepare"), told("run"), told("wait")) == (3, 4, None)
 

@@ -43,6 +43,9 @@ START_LIMIT_S = 180.0
 COMPILE_LIMITS_S = (30.0, 120.0)
 # XLA tries its algorithms out while it compiles: so many runs of a problem, none faster than its lower bound.
 TRIED_OUT = 500
+# XLA's allocator waits so long for memory to come free before it says that there is none (BFCAllocator::AllocateRaw in
+# xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait): a shorter limit would take that for a kernel that hangs.
+ALLOCATOR_RETRY_S = 10.0
 RUN_LIMIT_S = 10.0
 FIRST_RUN_LIMIT_S = 60.0  # where no candidate has a time yet
 RESTART_PAUSES_S = (0.5, 5.0)
@@ -535,7 +538,9 @@ class _Limits:
         if self._run_timeout_s is not None:
             return self._run_timeout_s
         best_s = self._best_s.get((task.operation, task.problem))
-        return FIRST_RUN_LIMIT_S if best_s is None else max(RUN_LIMIT_S, 20 * best_s * task.repetitions)
+        if best_s is None:
+            return FIRST_RUN_LIMIT_S
+        return ALLOCATOR_RETRY_S + max(RUN_LIMIT_S, 20 * best_s * task.repetitions)
 
 
 class _Worker:
