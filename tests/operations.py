@@ -329,6 +329,7 @@ class CrowdedProblem(NotedProblem):
     """Its kernels leave the ids of their processes in the directory `place`, and run only alone on the device."""
 
     greedy: bool = False  # or not at all
+    autotuned: bool = False  # its library's compilation, which goes on while another process is there
     waits_s: int = 0  # for memory, while they run, before they say that there is none
 
     def reserve(self) -> None:
@@ -365,4 +366,11 @@ def _before_next_call(cls: type, name: str, function: Callable[[], None]) -> Non
     setattr(cls, name, once)
 
 
-CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), NotedLibrary()))
+class CrowdedLibrary(NotedLibrary):
+    def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
+        if problem.others() and problem.autotuned:
+            _before_next_call(jax.stages.Lowered, "compile", _sleep_forever)
+        return args[0] + args[0]
+
+
+CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), CrowdedLibrary()))

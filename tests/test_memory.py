@@ -17,7 +17,7 @@ from scheduler.measure import verification
 from scheduler.measure.bench import Bench, least_bytes, needed_bytes
 from scheduler.measure.pool import CONTEXT_BYTES, Gpu, InProcess, Pool, Task
 from scheduler.search.tuner import tune
-from search_spaces.kernel import Problem
+from search_spaces.kernel import Problem, nbytes
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RmsNormProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
@@ -129,6 +129,16 @@ def test_what_memory_holds_once_fits_at_least_one_worker(problem):
     assert least_bytes(problem) < needed_bytes(problem, H200) < 140 * GIB - CONTEXT_BYTES
 
 
+def test_one_worker_holds_a_product_whose_results_each_need_the_next_power_of_two_where_xla_autotunes():
+    """65536 x 65536 x 4096 in int8: results of 2^34 bytes, in regions of 2^35."""
+    share = 140 * GIB // 2 - CONTEXT_BYTES
+    exact = MatmulProblem(65536, 65536, 4096, dtype="int8", out_dtype="int32")
+    assert nbytes(exact.result()) == 2**34
+    assert needed_bytes(exact, H200) > share
+    smaller = dataclasses.replace(exact, m=65024)
+    assert 2 * needed_bytes(smaller, H200) < 1.2 * needed_bytes(exact, H200)
+
+
 def noted(place, **fields):
     place.mkdir(exist_ok=True)
     return Task(CROWDED, CrowdedProblem(place=str(place), **fields), "scripted", {}, 2)
@@ -200,6 +210,17 @@ def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(p
     with ThreadPoolExecutor(2) as threads:
         assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [waiting] * 2))
     assert pool.room(CROWDED, waiting.problem) == 1
+
+
+def test_a_librarys_compilation_that_does_not_end_beside_others_is_tried_alone(tmp_path):
+    """As XLA's autotuner, which waits for memory for each algorithm."""
+    gpu = Gpu(index="", uuid="autotuned", driver="", free_bytes=2 * GIB)
+    with Pool(gpu, slots=2, compile_timeout_s=10) as pool:
+        kernel = noted(tmp_path, autotuned=True)
+        library = dataclasses.replace(kernel, backend="xla")
+        assert isinstance(pool.measure(kernel), Measurement)
+        assert isinstance(pool.measure(library), Measurement)
+        assert pool.room(CROWDED, kernel.problem) == 1, "it needs more than was estimated"
 
 
 def test_what_no_memory_holds_is_said_before_anything_runs(pool):

@@ -31,7 +31,7 @@ from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Measurement, Outcome, Schedule
 from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.bench import Bench, least_bytes, needed_bytes
-from scheduler.measure.subprocess_pipe import Child, Children, Limit
+from scheduler.measure.subprocess_pipe import Child, Children, Limit, Overrun
 from scheduler.model.cost import CostModel
 from search_spaces import jax_compat, locate
 from search_spaces.kernel import Operation, Problem
@@ -158,8 +158,8 @@ class Pool:
 
     The device's memory is divided into equal shares, above which a worker gets nothing (XLA's own limit). A problem
     whose bench needs more is held by fewer workers with larger shares, by one at least; a candidate that finds no
-    memory is tried once more with the device to itself. Processes are started anew for another division, so that
-    nothing is left of what the problem before had.
+    memory, or a library whose compilation ran out of time over it, is tried once more with the device to itself.
+    Processes are started anew for another division, so that nothing is left of what the problem before had.
 
     Args:
       gpu: whose turn-taking, memory and visibility the processes share.
@@ -251,11 +251,11 @@ class Pool:
         many = self.room(*what)
         with self._divided(many):
             reply = self._asked(task, do, message)
-        if not _lacks_memory(reply) or do == "again" or many == 1 or self._greedy[what] >= MOST_GREEDY:
+        if not _may_lack_memory(task, reply) or do == "again" or many == 1 or self._greedy[what] >= MOST_GREEDY:
             return reply
         with self._divided(1):
             alone = self._asked(task, do, message)
-        if _lacks_memory(alone):
+        if _may_lack_memory(task, alone):
             self._greedy[what] += 1
         else:  # the problem needs more than was estimated
             self._most[what] = min(self._most[what], many * 2 // 3)
@@ -470,8 +470,14 @@ def _fewer(count: int) -> Iterator[int]:
         count = count * 2 // 3
 
 
-def _lacks_memory(reply: Mapping[str, Any]) -> bool:
-    return "failure" in reply and reply["failure"][0] == "memory"
+def _may_lack_memory(task: Task, reply: Mapping[str, Any]) -> bool:
+    """Whether it says so, or was a library's compilation that ran out of time, as XLA's autotuner tries on: for each
+    algorithm that finds no memory its allocator waits `ALLOCATOR_RETRY_S`.
+    """
+    if "failure" not in reply:
+        return False
+    autotuned = reply.get("overrun") == "compile" and task.operation.kernel(task.backend).library
+    return autotuned or reply["failure"][0] == "memory"
 
 
 def _cores() -> int:
@@ -631,8 +637,8 @@ class _Worker:
             return {"failure": ["worker", "its process had ended"], "gone": "its process had ended", "doubtful": True}
         try:
             reply = self._child.ask(message, "prepare", limit_s, self._limits.ended)
-        except TimeoutError as overrun:
-            return {"failure": ["timeout", str(overrun)]} | self._replace()
+        except Overrun as overrun:
+            return {"failure": ["timeout", str(overrun)], "overrun": overrun.step} | self._replace()
         except EOFError as death:  # it may have been killed from outside
             return {"failure": ["worker", str(death)], "doubtful": True} | self._replace()
         if "raised" in reply:

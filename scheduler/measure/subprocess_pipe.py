@@ -26,6 +26,18 @@ Limit = Callable[[str], float | None]
 Ended = Callable[[str, float], None]
 
 
+class Overrun(TimeoutError):
+    """A step that took longer than it may.
+
+    Attributes:
+      step: its name.
+    """
+
+    def __init__(self, step: str, limit_s: float) -> None:
+        super().__init__(f"{step} did not end within {limit_s:.3g} s")
+        self.step = step
+
+
 class Children:
     """What starts processes: they end when this object is shut down, or with this process, whatever kills it."""
 
@@ -74,7 +86,7 @@ class Child:
           ended: told each step that came to its end, and its seconds.
 
         Raises:
-          TimeoutError: a step took longer than it may; the process still runs.
+          Overrun: a step took longer than it may; the process still runs.
           EOFError: the process is gone, in which step, and its last words.
         """
         assert self._process.stdin is not None
@@ -85,7 +97,8 @@ class Child:
             started, limit = time.monotonic(), limit_s(step)
             line = self._line(limit)
             if line is None:
-                raise TimeoutError(f"{step} did not end within {limit:.3g} s")
+                assert limit is not None
+                raise Overrun(step, limit)
             if not line:
                 raise EOFError(f"the process ended in {step}: {self._last_words()}")
             ended(step, time.monotonic() - started)
