@@ -113,7 +113,7 @@ FAULTS = {
     "abort": "worker",  # the process is killed by a signal
     "sticky": "verify",  # a device error, and every later use of the device fails, too
     "memory": "memory",  # the device has not so much memory
-    "zero": "suspect",  # the clock does not advance
+    "zero": "implausible",  # the clock does not advance
 }
 WALL_CLOCK_FAULTS = frozenset({"zero"})  # which a device's own clock does not have
 # What is no failure of its candidate: "vandal" is right and damages what others read (on a CPU, where an address of the

@@ -7,7 +7,7 @@ from typing import Any
 
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure, Measurement, Outcome
-from scheduler.measure.pool import Task, environment
+from scheduler.measure.runner import Task, environment
 
 
 class Rehearsal:

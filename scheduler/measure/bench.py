@@ -234,7 +234,9 @@ class Bench:
                 return Failure("time", first_line(error))
         if measured.median_s <= self._least_s:
             bound_s = self._least_s / BELIEVED
-            return Failure("suspect", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s")
+            return Failure(
+                "implausible", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s"
+            )
         return measured
 
     @contextlib.contextmanager
@@ -272,8 +274,8 @@ def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Cl
     """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
     exceeds = _operand_bytes(problem) * _rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
     return (
-        "cupti" if hardware.platform == "cuda" else "wall",
-        "cold" if l2 == "cold" and hardware.platform != "cpu" and exceeds else "warm",
+        hardware.abilities.clock,
+        "cold" if l2 == "cold" and hardware.abilities.cold and exceeds else "warm",
     )
 
 

@@ -17,8 +17,8 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.core.threads import Threads
-from scheduler.measure.pool import Runner, Task
 from scheduler.measure.replay import Recorder, point, second_pass
+from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
 from search_spaces.kernel import Operation, Problem
