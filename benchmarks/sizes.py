@@ -100,7 +100,7 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
         "result_gb": nbytes(task.problem.result()) / 1e9,
         "least_gb": least_bytes(task.problem) / 1e9,
         "needed_gb": needed_bytes(task.problem, runner.hardware) / 1e9,
-        "workers": runner.room(task.operation, task.problem),
+        "workers": runner.capacity(task.operation, task.problem),
         "state": result.state,
         "reason": result.reason,
         "trials": len(trials),

@@ -17,7 +17,7 @@ class Rehearsal:
     def __init__(self) -> None:
         self.environment = environment(driver="")
 
-    def room(self, operation: Any, problem: Any, l2: Any = "cold") -> int:
+    def capacity(self, operation: Any, problem: Any, l2: Any = "cold") -> int:
         return 1
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:

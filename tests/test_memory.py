@@ -167,11 +167,11 @@ def small(tile):
 def test_as_many_workers_hold_a_problem_as_fit_and_the_next_problem_has_them_all_again(pool):
     for _ in range(2):
         with ThreadPoolExecutor(2) as threads:
-            assert pool.room(DOUBLE, DoubleProblem(8)) == 2
+            assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
             assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [small(1), small(2)]))
             assert sum(worker.pid is not None for worker in pool._workers) == 2
             task = large(pool)
-            assert pool.room(task.operation, task.problem) == 1
+            assert pool.capacity(task.operation, task.problem) == 1
             library = dataclasses.replace(task, backend="xla", schedule={})
             assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [task, library]))
             assert sum(worker.pid is not None for worker in pool._workers) == 1
@@ -190,8 +190,8 @@ def test_what_finds_no_memory_beside_others_is_tried_alone(pool, tmp_path):
         library = dataclasses.replace(noted(tmp_path), backend="xla")
         assert isinstance(pool.measure(library), Measurement)
         assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [noted(tmp_path)] * 2))
-    assert pool.room(CROWDED, noted(tmp_path).problem) == 1, "it needs more than was estimated"
-    assert pool.room(DOUBLE, DoubleProblem(8)) == 2
+    assert pool.capacity(CROWDED, noted(tmp_path).problem) == 1, "it needs more than was estimated"
+    assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
 
 
 def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, tmp_path):
@@ -200,7 +200,7 @@ def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, t
         outcome = pool.measure(greedy)
         assert isinstance(outcome, Failure)
         assert outcome.stage == "memory"
-    assert pool.room(CROWDED, greedy.problem) == 2
+    assert pool.capacity(CROWDED, greedy.problem) == 2
     assert isinstance(pool.measure(dataclasses.replace(greedy, backend="xla")), Measurement)
 
 
@@ -212,7 +212,7 @@ def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(p
     assert isinstance(pool.measure(dataclasses.replace(waiting, backend="xla")), Measurement)
     with ThreadPoolExecutor(2) as threads:
         assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [waiting] * 2))
-    assert pool.room(CROWDED, waiting.problem) == 1
+    assert pool.capacity(CROWDED, waiting.problem) == 1
 
 
 def test_a_librarys_compilation_that_does_not_end_beside_others_is_tried_alone(tmp_path):
@@ -223,7 +223,7 @@ def test_a_librarys_compilation_that_does_not_end_beside_others_is_tried_alone(t
         library = dataclasses.replace(kernel, backend="xla")
         assert isinstance(pool.measure(kernel), Measurement)
         assert isinstance(pool.measure(library), Measurement)
-        assert pool.room(CROWDED, kernel.problem) == 1, "it needs more than was estimated"
+        assert pool.capacity(CROWDED, kernel.problem) == 1, "it needs more than was estimated"
 
 
 def test_what_no_memory_holds_is_said_before_anything_runs(pool):

@@ -15,11 +15,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem
+from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem, _parent, _serves
 from processes import gone
 
 from scheduler import tuned_matmul
-from scheduler.core.errors import WorkerError
+from scheduler.core import hardware
+from scheduler.core.errors import UnknownChip, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.gpu import Gpu
@@ -139,6 +140,21 @@ def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
     assert "cuda" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - started < 60
+
+
+def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
+    started = []
+
+    def unknown(target):
+        children = (Path("/proc") / pid for pid in os.listdir("/proc") if pid.isdecimal())
+        started.extend(int(path.name) for path in children if _parent(path) == os.getpid() and _serves(path))
+        raise UnknownChip(f"{target.kind} is not in the table of chips")
+
+    monkeypatch.setattr(hardware, "describe", unknown)
+    with pytest.raises(UnknownChip, match="cpu is not in the table"):
+        Pool(Gpu(index="", uuid="unknown", driver="", free_bytes=GIB), RunnerOptions(workers=1))
+    assert started
+    assert all(gone(pid) for pid in started)
 
 
 def test_closing_a_pool_ends_what_is_under_way():

@@ -14,7 +14,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2
 from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.bench import needed_bytes
-from scheduler.measure.runner import require_room
+from scheduler.measure.runner import require_memory
 from scheduler.measure.worker_process import CONTEXT_BYTES, WorkerProcess
 from search_spaces.kernel import Operation, Problem
 
@@ -25,7 +25,7 @@ What = tuple[Operation[Any], Problem, L2]
 
 
 class Shares:
-    """How many workers hold a problem: as many as have room for its bench, fewer once that was too little."""
+    """How many workers hold a problem: as many as have the memory for its bench, fewer once that was too little."""
 
     def __init__(self, free_bytes: int, slots: int) -> None:
         self._free_bytes, self._slots = free_bytes, slots
@@ -37,10 +37,10 @@ class Shares:
         return self._free_bytes // count - CONTEXT_BYTES
 
     def holders(self, what: What, hardware: Hardware) -> int:
-        """How many workers hold a bench of it, one at least; raises as `Runner.room` does."""
+        """How many workers hold a bench of it, one at least; raises as `Runner.capacity` does."""
         operation, problem, l2 = what
         if what not in self._most:
-            require_room(operation, problem, self.bytes(1))
+            require_memory(operation, problem, self.bytes(1))
             needed = needed_bytes(problem, hardware, l2)
             self._most[what] = next(n for n in _fewer(self._slots) if n == 1 or needed <= self.bytes(n))
         return self._most[what]

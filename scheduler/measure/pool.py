@@ -90,7 +90,7 @@ class Pool:
         self._limits = Limits(options, self.hardware)
         self.environment = environment(driver=gpu.driver)
 
-    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self._shares.holders((operation, problem, l2), self.hardware)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
@@ -117,7 +117,7 @@ class Pool:
 
     def _request(self, task: Task, do: Do) -> Outcome | None:
         what = task.operation, task.problem, task.l2
-        many = self.room(*what)
+        many = self.capacity(*what)
         with self._division.among(many):
             result = self._asked(task, do)
         if do == "again" or not _may_lack_memory(task, result) or not self._shares.worth_trying_alone(what, many):

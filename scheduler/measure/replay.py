@@ -179,7 +179,7 @@ class Replay:
         trial = self._trials.get(point(backend, schedule))
         return None if trial is None else trial.version
 
-    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:

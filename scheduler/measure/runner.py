@@ -71,7 +71,7 @@ class Runner(Protocol):
     environment: Environment
     slots: int
 
-    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         """How many tasks of `problem` may be under way at once: of those whose operands and results memory holds.
 
         Raises:
@@ -101,9 +101,9 @@ class InProcess:
         self.environment = environment(driver="")
         self._bench: tuple[Any, Bench] | None = None
 
-    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         if self.hardware.abilities.host_memory:
-            require_room(operation, problem, Gpu.none().free_bytes)
+            require_memory(operation, problem, Gpu.none().free_bytes)
         return 1
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
@@ -141,7 +141,7 @@ def environment(driver: str) -> Environment:
     )
 
 
-def require_room(operation: Operation[Any], problem: Problem, free_bytes: int) -> None:
+def require_memory(operation: Operation[Any], problem: Problem, free_bytes: int) -> None:
     """Raises NoCandidate where so much memory holds not even the operands and the results of `problem`."""
     if (least := least_bytes(problem)) > free_bytes:
         raise NoCandidate(

@@ -59,13 +59,13 @@ def main() -> None:
         say(Unable(first_line(error)))
         return
     say(Ready(target))
-    desk = _Desk(target, Gpu("", hello.uuid, "", 0), lambda step: say(Announcement(step)))
+    service = _Service(target, Gpu("", hello.uuid, "", 0), lambda step: say(Announcement(step)))
     for line in sys.stdin:
         reply: Reply
         try:
             request = decode(line)
             assert isinstance(request, Request)
-            reply = desk.answer(request)
+            reply = service.answer(request)
         except CandidateFailed as failed:  # as the task wanted
             reply = Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
         except Exception:  # the parent raises it: a defect, with its whole trace
@@ -75,8 +75,8 @@ def main() -> None:
             os._exit(0)  # what a broken context would do in its destructors, nobody knows
 
 
-class _Desk:
-    """Where requests are worked off: the bench of the problem at hand, and whether it can still be trusted."""
+class _Service:
+    """What answers requests: the bench of the problem at hand, and whether it can still be trusted."""
 
     def __init__(self, target: Target, gpu: Gpu, announce: Callable[[Step], None]) -> None:
         self._target, self._gpu, self._announce = target, gpu, announce
@@ -100,7 +100,7 @@ class _Desk:
             return Answer(outcome)
         if OUT_OF_MEMORY.search(outcome.detail):
             return Answer(Failure("memory", outcome.detail), retryable=True, fatal=outcome.detail)
-        if outcome.stage != "lower" and (why := self._poison()):
+        if outcome.stage != "lower" and (why := self._device_error()):
             return Answer(outcome, retryable=outcome.stage == "compile", fatal=why)
         return Answer(outcome)
 
@@ -130,7 +130,7 @@ class _Desk:
             case "confirm":
                 return bench.confirm(backend, schedule)
 
-    def _poison(self) -> str | None:
+    def _device_error(self) -> str | None:
         """Why nothing runs on the device any more, or None: an illegal access ends a CUDA context for good."""
         self._announce("wait")
         with self._gpu.exclusive():

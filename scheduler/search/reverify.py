@@ -168,7 +168,7 @@ def _timed(
         wrong = runner.confirm(task(rival, repetitions)) if isinstance(outcome, Measurement) else None
         return wrong or outcome
 
-    with Threads[str, Outcome](runner.room(operation, problem), runner.close) as threads:
+    with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
         now = dict(threads.map(first, by_label))
     racing = []
     for label, rival in by_label.items():

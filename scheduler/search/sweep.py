@@ -70,7 +70,7 @@ def sweep(
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
-    runner.room(operation, problem)  # or the memory holds none, and nothing need be planned
+    runner.capacity(operation, problem)  # or the memory holds none, and nothing need be planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)
@@ -94,7 +94,7 @@ def sweep(
         def measure(c: Candidate) -> Outcome:
             return pace.timed(lambda: runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions)))
 
-        with Threads[Candidate, Outcome](runner.room(operation, problem), runner.close) as threads:
+        with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
                 trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
                 recorder.add(trials[-1])

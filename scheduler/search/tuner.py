@@ -189,7 +189,7 @@ def tune(
         if runner is None:
             runner = start_runner(operation, options)
             stack.callback(runner.close)
-        runner.room(operation, problem, l2)  # or the memory holds none, and nothing need be asked
+        runner.capacity(operation, problem, l2)  # or the memory holds none, and nothing need be asked
         if store is not None:
             hardware = runner.hardware
             if not (force or first_error):
@@ -385,7 +385,7 @@ class _Tuning:
                     and bool(threads.running or 0 in self.trials)
                     and time.perf_counter() - started > seconds
                 )
-                while not late and threads.running < self._room() and (index := search.ask()) is not None:
+                while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
                 if not threads.running:
                     self.stopped = f"the {seconds:g} s are over" if late else search.reason
@@ -403,8 +403,8 @@ class _Tuning:
         """Who interrupts a search waits for no candidate: its runner is closed."""
         return Threads(self.runner.slots, self.runner.close)
 
-    def _room(self) -> int:
-        return self.runner.room(self.operation, self.problem, self.l2)
+    def _capacity(self) -> int:
+        return self.runner.capacity(self.operation, self.problem, self.l2)
 
     def _task(self, index: int, repetitions: int) -> Task:
         c = self.candidates[index]
