@@ -15,7 +15,7 @@ from suite import answers
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Measurement, Record, Sweep, Trial
-from scheduler.measure.pool import Runner
+from scheduler.measure.runner import Runner
 from scheduler.model.cost import CostModel
 from search_spaces.matmul import MATMUL
 

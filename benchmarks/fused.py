@@ -31,10 +31,10 @@ from rich.table import Table
 from suite import answers, conclude, found, judge_all, search
 
 from scheduler.core.records import Record
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
 from scheduler.model.cost import CostModel
 from scheduler.search import jobs
-from scheduler.search.tuner import start_runner
 from scheduler.store.store import Store, default_url
 from search_spaces import Library, LibraryKernel, Operation, Target
 from search_spaces.kernel import Tolerance

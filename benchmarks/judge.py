@@ -12,7 +12,9 @@ from harness import told
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Trial
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
-from scheduler.measure.pool import LIBRARY_COMPILATIONS, Gpu, InProcess, Pool, Runner, Task
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import LIBRARY_COMPILATIONS, Pool
+from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task
 from search_spaces import Operation, Problem
 
 # Of each candidate in each round.
@@ -43,7 +45,7 @@ def start_judge() -> Runner:
       WorkerError: the processes cannot start.
     """
     gpu = Gpu.wanted()
-    return InProcess() if gpu is None else Pool(gpu, slots=LIBRARY_COMPILATIONS)
+    return InProcess() if gpu is None else Pool(gpu, RunnerOptions(workers=LIBRARY_COMPILATIONS))
 
 
 def conditions(

@@ -29,10 +29,10 @@ from suite import conclude, found, search
 
 from scheduler.core.hardware import Hardware
 from scheduler.measure import replay
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
 from scheduler.search import jobs
 from scheduler.search.sweep import file_name, sweep
-from scheduler.search.tuner import start_runner
 from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem
 

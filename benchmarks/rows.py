@@ -29,10 +29,10 @@ from suite import answers, conclude, found, judge_all, search
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Record
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
 from scheduler.search import jobs
 from scheduler.search.jobs import Malformed
-from scheduler.search.tuner import start_runner
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, load
 from search_spaces.kernel import Tolerance

@@ -158,7 +158,7 @@ def read(path: Path) -> Iterator[Shape]:
     again = {replay.point(t.backend, t.schedule): t.outcome for t in replay.read_again(path)}
     operation = load(sweep.operation)
     problem = operation.problem.from_canonical(sweep.problem)
-    chip = chips.describe(sweep.platform, sweep.kind, sweep.architecture, sweep.cores)
+    chip = chips.swept(sweep)
     for kernel in operation.kernels:
         ran = [t for t in trials if t.backend == kernel.backend and isinstance(t.outcome, Measurement)]
         if kernel.library or not ran:

@@ -14,7 +14,7 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Record
-from scheduler.measure.pool import Runner
+from scheduler.measure.runner import Runner
 from scheduler.prediction.validation import recheck
 from scheduler.search import jobs
 from scheduler.search.tuner import tune

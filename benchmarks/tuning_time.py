@@ -21,8 +21,9 @@ from rich.table import Table
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Record
 from scheduler.measure import timer
-from scheduler.measure.pool import Runner, Task
-from scheduler.search.tuner import start_runner, tune
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
+from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 SEEDS = (1, 2)

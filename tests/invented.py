@@ -20,7 +20,7 @@ class Alone:
 
     hardware, slots, environment = H200, 1, NOW
 
-    def room(self, operation, problem, l2="cold"):
+    def capacity(self, operation, problem, l2="cold"):
         return 1
 
     def confirm(self, task):

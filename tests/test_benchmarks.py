@@ -16,7 +16,8 @@ from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Environment, Failure, Measurement
 from scheduler.measure.bench import condition
-from scheduler.measure.pool import CONTEXT_BYTES, Task
+from scheduler.measure.runner import Task
+from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.store.store import Store

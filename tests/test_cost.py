@@ -15,8 +15,8 @@ from scheduler.model import cost, traffic
 from scheduler.model.cost import Constants, CostModel
 from search_spaces import Columns, Footprint, Operand
 from search_spaces.matmul import MATMUL
-from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")

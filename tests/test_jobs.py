@@ -10,7 +10,7 @@ from operations import DOUBLE, DoubleProblem
 
 from scheduler.core.errors import WorkerError
 from scheduler.core.records import Measurement
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.search import jobs
 from scheduler.search.jobs import Malformed, Task, parse, parse_backends
 from scheduler.store.store import Store

@@ -20,7 +20,7 @@ from scheduler.core.errors import TakesHours
 from scheduler.core.hardware import CPU
 from scheduler.core.progress import FEWEST_TO_TELL, Pace
 from scheduler.core.records import Measurement
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.search import tuner
 from scheduler.search.interpreter_time import search_seconds, smaller
 from scheduler.search.tuner import tune

@@ -26,8 +26,8 @@ from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.hardware import CPU, find
 from scheduler.core.identity import key_of
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import InProcess, Task
 from scheduler.measure.replay import Recorder, Replay, read, read_again
+from scheduler.measure.runner import InProcess, Task
 from scheduler.search.sweep import file_name, sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

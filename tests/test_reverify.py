@@ -16,7 +16,7 @@ from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
 from scheduler.search.reverify import reverify

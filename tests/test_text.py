@@ -11,7 +11,7 @@ from hypothesis import given
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
-from scheduler.core.records import Calibration, Key, Verdict
+from scheduler.core.records import Calibration, Failure, Key, Verdict
 
 
 @given(strategies.records)
@@ -47,6 +47,14 @@ def test_calibrations_are_kept_by_chip_and_kernel_and_the_newer_one_replaces_the
     (tmp_path / "three" / "constants.json").write_text("{}")
     with pytest.raises(StoreError, match="a list is wanted"):
         codec.read_calibrations(tmp_path)
+
+
+def test_a_failure_in_an_old_spelling_is_read_in_todays_and_a_stage_that_never_was_is_refused():
+    failed = values.trial(outcome=Failure("implausible", "takes 0 s"))
+    text = codec.trial_to_text(failed)
+    assert codec.trial_from_text(text.replace("implausible", "suspect")) == failed
+    with pytest.raises(ValueError, match=r"stage: one of lower,.* is wanted, found 'guilty'"):
+        codec.trial_from_text(text.replace("implausible", "guilty"))
 
 
 def test_a_bool_and_a_number_of_a_schedule_stay_what_they_are():

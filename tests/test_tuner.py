@@ -9,7 +9,7 @@ from scheduler.core.errors import NoCandidate, StoreError
 from scheduler.core.hardware import CPU, find
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Failure, Measurement
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.model.feasibility import illegal
 from scheduler.prediction.predict import explain, predict
 from scheduler.prediction.validation import recheck

@@ -173,7 +173,7 @@ def _print_goes_on(key: Key, command: str | None = None) -> None:
     if command is None:
         output("the command that began it goes on from there")
     else:
-        if (chip := chip_of(key.hardware)) is not None and chip.platform == "cpu":
+        if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
             from scheduler.search.tuner import LONGEST_INTERPRETED_S
 
             command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"  # one that takes longer may have been begun so only

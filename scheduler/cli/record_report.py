@@ -142,7 +142,7 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None) 
         numbers=("time", "spread", "TFLOP/s", "of bound", "model said"),
     )  # fmt: skip
     # One constant row stands for every CPU: a share of its peaks tells a person nothing.
-    rated = hardware is not None and hardware.platform != "cpu"
+    rated = hardware is not None and not hardware.abilities.interpreted
     names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
     for name, entry in zip(names, record.entries, strict=False):
         seen, time = entry_json(entry, problem, hardware), entry.measurement.median_s

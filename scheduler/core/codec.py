@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from scheduler.core.aliases import STAGES
 from scheduler.core.errors import StoreError
 from scheduler.core.records import (
     L2,
@@ -451,7 +452,11 @@ def _verdict(value: object) -> Verdict:
 
 def _failure(value: object) -> Failure:
     fields = _object(value)
-    return Failure(stage=_field(fields, "stage", _one_of(Stage)), detail=_field(fields, "detail", _text))
+    return Failure(stage=_field(fields, "stage", _stage), detail=_field(fields, "detail", _text))
+
+
+def _stage(value: object) -> Stage:
+    return _one_of(Stage)(STAGES.get(value, value) if isinstance(value, str) else value)
 
 
 def _all_failed(value: object) -> AllFailed:

@@ -11,9 +11,9 @@ from search_spaces.space import Choice
 
 Clock = Literal["cupti", "wall"]
 L2 = Literal["cold", "warm"]
-# "suspect": a time that no kernel can take; "timeout": a step did not end in time; "memory": the device had none left;
-# "worker": the process was lost.
-Stage = Literal["lower", "compile", "verify", "time", "suspect", "timeout", "memory", "worker"]
+# "implausible": a time that no kernel can take; "timeout": a step did not end in time; "memory": the device had none
+# left; "worker": the process was lost.
+Stage = Literal["lower", "compile", "verify", "time", "implausible", "timeout", "memory", "worker"]
 Schedule = Mapping[str, Choice]
 
 

@@ -26,6 +26,7 @@ from scheduler.core.errors import (
     NoCandidate,
     SchedulerError,
     TakesHours,
+    UnknownChip,
     WorkerError,
 )
 from scheduler.core.hardware import Hardware
@@ -223,9 +224,10 @@ class _Deciding:
     cache: Cache
 
     def decide(self) -> Decision:
-        hardware = _hardware(self.platform, self.options.target)
-        if hardware is None:
-            reason = f"no {self.platform} device is here and scheduler.target() names no chip of it"
+        try:
+            hardware = _hardware(self.platform, self.options.target)
+        except UnknownChip as unknown:
+            reason = str(unknown)
             leave_to_library(self.operation, self.options, reason)
             _say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
             target = Target(self.platform, self.platform, "", 1)
@@ -340,14 +342,14 @@ def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, sche
     return fields - space.defaults.keys() <= schedule.keys() <= fields
 
 
-def _hardware(platform: str, target: str) -> Hardware | None:
-    """The chip that a lowering for `platform` is for, or None where none is known."""
+def _hardware(platform: str, target: str) -> Hardware:
+    """The chip that a lowering for `platform` is for; an `UnknownChip` says why none is known."""
     if target and (named := chips.find(target)).platform == platform:
         return named
     try:
         return chips.detect(jax.local_devices(backend=platform)[0])
-    except RuntimeError:  # JAX's word for a platform that is not here
-        return None
+    except RuntimeError as error:  # JAX's word for a platform that is not here
+        raise UnknownChip(f"no {platform} device is here and scheduler.target() names no chip of it") from error
 
 
 @functools.cache

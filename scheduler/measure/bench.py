@@ -46,6 +46,9 @@ DOUBTED = 3
 SCRATCH_BYTES = 2**28
 # An allocator that grows by doubling its regions leaves part of them unused.
 FRAGMENTED = 1.25
+# XLA's autotuner guards each of its buffers on both sides (RedzoneAllocator, kDefaultRedzoneSize): what is a power of
+# two does not fit into a region of that size.
+REDZONE_BYTES = 2 * 2**23
 
 
 class Draw(NamedTuple):
@@ -232,7 +235,9 @@ class Bench:
                 return Failure("time", first_line(error))
         if measured.median_s <= self._least_s:
             bound_s = self._least_s / BELIEVED
-            return Failure("suspect", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s")
+            return Failure(
+                "implausible", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s"
+            )
         return measured
 
     @contextlib.contextmanager
@@ -270,8 +275,8 @@ def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Cl
     """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
     exceeds = _operand_bytes(problem) * _rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
     return (
-        "cupti" if hardware.platform == "cuda" else "wall",
-        "cold" if l2 == "cold" and hardware.platform != "cpu" and exceeds else "warm",
+        hardware.abilities.clock,
+        "cold" if l2 == "cold" and hardware.abilities.cold and exceeds else "warm",
     )
 
 
@@ -294,8 +299,9 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     """Device memory that a bench of `problem` takes at most, an estimate from above.
 
     It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
-    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA
-    compares algorithms for its own program, it has two results of them.
+    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA's
+    autotuner compares algorithms for its own program, there are no results but two of its own, and its own operands,
+    which take less than that second draw.
     """
     sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
     operands, result = _operand_bytes(problem), nbytes(problem.result())
@@ -305,10 +311,14 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
     # Of a slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
-    # A large result gets a region of a power of two to itself.
-    region = 2 ** math.ceil(math.log2(max(result, 1)))
-    results = region + max(1, _rotating_results(problem, hardware, sets) - 1) * result
-    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + results + SCRATCH_BYTES
+    rotating = _region(result) + max(1, _rotating_results(problem, hardware, sets) - 1) * result
+    autotuned = 2 * _region(result + REDZONE_BYTES)
+    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + max(rotating, autotuned) + SCRATCH_BYTES
+
+
+def _region(size: int) -> int:
+    """Bytes of the region that XLA's allocator (BFCAllocator::Extend) makes for an array of `size`: a power of two."""
+    return 2 ** math.ceil(math.log2(max(size, 1)))
 
 
 def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:

@@ -26,7 +26,7 @@ from search_spaces import spelled
 from search_spaces.kernel import Library
 
 if TYPE_CHECKING:
-    from scheduler.measure.pool import Task
+    from scheduler.measure.runner import Task
     from search_spaces.kernel import Operation, Problem
 
 T = TypeVar("T")
@@ -163,9 +163,7 @@ class Replay:
     def __init__(self, path: str | Path, *, seed: int | None = None, slots: int = 1) -> None:
         self.path, self.slots, self._seed = Path(path), slots, seed
         self.sweep, trials = read(self.path)
-        self.hardware = hardware.describe(
-            self.sweep.platform, self.sweep.kind, self.sweep.architecture, self.sweep.cores
-        )
+        self.hardware = hardware.swept(self.sweep)
         self.environment = self.sweep.environment
         self._trials = {point(trial.backend, trial.schedule): trial for trial in trials}
         self._asked: dict[Point, int] = {}
@@ -181,7 +179,7 @@ class Replay:
         trial = self._trials.get(point(backend, schedule))
         return None if trial is None else trial.version
 
-    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:

@@ -41,7 +41,7 @@ def recorded(operation: Operation[Any], path: Path) -> Measured:
     head, trials = replay.read(path)
     if head.operation != operation.name:
         raise RecordingError(f"{path} holds a sweep of {head.operation}, not of {operation.name}")
-    chip = chips.describe(head.platform, head.kind, head.architecture, head.cores)
+    chip = chips.swept(head)
     latest = {point(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
     return Measured(chip, {operation.problem.from_canonical(head.problem): list(latest.values())}, [head.environment])
 

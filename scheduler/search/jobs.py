@@ -15,10 +15,11 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.progress import Progress
 from scheduler.core.records import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
-from scheduler.measure.pool import Runner
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
-from scheduler.search.tuner import settled, start_runner, tune
+from scheduler.search.tuner import settled, tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 from search_spaces.errors import DeclarationError
@@ -176,25 +177,22 @@ def run(
     *,
     store: Store,
     runner: Runner | None = None,
-    device: int = 0,
+    options: RunnerOptions | None = None,
     seed: int = 0,
     l2: L2 = "cold",
     force: bool = False,
     first_error: bool = False,
-    workers: int | None = None,
-    compile_timeout_s: float | None = None,
-    run_timeout_s: float | None = None,
     progress: Callable[[Task, Progress], None] | None = None,
 ) -> Iterator[Result]:
     """Tunes what is not tuned yet, and yields what became of each task as it ends, in order.
 
     Args:
       store: knows what is tuned, and gets every trial and record.
-      runner: where candidates run; by default one is started on `device` for all tasks and closed at the end.
+      runner: where candidates run; by default one is started for all tasks and closed at the end.
+      options: of a runner that is started here.
       l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
       force: tune again what is tuned already.
       first_error: as in `tuner.tune`; it ends the job.
-      workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `tuner.start_runner`.
       progress: called after each trial, from the calling thread.
 
     Raises:
@@ -207,13 +205,7 @@ def run(
                 yield Result(task, "failed", task.reason)
                 continue
             if runner is None:
-                runner = start_runner(
-                    task.operation,
-                    device=device,
-                    workers=workers,
-                    compile_timeout_s=compile_timeout_s,
-                    run_timeout_s=run_timeout_s,
-                )
+                runner = start_runner(task.operation, options)
                 stack.callback(runner.close)
             started = time.perf_counter()
             try:

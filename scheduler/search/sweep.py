@@ -17,8 +17,8 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.core.threads import Threads
-from scheduler.measure.pool import Runner, Task
 from scheduler.measure.replay import Recorder, point, second_pass
+from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
 from search_spaces.kernel import Operation, Problem
@@ -70,7 +70,7 @@ def sweep(
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
-    runner.room(operation, problem)  # or the memory holds none, and nothing need be planned
+    runner.capacity(operation, problem)  # or the memory holds none, and nothing need be planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)
@@ -94,7 +94,7 @@ def sweep(
         def measure(c: Candidate) -> Outcome:
             return pace.timed(lambda: runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions)))
 
-        with Threads[Candidate, Outcome](runner.room(operation, problem), runner.close) as threads:
+        with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
                 trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
                 recorder.add(trials[-1])

@@ -35,7 +35,8 @@ from scheduler.core.records import (
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.bench import condition
-from scheduler.measure.pool import Gpu, InProcess, Pool, Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import Candidate, prune
 from scheduler.prediction.predict import counted
@@ -45,7 +46,6 @@ from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Rival,
 from scheduler.search.final_comparison import Result as RaceResult
 from scheduler.search.interpreter_time import search_seconds, smaller
 from scheduler.store.lease import Leases, leased
-from search_spaces import locate
 from search_spaces.kernel import Operation, Problem
 from search_spaces.space import Choice
 
@@ -78,32 +78,6 @@ class Keeper(Leases, Protocol):
     def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None: ...
     def replace_trial(self, key: Key, trial: Trial) -> None: ...
     def finish(self, key: Key) -> None: ...
-
-
-def start_runner(
-    operation: Operation[Any],
-    *,
-    device: int = 0,
-    workers: int | None = None,
-    compile_timeout_s: float | None = None,
-    run_timeout_s: float | None = None,
-) -> Runner:
-    """Worker processes where the device is a GPU that they can share and load `operation`, else this process.
-
-    Args:
-      device: the GPU, by its index among the visible ones.
-      workers: how many processes, on a CPU too; None is one for each core on a GPU, none on a CPU.
-      compile_timeout_s, run_timeout_s: as in `Pool`; this process has nobody to watch it.
-
-    Raises:
-      WorkerError: there is no GPU of this index, or its workers cannot start.
-    """
-    gpu = Gpu.wanted(device)
-    if locate(operation) is None:
-        gpu = None
-    if gpu is None and workers is None:
-        return InProcess()
-    return Pool(gpu or Gpu.none(), slots=workers, compile_timeout_s=compile_timeout_s, run_timeout_s=run_timeout_s)
 
 
 def settled(
@@ -167,10 +141,7 @@ def tune(
     l2: L2 = "cold",
     store: Keeper | None = None,
     runner: Runner | None = None,
-    device: int = 0,
-    workers: int | None = None,
-    compile_timeout_s: float | None = None,
-    run_timeout_s: float | None = None,
+    options: RunnerOptions | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Record:
     """Searches the schedules of `problem` by timing them on the device; the library's programs are the first of them.
@@ -192,9 +163,9 @@ def tune(
       seed: of the search; the inputs are always the same.
       l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
       store: gets every trial as it ends, and the record; where it refuses one, a warning says so, and it gets no more.
-      runner: where candidates run; by default one is started on `device` and closed at the end. A `replay.Replay` needs
-        no device: then only what it holds is searched.
-      workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `start_runner`.
+      runner: where candidates run; by default one is started and closed at the end. A `replay.Replay` needs no device:
+        then only what it holds is searched.
+      options: of a runner that is started here.
       progress: called before the first trial and after each, from the calling thread.
 
     Raises:
@@ -203,6 +174,7 @@ def tune(
       TakesHours: kernels are interpreted here, and that would take too long; the message says what to do.
       CandidateFailed: the first failure, where that is wanted, from what the candidate raised, if it did.
       WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
+      UnknownChip: nothing is known of the chip that is here, so that no candidate can be chosen.
     """
     for name, given, kinds, wanted in (
         ("budget", budget, int, "whole number of trials"),
@@ -216,15 +188,9 @@ def tune(
         raise ValueError(f"seconds={seconds} leaves no time for a trial; give a positive number, or None")
     with contextlib.ExitStack() as stack:
         if runner is None:
-            runner = start_runner(
-                operation,
-                device=device,
-                workers=workers,
-                compile_timeout_s=compile_timeout_s,
-                run_timeout_s=run_timeout_s,
-            )
+            runner = start_runner(operation, options)
             stack.callback(runner.close)
-        runner.room(operation, problem, l2)  # or the memory holds none, and nothing need be asked
+        runner.capacity(operation, problem, l2)  # or the memory holds none, and nothing need be asked
         if store is not None:
             hardware = runner.hardware
             if not (force or first_error):
@@ -265,7 +231,7 @@ class _Tuning:
         self.incumbent_s: float | None = None
         self.seeds: list[int] = []  # the winners of similar problems, the nearest first
         self.stopped, self.excluded = "", 0
-        self.repetitions, self.repetitions_of_round = repetitions(runner.hardware)
+        self.repetitions, self.repetitions_of_round = runner.hardware.abilities.repetitions
 
     def run(
         self,
@@ -274,7 +240,7 @@ class _Tuning:
         seed: int,
         progress: Callable[[Progress], None] | None,
     ) -> Record:
-        if seconds is None and self.runner.hardware.platform == "cpu" and not isinstance(self.runner, Recorded):
+        if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
         self._collect(allowed, self._told())
         self._search(seconds, seed, progress)
@@ -420,7 +386,7 @@ class _Tuning:
                     and bool(threads.running or 0 in self.trials)
                     and time.perf_counter() - started > seconds
                 )
-                while not late and threads.running < self._room() and (index := search.ask()) is not None:
+                while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
                 if not threads.running:
                     self.stopped = f"the {seconds:g} s are over" if late else search.reason
@@ -438,8 +404,8 @@ class _Tuning:
         """Who interrupts a search waits for no candidate: its runner is closed."""
         return Threads(self.runner.slots, self.runner.close)
 
-    def _room(self) -> int:
-        return self.runner.room(self.operation, self.problem, self.l2)
+    def _capacity(self) -> int:
+        return self.runner.capacity(self.operation, self.problem, self.l2)
 
     def _task(self, index: int, repetitions: int) -> Task:
         c = self.candidates[index]
@@ -566,7 +532,7 @@ def run_off(
 ) -> RaceResult:
     """A race on the device of `runner`; its verdict also notes who failed, and whether others used the device."""
     others = runner.others()
-    most_rounds = MOST_ROUNDS if runner.hardware.platform == "cuda" else FEWEST_ROUNDS
+    most_rounds = FEWEST_ROUNDS if runner.hardware.abilities.interpreted else MOST_ROUNDS
     with Threads[Rival, Outcome](1, runner.close) as threads:  # which Ctrl-C need not wait for
         one_by_one = functools.partial(threads.call, time_again)
         ended = race(rivals, one_by_one, seed=seed, most_rounds=most_rounds)
@@ -578,11 +544,6 @@ def run_off(
     if others:
         notes.append(f"{others} other process{'es were' if others > 1 else ' was'} on the device")
     return dataclasses.replace(ended, verdict=dataclasses.replace(ended.verdict, notes=tuple(notes)))
-
-
-def repetitions(hardware: Hardware) -> tuple[int, int]:
-    """Of a trial and of one round of a run-off: times settle soon on a device; an interpreted kernel only rehearses."""
-    return (10, 10) if hardware.platform == "cuda" else (3, 2)
 
 
 # What differs between failures for one reason: how large, where, by how much; but not the line that raised.

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scheduler.measure.pool import Task
+from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.search.tuner import tune
