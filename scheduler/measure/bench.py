@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import timer
 from scheduler.measure.verification import Rows, compared_rows, comparison, mismatch
@@ -117,12 +117,12 @@ class Bench:
             return compiled
         if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._draw):
             return Failure("verify", wrong)
-        self._compiled[_key(backend, schedule)] = compiled
+        self._compiled[point_of(backend, schedule)] = compiled
         return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
         """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
-        compiled = self._compiled.get(_key(backend, schedule))
+        compiled = self._compiled.get(point_of(backend, schedule))
         if compiled is None:
             return self.measure(backend, schedule, repetitions)
         return self._time(compiled, repetitions)
@@ -134,7 +134,7 @@ class Bench:
         schedule that is not legal there.
         """
         kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
-        compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
+        compiled = self._compiled.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(compiled, Failure):
             return compiled
         again = self._drawn(self._problem, self._seed + 1)
@@ -163,7 +163,7 @@ class Bench:
         def failed(stage: Stage, error: Exception) -> Failure:
             failure = Failure(stage, blamed(error))
             if raising:
-                raise CandidateFailed(f"{kernel.backend} {schedule_to_text(schedule)}: {failure}") from error
+                raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error
             return failure
 
         self._announce("lower")
@@ -336,10 +336,6 @@ def _described(result: Any) -> str:
     return (
         f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"no array but {type(result).__name__}"
     )
-
-
-def _key(backend: str, schedule: Schedule) -> tuple[str, tuple[Any, ...]]:
-    return backend, tuple(sorted(schedule.items()))
 
 
 def first_line(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 from scheduler.core import hardware as chips
 from scheduler.core.errors import CandidateFailed, NoCandidate, RemoteTrace, WorkerError
 from scheduler.core.hardware import GIB, Hardware
+from scheduler.core.identity import point_of
 from scheduler.core.records import L2, Environment, Failure, Measurement, Outcome, Schedule
 from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.bench import Bench, least_bytes, needed_bytes
@@ -260,7 +261,7 @@ class Pool:
 
     def _asked(self, task: Task, do: Do, message: dict[str, Any]) -> dict[str, Any]:
         """The reply of a worker that has compiled the candidate, where there is one and it is asked about it again."""
-        what = (task.operation, task.problem, task.l2, task.backend, tuple(sorted(task.schedule.items())))
+        what = (task.operation, task.problem, task.l2, point_of(task.backend, task.schedule))
         limits, holders = self._limits.of(task), self._holders.get(what, [])
         if do != "measure" and holders:
             several = do == "again" and task.operation.kernel(task.backend).library
