@@ -6,18 +6,14 @@ import collections
 import contextlib
 import math
 import os
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
-import numpy as np
 
 from scheduler.core.errors import CandidateFailed
+from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
@@ -355,23 +351,12 @@ def blamed(error: Exception) -> str:
 
 
 def _place(error: BaseException | None) -> str:
-    """``file:line`` of the innermost call that is neither JAX's nor ours; "" where there is none."""
+    """``file:line`` of the innermost call of a kernel; "" where there is none."""
     while error is not None:
-        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-            file = frame.f_code.co_filename
-            if not file.startswith(_NO_KERNELS) and ("site-packages" in file or not file.startswith(_STANDARD)):
-                below = os.path.relpath(file)
-                return f"{file if below.startswith(os.pardir) else below}:{line}"
+        for call in calls(error):
+            if call.owner != "scheduler":
+                below = os.path.relpath(call.file)
+                return f"{call.file if below.startswith(os.pardir) else below}:{call.line}"
         # Of what it lowers JAX tells the place in an exception of its own (`JaxStackTraceBeforeTransformation`).
         error = error.__cause__ or error.__context__
     return ""
-
-
-# Whose calls stand in a traceback around a kernel's own, and below it; code without a file begins with "<".
-_NO_KERNELS = (
-    "<",
-    jax_compat.__file__,
-    f"{Path(__file__).parents[1]}{os.sep}",
-    *(f"{os.path.dirname(str(file))}{os.sep}" for file in (jax.__file__, jaxlib.__file__, np.__file__)),
-)
-_STANDARD = sysconfig.get_path("stdlib")
