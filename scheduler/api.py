@@ -23,7 +23,7 @@ from scheduler.dispatch.dispatch import OnMiss, Options
 from scheduler.dispatch.primitive import Params, tuned_call
 from scheduler.prediction.predict import Answer
 from scheduler.prediction.predict import predict as predict_for
-from scheduler.search import tuner
+from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load
 from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, MatmulProblem, epilogue, rules, xla
@@ -307,7 +307,7 @@ def tune(
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
     operation, posed = _named(operation, problem)
-    recorded = isinstance(search.get("runner"), tuner.Recorded)
+    recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
     record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:

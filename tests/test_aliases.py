@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import values
 
-from scheduler.core import codec
+from scheduler.core import codec, identity
 from scheduler.core.hardware import describe, find
 from scheduler.core.records import Calibration, Entry, Failure
 from scheduler.dispatch import dispatch
 from scheduler.measure import replay
 from scheduler.prediction.validation import recheck
 from scheduler.search.jobs import parse_backends
+from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces import Kernel, aliases, load
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -150,7 +151,7 @@ def test_a_store_of_before_is_gone_on_with(tmp_path):
     old_trial = (
         codec.trial_to_text(trial)
         .replace('"interpret"', '"portable"')
-        .replace(codec.schedule_to_text(NEW), codec.schedule_to_text(OLD))
+        .replace(identity.schedule_to_text(NEW), identity.schedule_to_text(OLD))
     )
     old_constants = codec.calibration_to_text(constants).replace('"interpret"', '"portable"')
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
@@ -186,7 +187,7 @@ def test_every_record_shipped_before_is_read_and_served(old_cache, old_lines):
         assert len(record.confidence.tied) == len(raw.get("confidence", {}).get("tied", ()))
         if record.confidence.tied:
             winner = record.winner
-            assert codec.label_of(winner.backend, winner.schedule) == record.confidence.tied[0]
+            assert identity.label_of(winner.backend, winner.schedule) == record.confidence.tied[0]
         assert codec.record_from_text(codec.record_to_text(record)) == record
         count[operation.name] += 1
     assert count == OF_OPERATIONS
@@ -194,7 +195,7 @@ def test_every_record_shipped_before_is_read_and_served(old_cache, old_lines):
 
 
 def test_what_is_shipped_now_is_what_was_shipped_in_todays_spelling(old_lines):
-    today = {record.key: record for record in codec.read_records(ROOT / "records")}
+    today = {record.key: record for record in text_files.read_records(ROOT / "records")}
     old = [codec.record_from_text(line) for line in old_lines]
     same = [record for record in old if today[record.key].environment == record.environment]
     assert same, "measured since: the records of before are no longer among those that are shipped"

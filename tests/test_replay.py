@@ -21,10 +21,9 @@ from typer.testing import CliRunner
 import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.hardware import CPU, find
-from scheduler.core.identity import key_of
+from scheduler.core.identity import key_of, schedule_to_text
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.replay import Recorder, Replay, read, read_again
 from scheduler.measure.runner import InProcess, Task

@@ -214,10 +214,10 @@ def calibrate(
     Later predictions there use them; what is stored already is not touched.
     """
     from scheduler.cli import search_report
-    from scheduler.core import codec
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
     from scheduler.search import dataset
+    from scheduler.store import text_files
     from search_spaces import load
 
     with usage_errors():
@@ -231,7 +231,7 @@ def calibrate(
     found = dataset.merged([*sweeps, *kept])
     fitted = fit(op, found.hardware, found.trials, found.environments)
     if ship is not None:
-        where = ", ".join(map(str, codec.add_calibrations(ship, fitted)))
+        where = ", ".join(map(str, text_files.add_calibrations(ship, fitted)))
     else:
         store = user_store()
         for calibration in fitted:

@@ -14,6 +14,7 @@ from rich.table import Table
 from scheduler.cli.layout import WIDEST, Json, Row, abbreviated, first_line, ledger, seconds_text, table, texts
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.cli.verdict_report import standing
+from scheduler.core.identity import point_of
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
 from search_spaces import spelled
 
@@ -67,7 +68,7 @@ def _gain(result: Result) -> str:
     before, record, after = result.before, result.record, result.entry
     if before is None or record is None or after is None or not before.measured:
         return ""
-    same = [e for e in record.entries if (e.backend, dict(e.schedule)) == (before.backend, dict(before.schedule))]
+    same = [e for e in record.entries if point_of(e.backend, e.schedule) == point_of(before.backend, before.schedule)]
     if after != record.winner or not same:  # measured apart
         ratio = before.seconds / after.measurement.median_s
         return f"{ratio:.2f}x" if ratio >= 1 else "undecided"

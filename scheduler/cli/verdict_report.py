@@ -38,7 +38,7 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
-    from scheduler.core.codec import label_of
+    from scheduler.core.identity import label_of
     from scheduler.search.final_comparison import TIE, margin
 
     sure, winner = record.confidence, record.winner

@@ -16,7 +16,8 @@ from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.measure.gpu import Gpu
-from scheduler.store.store import CACHE_VARIABLE, Store, default_url, shipped
+from scheduler.store.database import CACHE_VARIABLE
+from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import cuda_wanted
 from search_spaces.kernel import Operation, Problem

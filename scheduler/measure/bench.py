@@ -6,20 +6,16 @@ import collections
 import contextlib
 import math
 import os
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
-import numpy as np
 
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import CandidateFailed
+from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import timer
 from scheduler.measure.verification import Rows, compared_rows, comparison, mismatch
@@ -121,12 +117,12 @@ class Bench:
             return compiled
         if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._draw):
             return Failure("verify", wrong)
-        self._compiled[_key(backend, schedule)] = compiled
+        self._compiled[point_of(backend, schedule)] = compiled
         return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
         """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
-        compiled = self._compiled.get(_key(backend, schedule))
+        compiled = self._compiled.get(point_of(backend, schedule))
         if compiled is None:
             return self.measure(backend, schedule, repetitions)
         return self._time(compiled, repetitions)
@@ -138,7 +134,7 @@ class Bench:
         schedule that is not legal there.
         """
         kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
-        compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
+        compiled = self._compiled.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(compiled, Failure):
             return compiled
         again = self._drawn(self._problem, self._seed + 1)
@@ -167,7 +163,7 @@ class Bench:
         def failed(stage: Stage, error: Exception) -> Failure:
             failure = Failure(stage, blamed(error))
             if raising:
-                raise CandidateFailed(f"{kernel.backend} {schedule_to_text(schedule)}: {failure}") from error
+                raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error
             return failure
 
         self._announce("lower")
@@ -349,10 +345,6 @@ def _described(result: Any) -> str:
     )
 
 
-def _key(backend: str, schedule: Schedule) -> tuple[str, tuple[Any, ...]]:
-    return backend, tuple(sorted(schedule.items()))
-
-
 def first_line(error: BaseException) -> str:
     """What an exception says first, its type where it says nothing."""
     try:
@@ -370,23 +362,12 @@ def blamed(error: Exception) -> str:
 
 
 def _place(error: BaseException | None) -> str:
-    """``file:line`` of the innermost call that is neither JAX's nor ours; "" where there is none."""
+    """``file:line`` of the innermost call of a kernel; "" where there is none."""
     while error is not None:
-        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-            file = frame.f_code.co_filename
-            if not file.startswith(_NO_KERNELS) and ("site-packages" in file or not file.startswith(_STANDARD)):
-                below = os.path.relpath(file)
-                return f"{file if below.startswith(os.pardir) else below}:{line}"
+        for call in calls(error):
+            if call.owner != "scheduler":
+                below = os.path.relpath(call.file)
+                return f"{call.file if below.startswith(os.pardir) else below}:{call.line}"
         # Of what it lowers JAX tells the place in an exception of its own (`JaxStackTraceBeforeTransformation`).
         error = error.__cause__ or error.__context__
     return ""
-
-
-# Whose calls stand in a traceback around a kernel's own, and below it; code without a file begins with "<".
-_NO_KERNELS = (
-    "<",
-    jax_compat.__file__,
-    f"{Path(__file__).parents[1]}{os.sep}",
-    *(f"{os.path.dirname(str(file))}{os.sep}" for file in (jax.__file__, jaxlib.__file__, np.__file__)),
-)
-_STANDARD = sysconfig.get_path("stdlib")

@@ -10,6 +10,7 @@ from typing import Any
 from scheduler.core import hardware as chips
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import GIB
+from scheduler.core.identity import point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome
 from scheduler.measure.division import Division, Shares
 from scheduler.measure.gpu import Gpu
@@ -214,7 +215,7 @@ class _Compiled:
 
 
 def _candidate(task: Task) -> Any:
-    return task.operation, task.problem, task.l2, task.backend, tuple(sorted(task.schedule.items()))
+    return task.operation, task.problem, task.l2, point_of(task.backend, task.schedule)
 
 
 def _may_lack_memory(task: Task, result: Result) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler.core import codec, hardware
 from scheduler.core.errors import NotRecorded, RecordingError
+from scheduler.core.identity import Point, point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial, choice_text
 from search_spaces import spelled
 from search_spaces.kernel import Library
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
     from search_spaces.kernel import Operation, Problem
 
 T = TypeVar("T")
-Point = tuple[str, tuple[tuple[str, Any], ...]]
-
-
-def point(backend: str, schedule: Schedule) -> Point:
-    """What tells the trials of a recording apart."""
-    return backend, tuple(sorted(schedule.items()))
 
 
 def read(path: Path) -> tuple[Sweep, list[Trial]]:
@@ -165,7 +160,7 @@ class Replay:
         self.sweep, trials = read(self.path)
         self.hardware = hardware.swept(self.sweep)
         self.environment = self.sweep.environment
-        self._trials = {point(trial.backend, trial.schedule): trial for trial in trials}
+        self._trials = {point_of(trial.backend, trial.schedule): trial for trial in trials}
         self._asked: dict[Point, int] = {}
         self._lock = threading.Lock()
 
@@ -176,7 +171,7 @@ class Replay:
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
         """The kernel version that was measured with this schedule, or None where it was not."""
-        trial = self._trials.get(point(backend, schedule))
+        trial = self._trials.get(point_of(backend, schedule))
         return None if trial is None else trial.version
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
@@ -194,7 +189,7 @@ class Replay:
                 f"{self.path} holds {held.operation} {spelled(held.operation, held.problem)}, "
                 f"not {task.operation.name} {task.problem}"
             )
-        which = point(task.backend, task.schedule)
+        which = point_of(task.backend, task.schedule)
         if which not in self._trials:
             raise NotRecorded(f"{self.path} does not hold the schedule {choice_text(task.backend, task.schedule)}")
         outcome = self._trials[which].outcome

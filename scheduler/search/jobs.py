@@ -12,14 +12,15 @@ from typing import Any, Literal, TypeVar
 from scheduler.core.backends import named_backends
 from scheduler.core.errors import CandidateFailed, NoCandidate, SchedulerError, StoreError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
+from scheduler.core.identity import key_of, point_of
 from scheduler.core.progress import Progress
 from scheduler.core.records import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
-from scheduler.search.tuner import settled, tune
+from scheduler.search.settled import settled
+from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 from search_spaces.errors import DeclarationError
@@ -312,9 +313,9 @@ def _before(
             return None
         backend, schedule, fallback_s, measured = answer.backend, answer.schedule, answer.predicted_s, False
     # Times of the run-off compare best with the winner's; a trial's is the next best.
-    times = {(t.backend, *sorted(t.schedule.items())): t.outcome for t in trials}
-    times |= {(e.backend, *sorted(e.schedule.items())): e.measurement for e in record.entries}
-    match times.get((backend, *sorted(schedule.items()))):
+    times = {point_of(t.backend, t.schedule): t.outcome for t in trials}
+    times |= {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
+    match times.get(point_of(backend, schedule)):
         case Measurement(median_s=median_s):
             return Before(backend, schedule, median_s, measured=True)
         case _:

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from scheduler.core.codec import label_of
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import label_of
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
 from scheduler.core.threads import Threads
 from scheduler.measure.pool import start_runner
@@ -17,7 +17,7 @@ from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.feasibility import illegal, onchip_bytes
 from scheduler.prediction import predict, validation
-from scheduler.search import final_comparison, tuner
+from scheduler.search import final_comparison, finalists
 from scheduler.search.final_comparison import Result
 from search_spaces import load
 from search_spaces.kernel import Operation, Problem
@@ -177,7 +177,7 @@ def _timed(
             kernel = operation.kernel(rival.backend)
             asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
             racing.append(final_comparison.Rival(label, kernel.library, asked))
-    ended = tuner.run_off(
+    ended = finalists.run_off(
         runner,
         racing,
         lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round), again=True),

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import NoCandidate
+from scheduler.core.identity import point_of, schedule_to_text
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.core.threads import Threads
-from scheduler.measure.replay import Recorder, point, second_pass
+from scheduler.measure.replay import Recorder, second_pass
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
@@ -75,8 +75,8 @@ def sweep(
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
-        done = {point(trial.backend, trial.schedule) for trial in trials}
-        left = [candidate for candidate in chosen if point(candidate.backend, candidate.schedule) not in done]
+        done = {point_of(trial.backend, trial.schedule) for trial in trials}
+        left = [candidate for candidate in chosen if point_of(candidate.backend, candidate.schedule) not in done]
         times = [
             (trial.outcome.median_s, n) for n, trial in enumerate(trials) if isinstance(trial.outcome, Measurement)
         ]
