@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler.core.aliases import CONSTANTS
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
@@ -15,20 +16,6 @@ from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
 from search_spaces.kernel import Kernel, Operation
 
 _log = logging.getLogger("scheduler")
-
-# Constants as older calibrations spell them. What is neither here nor in `Constants` is gone from the model.
-ALIASES = {
-    "alpha": "l2_share",
-    "askew": "sector_misalignment",
-    "cluster_s": "cluster_sync_s",
-    "exchange_bytes_per_s": "dsmem_bytes_per_s",
-    "exchange_s": "dsmem_s",
-    "gap_s": "wgmma_bubble_s",
-    "launched": "launch_share",
-    "outside_s": "fill_row_s",
-    "row_s": "tma_row_s",
-    "slot_s": "stage_s",
-}
 
 
 def model_of(
@@ -58,7 +45,7 @@ def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = Fals
 def known(calibration: Calibration) -> dict[str, float]:
     """Those of its constants that today's model has, by today's names."""
     names = {field.name for field in dataclasses.fields(Constants)}
-    today = {ALIASES.get(name, name): value for name, value in calibration.constants.items()}
+    today = {CONSTANTS.get(name, name): value for name, value in calibration.constants.items()}
     return {name: value for name, value in today.items() if name in names}
 
 
