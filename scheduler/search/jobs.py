@@ -105,9 +105,7 @@ class Result:
     @property
     def library(self) -> Entry | None:
         """The library's own entry in the record."""
-        if self.record is None or isinstance(self.task, Malformed):
-            return None
-        return self.record.best(frozenset({self.task.operation.library.backend}))
+        return None if self.record is None else self.record.library_entry
 
     @property
     def broken(self) -> tuple[AllFailed, ...]:
@@ -348,7 +346,7 @@ def _task(job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str,
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
             if not isinstance(value, (int, str)):
-                raise ValueError(f"{field}={value!r} is no whole number, truth value or string")
+                raise ValueError(f"{field}={value!r} is no integer, truth value or string")
         return Task(
             operation,
             operation.problem.parse({field: str(value) for field, value in both.items()}),
