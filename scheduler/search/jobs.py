@@ -14,7 +14,7 @@ from scheduler.core.errors import CandidateFailed, NoCandidate, SchedulerError, 
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of, point_of
 from scheduler.core.progress import Progress
-from scheduler.core.records import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
+from scheduler.core.records import L2, AllFailed, Entry, Key, Measurement, Record, Schedule, Trial
 from scheduler.measure.pool import Runner
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
@@ -287,18 +287,24 @@ def _entry(task: Task, record: Record) -> Entry | None:
 
 def _served(task: Task, hardware: Hardware, store: Store) -> Entry | None:
     """What a call gets now: from the user's own records, or from those that come with this package."""
+    key = key_of(task.operation, task.problem, hardware)
     with contextlib.ExitStack() as stack:
         stores = [store]
         with contextlib.suppress(StoreError):
             if (other := shipped()) is not None:
                 stores.append(stack.enter_context(contextlib.closing(other)))
-        for kept in stores:
-            with contextlib.suppress(StoreError):
-                record = kept.get(key_of(task.operation, task.problem, hardware))
-                if record is not None:
-                    held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
-                    if isinstance(held, Entry):
-                        return held
+        records = [_readable(kept, key) for kept in stores]
+    for record in records:
+        if record is not None:
+            held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
+            if isinstance(held, Entry):
+                return held
+    return None
+
+
+def _readable(store: Store, key: Key) -> Record | None:
+    with contextlib.suppress(StoreError):
+        return store.get(key)
     return None
 
 
