@@ -17,7 +17,7 @@ from scipy.stats import kendalltau
 from typer.testing import CliRunner
 
 from scheduler.cli.app import app
-from scheduler.core import codec
+from scheduler.core import aliases, codec
 from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.hardware import find
 from scheduler.core.records import Calibration, Measurement, Trial
@@ -175,8 +175,8 @@ def test_a_constant_of_before_is_read_by_its_new_name():
 
 def test_every_old_name_stands_for_one_that_the_model_has():
     names = {field.name for field in dataclasses.fields(Constants)}
-    assert set(constants.ALIASES.values()) < names
-    assert not set(constants.ALIASES) & names
+    assert set(aliases.CONSTANTS.values()) < names
+    assert not set(aliases.CONSTANTS) & names
 
 
 def test_an_unreadable_cache_leaves_the_shipped_constants():

@@ -23,7 +23,7 @@ from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 PALLAS = frozenset({"mosaic_gpu"})
 TODAY = MATMUL.kernel("mosaic_gpu").version
 WIDE = MatmulProblem(128, 8192, 8192)
-# Legal for 128 rows, and neither the model's first choice there nor far behind it.
+# Legal for 128 rows, and neither the top prediction there nor far behind it.
 WON = {
     "tile_m": 64,
     "tile_n": 128,

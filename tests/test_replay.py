@@ -243,7 +243,7 @@ def test_a_malformed_trial_is_refused_with_its_line(recorded):
     path, *_ = recorded
     lines = gzip.decompress(path.read_bytes()).splitlines()
     path.write_bytes(gzip.compress(b"\n".join([*lines[:3], b'{"number": 1.5}', *lines[3:], b""])))
-    with pytest.raises(RecordingError, match="line 4: number: a whole number"):
+    with pytest.raises(RecordingError, match="line 4: number: an integer"):
         read(path)
 
 

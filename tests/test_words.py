@@ -58,7 +58,7 @@ def test_wrong_arguments_are_answered_with_what_is_wanted():
     ):
         tuned_matmul(a, a, backends=3)
     for budget in ("8", 8.0, True, None):
-        with pytest.raises(TypeError, match=r"budget=.* is a \w+; give a whole number of trials"):
+        with pytest.raises(TypeError, match=r"budget=.* is a \w+; give an integer"):
             scheduler.tune("matmul", SMALL, budget=budget)
     with pytest.raises(TypeError, match="seconds='10' is a str; give a number, or None"):
         scheduler.tune("matmul", SMALL, seconds="10")

@@ -103,7 +103,7 @@ def explain(
     fields: Fields,
     hardware: HardwareName = None,
     device: Device = 0,
-    top: Annotated[int, typer.Option(min=1, help="How many of the model's first to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="How many top predictions to show.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import WIDEST, Json, Row, abbreviated, first_line, ledger, seconds_text, table, texts
+from scheduler.cli.layout import Json, Row, compared, first_line, ledger, seconds_text, table, texts
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.cli.verdict_report import standing
 from scheduler.core.identity import point_of
@@ -44,8 +44,8 @@ def result_json(result: Result) -> Json:
 
 def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     """Before and after, a row for each problem of a job."""
-    told = abbreviated([(r.entry.backend, r.entry.schedule) for r in of if r.entry is not None], width)
-    schedules = iter(told.texts)
+    choices = compared([(r.entry.backend, r.entry.schedule) for r in of if r.entry is not None])
+    schedules = iter(choices.texts)
     rows = []
     for result in of:
         figures = [result.state, "", "", "", ""]
@@ -58,7 +58,9 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
                 figures[3] = seconds_text(result.library.measurement.median_s)
         under = [next(schedules)] if result.entry is not None else []
         rows.append(Row(str(result.task), figures, [*under, *map(str, result.broken), result.reason]))
-    yield from ledger("problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(told.base, rows)], width)
+    yield from ledger(
+        "problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(choices.note, rows)], width
+    )
     if any(row.figures[1].startswith("~") for row in rows):
         yield "~: a prediction"
 
@@ -136,9 +138,9 @@ def reverified_json(verdict: Reverified) -> Json:
 def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
     """What became of each stored winner, a row each."""
     states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
-    told = abbreviated([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts], min(width, WIDEST))
+    choices = compared([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts])
     rows = []
-    for verdict, schedule in zip(verdicts, told.texts, strict=True):
+    for verdict, schedule in zip(verdicts, choices.texts, strict=True):
         record = verdict.record
         then, now = seconds_text(record.winner.measurement.median_s), verdict.now
         rows.append(
@@ -148,7 +150,7 @@ def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[Renderabl
                 [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
             )
         )
-    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(told.base, rows)], width)
+    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(choices.note, rows)], width)
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:

@@ -22,6 +22,7 @@ from scheduler.core.decoding import (
 )
 from scheduler.core.identity import label_of
 from scheduler.core.records import (
+    LIBRARY,
     Calibration,
     Failure,
     Key,
@@ -75,7 +76,8 @@ def record_to_text(record: Record) -> str:
             {"failed": [vars(lost) | {"failure": vars(lost.failure)} for lost in record.failed]}
             if record.failed
             else {}
-        ),
+        )
+        | ({"library": record.library} if record.library != LIBRARY else {}),
         _record,
     )
 
@@ -126,6 +128,8 @@ def sweep_to_text(sweep: Sweep) -> str:
     fields = vars(sweep) | {"problem": _problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
     if not (sweep.again or sweep.rounds):  # readers of format 1 know of no second pass
         fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
+    if sweep.library == LIBRARY:
+        del fields["library"]
     return _line({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
 
 
@@ -224,6 +228,7 @@ def _label(value: object) -> str:
 _BY_NAME: Mapping[str, Check[Any]] = {
     "problem": _problem,
     "backend": _backend,
+    "library": _backend,
     "schedule": _schedule,
     "versions": _by_backend(whole),
     "refused": _by_backend(text),
@@ -233,9 +238,9 @@ _BY_NAME: Mapping[str, Check[Any]] = {
     "outcome": made_already,
 }
 _KEY = maker(Key, _BY_NAME)
-_RECORD = maker(Record, _BY_NAME, optional=("confidence", "excluded", "stopped", "failed"))
+_RECORD = maker(Record, _BY_NAME, optional=("confidence", "excluded", "stopped", "failed", "library"))
 _TRIAL = maker(Trial, _BY_NAME)
-_SWEEP = maker(Sweep, _BY_NAME, optional=("again", "rounds"))
+_SWEEP = maker(Sweep, _BY_NAME, optional=("again", "rounds", "library"))
 _CALIBRATION = maker(Calibration, _BY_NAME)
 _OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, _BY_NAME), "measurement": maker(Measurement, _BY_NAME)}
 

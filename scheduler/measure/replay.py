@@ -24,7 +24,6 @@ from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.identity import Point, point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial, choice_text
 from search_spaces import spelled
-from search_spaces.kernel import Library
 
 if TYPE_CHECKING:
     from scheduler.measure.runner import Task
@@ -71,13 +70,9 @@ def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
 def second_pass(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
     """Those trials of a whole first pass that its second one measures once more: the fastest, and the library's."""
     ran = [trial for trial in trials if isinstance(trial.outcome, Measurement)]
-    fastest = sorted((trial for trial in ran if not _is_program(trial)), key=_median_s)[: sweep.again]
-    return [*filter(_is_program, ran), *fastest] if sweep.again else []
-
-
-def _is_program(trial: Trial) -> bool:
-    """Whether it is one of the library's."""
-    return trial.schedule.keys() <= {field.name for field in dataclasses.fields(Library)}
+    programs = [trial for trial in ran if trial.backend == sweep.library]
+    others = sorted((trial for trial in ran if trial.backend != sweep.library), key=_median_s)
+    return [*programs, *others[: sweep.again]] if sweep.again else []
 
 
 def _median_s(trial: Trial) -> float:

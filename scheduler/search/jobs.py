@@ -14,7 +14,7 @@ from scheduler.core.errors import CandidateFailed, NoCandidate, SchedulerError, 
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of, point_of
 from scheduler.core.progress import Progress
-from scheduler.core.records import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
+from scheduler.core.records import L2, AllFailed, Entry, Key, Measurement, Record, Schedule, Trial
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.prediction.predict import predict
@@ -106,9 +106,7 @@ class Result:
     @property
     def library(self) -> Entry | None:
         """The library's own entry in the record."""
-        if self.record is None or isinstance(self.task, Malformed):
-            return None
-        return self.record.best(frozenset({self.task.operation.library.backend}))
+        return None if self.record is None else self.record.library_entry
 
     @property
     def broken(self) -> tuple[AllFailed, ...]:
@@ -281,18 +279,24 @@ def _entry(task: Task, record: Record) -> Entry | None:
 
 def _served(task: Task, hardware: Hardware, store: Store) -> Entry | None:
     """What a call gets now: from the user's own records, or from those that come with this package."""
+    key = key_of(task.operation, task.problem, hardware)
     with contextlib.ExitStack() as stack:
         stores = [store]
         with contextlib.suppress(StoreError):
             if (other := shipped()) is not None:
                 stores.append(stack.enter_context(contextlib.closing(other)))
-        for kept in stores:
-            with contextlib.suppress(StoreError):
-                record = kept.get(key_of(task.operation, task.problem, hardware))
-                if record is not None:
-                    held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
-                    if isinstance(held, Entry):
-                        return held
+        records = [_readable(kept, key) for kept in stores]
+    for record in records:
+        if record is not None:
+            held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
+            if isinstance(held, Entry):
+                return held
+    return None
+
+
+def _readable(store: Store, key: Key) -> Record | None:
+    with contextlib.suppress(StoreError):
+        return store.get(key)
     return None
 
 
@@ -340,7 +344,7 @@ def _task(job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str,
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
             if not isinstance(value, (int, str)):
-                raise ValueError(f"{field}={value!r} is no whole number, truth value or string")
+                raise ValueError(f"{field}={value!r} is no integer, truth value or string")
         return Task(
             operation,
             operation.problem.parse({field: str(value) for field, value in both.items()}),

@@ -52,7 +52,7 @@ def sweep(
     Legal is what is left after the rules, on-chip memory and registers. A file that is there already is gone on with.
 
     The fastest of so many are partly the luckiest. A second pass measures them, and the library's, once more in turns:
-    it chose nothing, so that whoever is judged by it is judged fairly.
+    it chose nothing, so that no choice is compared with times that chose it.
 
     Args:
       path: of the recording.
@@ -191,5 +191,6 @@ def _plan(
         repetitions=repetitions,
         again=again,
         rounds=ROUNDS if again else 0,
+        library=operation.library.backend,
     )
     return head, chosen

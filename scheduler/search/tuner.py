@@ -86,11 +86,11 @@ def tune(
       UnknownChip: nothing is known of the chip that is here, so that no candidate can be chosen.
     """
     for name, given, kinds, wanted in (
-        ("budget", budget, int, "whole number of trials"),
-        ("seconds", seconds, int | float | None, "number, or None"),
+        ("budget", budget, int, "an integer: how many trials"),
+        ("seconds", seconds, int | float | None, "a number, or None"),
     ):
         if not isinstance(given, kinds) or isinstance(given, bool):
-            raise TypeError(f"{name}={given!r} is a {type(given).__name__}; give a {wanted}")
+            raise TypeError(f"{name}={given!r} is a {type(given).__name__}; give {wanted}")
     if budget < 1:
         raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
     if seconds is not None and seconds <= 0:
@@ -170,6 +170,7 @@ class _Tuning:
             excluded=self.excluded,
             stopped=self.stopped,
             failed=tuple(all_failed(self.trials.ended.values())),
+            library=self.operation.library.backend,
         )
         self.keeping.write(lambda store: store.put(record))
         return record

@@ -86,7 +86,7 @@ class Store:
         Raises:
           StoreError: it cannot be written.
         """
-        winner, library = record.winner, record.best(frozenset({"xla"}))
+        winner, library = record.winner, record.library_entry
         with self._database.write() as connection:
             connection.execute(
                 self._database.upsert(SCHEDULES, KEY),

@@ -22,7 +22,7 @@ REPETITIONS = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Judgement:
+class Timed:
     """What the rounds showed.
 
     Attributes:
@@ -38,7 +38,7 @@ class Judgement:
         return timer.join(self.rounds[name]) if name in self.rounds else None
 
 
-def start_judge() -> Runner:
+def start_fresh() -> Runner:
     """Fresh processes: as many as a library is compiled in, or this one where there is no GPU.
 
     Raises:
@@ -49,16 +49,16 @@ def start_judge() -> Runner:
 
 
 def conditions(
-    operation: Operation[Any], problem: Problem, candidates: Mapping[str, Entry | Trial], judges: Runner, rounds: int
+    operation: Operation[Any], problem: Problem, candidates: Mapping[str, Entry | Trial], fresh: Runner, rounds: int
 ) -> dict[str, Any]:
-    """All that a judgement depends on."""
+    """All that such times depend on."""
     return {
         "operation": operation.name,
         "problem": told(problem),
-        "device": judges.hardware.id,
-        "jax": judges.environment.jax,
-        "jaxlib": judges.environment.jaxlib,
-        "driver": judges.environment.driver,
+        "device": fresh.hardware.id,
+        "jax": fresh.environment.jax,
+        "jaxlib": fresh.environment.jaxlib,
+        "driver": fresh.environment.driver,
         "rounds": rounds,
         "repetitions": REPETITIONS,
         "candidates": {
@@ -68,7 +68,7 @@ def conditions(
     }
 
 
-def judge(runner: Runner, tasks: Mapping[str, Task], rounds: int) -> Judgement:
+def time_in_rounds(runner: Runner, tasks: Mapping[str, Task], rounds: int) -> Timed:
     """Verifies the candidates, then times them in rounds, in another random order each.
 
     Names of one and the same task share its measurements. Their operation and problem are one, so that a process never
@@ -97,7 +97,7 @@ def judge(runner: Runner, tasks: Mapping[str, Task], rounds: int) -> Judgement:
             if not failed(name, outcome):
                 assert isinstance(outcome, Measurement)
                 samples[name].append(outcome)
-    return Judgement(
+    return Timed(
         {name: tuple(samples[leader]) for name, leader in leaders.items() if leader not in failures},
         {name: failures[leader] for name, leader in leaders.items() if leader in failures},
     )
