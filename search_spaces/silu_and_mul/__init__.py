@@ -4,6 +4,7 @@ from search_spaces.kernel import Operation
 from search_spaces.rowwise import calculus
 from search_spaces.rowwise.portable import PortableRows
 from search_spaces.rowwise.xla import XlaRows
+from search_spaces.silu_and_mul import front_end
 from search_spaces.silu_and_mul.mosaic_gpu import MosaicGpuSiluAndMul
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
@@ -13,6 +14,7 @@ SILU_AND_MUL = Operation[SiluAndMulProblem](
     problem=SiluAndMulProblem,
     kernels=(MosaicGpuSiluAndMul(), PortableRows(), XlaRows(SiluAndMulProblem.compute)),
     batch=calculus.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["SILU_AND_MUL", "SiluAndMulProblem"]
