@@ -7,7 +7,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
+from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
@@ -106,14 +107,35 @@ def tuned_matmul(
     return _call(MATMUL, _MATMUL_OPTIONS, values, on_miss, backends, schedule, (a, b, bias, residual), _MATMUL_ADDED)
 
 
+@overload
 def tuned_softmax(
     x: Any,
     axis: int = -1,
     *,
+    return_lse: Literal[False] = False,
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
-) -> jax.Array:
+) -> jax.Array: ...
+@overload
+def tuned_softmax(
+    x: Any,
+    axis: int = -1,
+    *,
+    return_lse: Literal[True],
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def tuned_softmax(
+    x: Any,
+    axis: int = -1,
+    *,
+    return_lse: bool = False,
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip.
 
     It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as `jax.nn.softmax`
@@ -126,15 +148,18 @@ def tuned_softmax(
     Args:
       x: ``[..., columns]``.
       axis: along which the results sum to 1.
+      return_lse: return ``jax.nn.logsumexp(x, axis)`` in float32, too. It is an operation of its own,
+        "softmax_with_lse", tuned as such, and always computed in float32.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      An array of the shape and dtype of `x`; or that and the log-sum-exp, ``[...]`` without `axis`.
 
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
-    return _call(SOFTMAX, ("axis",), (axis,), on_miss, backends, schedule, (x,))
+    operation: Operation[Any] = SOFTMAX_WITH_LSE if return_lse else SOFTMAX
+    return _call(operation, ("axis",), (axis,), on_miss, backends, schedule, (x,))
 
 
 def tuned_rms_norm(

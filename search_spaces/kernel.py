@@ -622,9 +622,7 @@ class Operation(Generic[P]):
         fields = [field.name for field in dataclasses.fields(self.problem)]
         for name in options:
             if name not in fields and name not in self.params:
-                raise TypeError(
-                    f"{self.name} has no parameter {name!r} (it has: {', '.join([*fields, *self.params])})"
-                )
+                raise TypeError(f"{self.name} has no parameter {name!r} (it has: {', '.join([*fields, *self.params])})")
         operands = tuple(jnp.asarray(x) for x in args)
         problem = self.problem.of(*operands, **{name: x for name, x in options.items() if name in fields})
         params = tuple((name, x) for name, x in options.items() if name not in fields)

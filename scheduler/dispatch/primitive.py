@@ -29,9 +29,7 @@ tuned_call_p.multiple_results = True
 ANY_TARGET = Target(platform="any", kind="any", architecture="any", cores=1)
 
 
-def tuned_call(
-    operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options
-) -> Any:
+def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options) -> Any:
     """`operation` on arrays shaped as `problem.operands()`, by the schedule that `options` allow and choose.
 
     Returns:
@@ -150,9 +148,11 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
     assert forward is not None
     assert backward is not None
 
-    @jax.custom_vjp
     def answer(*args: Any) -> Any:
         return _bind(operation, problem, params, options, *args)
+
+    answer.__name__ = f"tuned_{operation.name}"  # which JAX's error names in forward mode
+    differentiable = jax.custom_vjp(answer)
 
     def fwd(*primals: Any) -> Any:
         return forward(call, problem, tuple(x.value for x in primals))
@@ -161,9 +161,8 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
         given = [None if isinstance(ct, SymbolicZero) else ct for ct in as_tuple(cotangent)]
         return tuple(backward(call, problem, residuals, problem.pack(given)))
 
-    answer.__name__ = f"tuned_{operation.name}"
-    answer.defvjp(fwd, bwd, symbolic_zeros=True)
-    return answer
+    differentiable.defvjp(fwd, bwd, symbolic_zeros=True)
+    return differentiable
 
 
 def _batch(

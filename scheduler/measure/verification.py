@@ -106,9 +106,7 @@ def mismatch(
     if (wanted := tuple(extents)) != expected.shape:
         return f"the shape is {wanted} instead of {expected.shape}"
     run = compare or functools.partial(_compare, axis=axis)
-    wrong, worst, got, right, allowed, unwritten = run(
-        actual, expected, rows, tolerance.absolute, tolerance.relative
-    )
+    wrong, worst, got, right, allowed, unwritten = run(actual, expected, rows, tolerance.absolute, tolerance.relative)
     if int(wrong):
         index = [int(i) for i in np.unravel_index(int(worst), expected.shape)]
         if rows is not None:

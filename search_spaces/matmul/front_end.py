@@ -37,7 +37,12 @@ def bind(
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
     if follows:
-        how = {"transpose_a": transpose_a, "transpose_b": transpose_b, "out_dtype": wanted or "", "activation": activation}
+        how = {
+            "transpose_a": transpose_a,
+            "transpose_b": transpose_b,
+            "out_dtype": wanted or "",
+            "activation": activation,
+        }
         p = MatmulProblem.of(a, b, *follows, precision=_rounding(precision) or precision, **how)
         return Bound(p, (a, b, *follows))
     operands = Operands(a, b, bias, residual)
