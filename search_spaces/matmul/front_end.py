@@ -32,7 +32,7 @@ def bind(
     """A call of `scheduler.tuned_matmul`, whose arguments these are.
 
     Args:
-      follows: a bias, a residual or both, of operands that have the problem's own axes, as `MatmulProblem.of` takes them.
+      follows: a bias, a residual or both, as `MatmulProblem.of` takes them: all operands have the axes of the problem.
       out_dtype: `preferred_element_type` as the problem names it.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
