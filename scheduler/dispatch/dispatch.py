@@ -48,7 +48,6 @@ ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
 # Why no kernel can be asked on a mesh, whatever the operation.
 ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
-EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
 
 logger = logging.getLogger("scheduler")
 T = TypeVar("T")

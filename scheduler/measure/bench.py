@@ -6,7 +6,7 @@ import collections
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,14 +18,15 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import timer
-from scheduler.measure.verification import Rows, compared_rows, comparison, mismatch
+from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat
-from search_spaces.kernel import SLAB, Kernel, Operation, Problem, nbytes
+from search_spaces.kernel import SLAB, Kernel, Operation, Problem, as_tuple, nbytes
 
-Compiled = Callable[..., jax.Array]
+Results = tuple[jax.Array, ...]
+Compiled = Callable[..., Results]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
@@ -48,10 +49,10 @@ REDZONE_BYTES = 2 * 2**23
 
 
 class Draw(NamedTuple):
-    """One draw of a problem's operands, and the right answer: of those `rows` alone, where it is large."""
+    """One draw of a problem's operands, and the right results: of those `rows` alone, where they are large."""
 
     inputs: tuple[jax.Array, ...]
-    expected: jax.Array
+    expected: Results
     rows: Rows | None
 
 
@@ -83,14 +84,14 @@ class Bench:
         # What is compiled here is not compiled later, while other processes wait for their turns.
         timer.attach(self._clock)
         self._references: dict[Problem, Compiled] = {}
-        self._comparisons: dict[Problem, Compiled] = {}
+        self._comparisons: dict[Problem, tuple[Any, ...]] = {}
         self._draw = self._drawn(problem, seed)
         self._sets = self._rotation()
         # Operands in a cache may come faster than memory gives them; no time at all is never right.
         bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
-        self._results: collections.deque[jax.Array] = collections.deque()
+        self._results: collections.deque[Results] = collections.deque()
         self._compiled: dict[tuple[str, tuple[Any, ...]], Compiled] = {}
 
     def measure(
@@ -152,12 +153,12 @@ class Bench:
     def _build(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
     ) -> Compiled | Failure:
-        """The candidate as a function of a buffer for its result, and of the operands.
+        """The candidate as a function of buffers for its results, and of the operands.
 
         While JAX traces, lowers and compiles, no code runs but the kernel's and the compiler's: whatever is raised then
         is the candidate's failure.
         """
-        target, wanted, operands = self._hardware.target, problem.result(), problem.operands()
+        target, wanted, operands = self._hardware.target, problem.results(), problem.operands()
         point = kernel.space(problem, target).decode(schedule)
 
         def failed(stage: Stage, error: Exception) -> Failure:
@@ -167,12 +168,12 @@ class Bench:
             return failure
 
         self._announce("lower")
-        run = jax_compat.writing_over(lambda *args: kernel.run(problem, point, target, *args))
+        run = jax_compat.writing_over(lambda *args: kernel.results(problem, point, target, *args))
         try:
             traced = run.trace(wanted, *operands)
         except Exception as error:
             return failed("lower", error)
-        if (found := _described(traced.out_info)) != _described(wanted):
+        if (found := _described(as_tuple(traced.out_info))) != _described(wanted):
             return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
         try:
             lowered = traced.lower()
@@ -202,7 +203,8 @@ class Bench:
         with self._turn():
             try:
                 actual = compiled(poison, *draw.inputs)
-                wrong = mismatch(actual, draw.expected, tolerance, draw.rows, self._comparisons[problem])
+                compare = self._comparisons[problem]
+                wrong = mismatches(problem, actual, draw.expected, tolerance, draw.rows, compare)
             except jax.errors.JaxRuntimeError as error:
                 return first_line(error)
         if problem == self._problem:
@@ -210,7 +212,7 @@ class Bench:
         return wrong
 
     def _time(self, compiled: Compiled, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
-        def call() -> jax.Array:
+        def call() -> Results:
             self._calls += 1
             result = compiled(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
             self._results.append(result)
@@ -255,7 +257,7 @@ class Bench:
         with self._turn():
             draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)
         if problem not in self._comparisons:
-            self._comparisons[problem] = comparison(problem.result(), draw.expected, rows)
+            self._comparisons[problem] = comparisons(problem, draw.expected, rows)
         return draw
 
     def _rotation(self) -> list[tuple[jax.Array, ...]]:
@@ -283,12 +285,12 @@ def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
 
 def _rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
     """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
-    return 1 if nbytes(problem.result()) > 2 * hardware.l2_bytes else max(2, sets)
+    return 1 if _result_bytes(problem) > 2 * hardware.l2_bytes else max(2, sets)
 
 
 def least_bytes(problem: Problem) -> int:
-    """Device memory without which `problem` cannot run at all: its operands and its result."""
-    return _operand_bytes(problem) + nbytes(problem.result())
+    """Device memory without which `problem` cannot run at all: its operands and its results."""
+    return _operand_bytes(problem) + _result_bytes(problem)
 
 
 def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
@@ -300,15 +302,14 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     which take less than that second draw.
     """
     sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
-    operands, result = _operand_bytes(problem), nbytes(problem.result())
+    operands, result = _operand_bytes(problem), _result_bytes(problem)
     elements = [math.prod(x.shape) for x in problem.operands()]
-    rows = compared_rows(problem)
-    shape = problem.result().shape
-    compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
+    compared = 4 * compared_elements(problem)
     # Of a slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
-    rotating = _region(result) + max(1, _rotating_results(problem, hardware, sets) - 1) * result
-    autotuned = 2 * _region(result + REDZONE_BYTES)
+    each = [nbytes(x) for x in problem.results()]
+    rotating = sum(map(_region, each)) + max(1, _rotating_results(problem, hardware, sets) - 1) * result
+    autotuned = 2 * sum(_region(size + REDZONE_BYTES) for size in each)
     return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + max(rotating, autotuned) + SCRATCH_BYTES
 
 
@@ -317,31 +318,38 @@ def _region(size: int) -> int:
     return 2 ** math.ceil(math.log2(max(size, 1)))
 
 
-def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:
-    """The right answer as a function of all operands: of those rows alone, where they are given."""
+def _reference(problem: Problem, rows: Rows | None) -> Compiled:
+    """The right results as a function of all operands: of those rows alone, where they are given."""
     part = None if rows is None else problem.at_rows(rows)
     if part is None:
-        return problem.reference
+        return lambda *args: as_tuple(problem.reference(*args))
     below, take = part
-    return lambda *args: below.reference(*take(args))
+    return lambda *args: as_tuple(below.reference(*take(args)))
 
 
 def _operand_bytes(problem: Problem) -> int:
     return sum(map(nbytes, problem.operands()))
 
 
-def _poison(problem: Problem) -> jax.Array:
-    """A result in which nothing is right: NaN, or the least number of a dtype without one."""
-    wanted = problem.result()
+def _result_bytes(problem: Problem) -> int:
+    return sum(map(nbytes, problem.results()))
+
+
+def _poison(problem: Problem) -> Results:
+    """Results in which nothing is right: NaN, or the least number of a dtype without one."""
+    return tuple(map(_poisoned, problem.results()))
+
+
+def _poisoned(wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if jnp.issubdtype(wanted.dtype, jnp.inexact):
         return jnp.full(wanted.shape, jnp.nan, wanted.dtype)
     least = False if wanted.dtype == bool else jnp.iinfo(wanted.dtype).min
     return jnp.full(wanted.shape, least, wanted.dtype)
 
 
-def _described(result: Any) -> str:
-    return (
-        f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"no array but {type(result).__name__}"
+def _described(results: Sequence[Any]) -> str:
+    return " and ".join(
+        f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"no array but {type(x).__name__}" for x in results
     )
 
 

@@ -193,7 +193,7 @@ class CostModel:
         A small result cannot keep all cores busy: arithmetic then runs at a share of the rate.
         """
         h, c = self.hardware, self.in_force
-        results = float(np.prod(problem.result().shape, dtype=np.float64))
+        results = float(sum(np.prod(s.shape, dtype=np.float64) for s in problem.results()))
         busy = results / (results + c.library_grain * h.cores) if results else 1.0
         arithmetic = problem.flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
         memory = problem.bytes_moved / (c.library_e_hbm * h.hbm_bytes_per_s)

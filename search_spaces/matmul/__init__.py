@@ -1,7 +1,7 @@
 """The matrix product: ``MATMUL``, its problem and its kernels."""
 
 from search_spaces.kernel import Operation
-from search_spaces.matmul import rules
+from search_spaces.matmul import front_end, rules
 from search_spaces.matmul.hopper import MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
@@ -14,6 +14,7 @@ MATMUL = Operation(
     jvp=rules.jvp,
     transpose=rules.transpose,
     batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["MATMUL", "MatmulProblem"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,10 +89,32 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
 
 
 def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
+    """As one larger product (see `widened`).
+
+    Where biases differ along what would join m, or where neither operand is batched, the epilogue is for XLA to
+    compute.
+    """
+    a_dim, b_dim, bias_dim, _ = p.named(dims)
+    if b_dim is None and (a_dim is None or bias_dim is not None):
+        return _batch_apart(call, p, args, dims)
+    wider = widened(p, args, dims)
+    return wider.split(call(wider.problem, *wider.operands)), wider.dim
+
+
+class Widened(NamedTuple):
+    """One product in place of several: its problem and operands, and where in its result, once split, they lie."""
+
+    problem: MatmulProblem
+    operands: tuple[jax.Array, ...]
+    split: Callable[[jax.Array], jax.Array]
+    dim: int
+
+
+def widened(p: MatmulProblem, args: Any, dims: Any) -> Widened:
     """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch.
 
-    A residual goes with the result, repeated where it is not batched, and so does a bias along n. Where biases differ
-    along what would join m, or where neither operand is batched, the epilogue is for XLA to compute.
+    A residual goes with the result, repeated where it is not batched, and so does a bias along n. One of `a` and `b` is
+    batched, and a bias only where `b` is.
     """
     a, b, bias, residual = p.named(args)
     a_dim, b_dim, bias_dim, residual_dim = p.named(dims)
@@ -103,21 +125,19 @@ def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array
         """`x` with the new axis joined to the one at `place`."""
         return None if x is None else _merge(_with_axis(x, dim, place, size), place)
 
-    if b_dim is None and (a_dim is None or bias_dim is not None):
-        return _batch_apart(call, p, args, dims)
     if b_dim is None:  # next to m; free where it is there already, as in [v, m, k]
         wider = dataclasses.replace(p, m=size * p.m)
         a, residual = along(a, a_dim, lead + (1 if p.transpose_a else 0)), along(residual, residual_dim, lead)
-        return _split(_call(call, wider, a, b, bias, residual), lead, size), lead
+        return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead, size), lead)
     if a_dim is None:
         wider = dataclasses.replace(p, n=size * p.n)
         b, bias = along(b, b_dim, lead + (0 if p.transpose_b else 1)), along(bias, bias_dim, lead)
         residual = along(residual, residual_dim, lead + 1)
-        return _split(_call(call, wider, a, b, bias, residual), lead + 1, size), lead + 1
+        return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead + 1, size), lead + 1)
     batched = dataclasses.replace(p, batch=size * p.batch)
     first = [_with_axis(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
-    c = call(batched, *(x.reshape(s.shape) for x, s in zip(first, batched.operands(), strict=True)))
-    return c.reshape(size, *p.result().shape), 0
+    operands = tuple(x.reshape(s.shape) for x, s in zip(first, batched.operands(), strict=True))
+    return Widened(batched, operands, lambda c: c.reshape(size, *p.result().shape), 0)
 
 
 def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
@@ -134,8 +154,8 @@ def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[ja
     return jax.vmap(finish, (dim, *dims[2:]))(acc, *rest), 0
 
 
-def _call(call: Call, p: MatmulProblem, *operands: jax.Array | None) -> jax.Array:
-    return call(p, *(x for x in operands if x is not None))
+def _given(*operands: jax.Array | None) -> tuple[jax.Array, ...]:
+    return tuple(x for x in operands if x is not None)
 
 
 def _with_axis(x: jax.Array, dim: int | None, place: int, size: int) -> jax.Array:

@@ -1,6 +1,7 @@
 """The root-mean-square norm: ``RMS_NORM``, its problem and its kernels."""
 
 from search_spaces.kernel import Operation
+from search_spaces.rms_norm import front_end
 from search_spaces.rms_norm.hopper import HopperRmsNorm
 from search_spaces.rms_norm.problem import RmsNormProblem
 from search_spaces.rowwise import rules
@@ -15,6 +16,7 @@ RMS_NORM = Operation[RmsNormProblem](
     kernels=(HopperRmsNorm(), InterpretedRows(), XlaRows()),
     params=("eps",),
     batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["RMS_NORM", "RmsNormProblem"]

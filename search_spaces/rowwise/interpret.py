@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.kernel import Footprint, Kernel, Operand, Target, as_tuple, nbytes
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space
 
@@ -46,6 +46,7 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
         whole = [x for x in p.operands() if not _in_rows(x)]
         row_bytes = sum(x.shape[1] * x.dtype.itemsize for x in by_rows)
         whole_bytes = sum(x.size * x.dtype.itemsize for x in whole)
+        result_bytes = sum(map(nbytes, p.results())) // p.rows
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(blocks,),
@@ -54,32 +55,33 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
                 Operand(bytes=np.full(len(s), float(whole_bytes)), axes=()),
             ),
             flops=p.flops / p.rows * s.rows,
-            bytes_written=p.rows / blocks * p.columns * p.itemsize,
-            onchip_bytes=s.rows * (row_bytes + p.columns * p.itemsize) + whole_bytes,
+            bytes_written=p.rows / blocks * result_bytes,
+            onchip_bytes=s.rows * (row_bytes + result_bytes) + whole_bytes,
         )
 
-    def run(self, problem: P, schedule: InterpretedSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+    def run(self, problem: P, schedule: InterpretedSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
         p, s = problem, schedule
 
         def body(*refs: Any) -> None:
-            *operands, out = refs
-            result = p.compute(*(ref[...].astype(jnp.float32) for ref in operands), **params)
-            out[...] = result.astype(out.dtype)
+            operands, outs = refs[: len(args)], refs[len(args) :]
+            results = p.compute(*(ref[...].astype(jnp.float32) for ref in operands), **params)
+            for out, result in zip(outs, as_tuple(results), strict=True):
+                out[...] = result.astype(out.dtype)
+
+        def some_rows(x: Any) -> pl.BlockSpec:
+            return pl.BlockSpec((s.rows, *x.shape[1:]), lambda i: (i, *(0 for _ in x.shape[1:])))
 
         def block(x: Any) -> pl.BlockSpec:
-            if _in_rows(x):
-                return pl.BlockSpec((s.rows, x.shape[1]), lambda i: (i, 0))
-            return pl.BlockSpec(x.shape, lambda i: (0,) * len(x.shape))
+            return some_rows(x) if _in_rows(x) else pl.BlockSpec(x.shape, lambda i: (0,) * len(x.shape))
 
-        out: jax.Array = pl.pallas_call(
+        return pl.pallas_call(
             body,
             grid=(-(-p.rows // s.rows),),
             in_specs=[block(x) for x in p.operands()],
-            out_specs=block(p.result()),
+            out_specs=p.pack([some_rows(x) for x in p.results()]),
             out_shape=p.result(),
             interpret=True,
         )(*args)
-        return out
 
 
 def _in_rows(operand: jax.ShapeDtypeStruct) -> bool:

@@ -4,6 +4,7 @@ from search_spaces.kernel import Operation
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
+from search_spaces.silu_and_mul import front_end
 from search_spaces.silu_and_mul.hopper import HopperSiluAndMul
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
@@ -13,6 +14,7 @@ SILU_AND_MUL = Operation[SiluAndMulProblem](
     problem=SiluAndMulProblem,
     kernels=(HopperSiluAndMul(), InterpretedRows(), XlaRows(SiluAndMulProblem.compute)),
     batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["SILU_AND_MUL", "SiluAndMulProblem"]

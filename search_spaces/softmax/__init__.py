@@ -6,6 +6,7 @@ from search_spaces.kernel import Operation
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
+from search_spaces.softmax import front_end
 from search_spaces.softmax.hopper import HopperSoftmax
 from search_spaces.softmax.problem import SoftmaxProblem
 
@@ -15,6 +16,7 @@ SOFTMAX = Operation[SoftmaxProblem](
     problem=SoftmaxProblem,
     kernels=(HopperSoftmax(), InterpretedRows(), XlaRows(jax.nn.softmax)),
     batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["SOFTMAX", "SoftmaxProblem"]
