@@ -143,13 +143,15 @@ def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
 
 
 def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
-    started = []
+    def workers():
+        processes = (Path("/proc") / name for name in os.listdir("/proc") if name.isdecimal())
+        return {int(path.name) for path in processes if _parent(path) == os.getpid() and _serves(path)}
 
     def unknown(target):
-        children = (Path("/proc") / pid for pid in os.listdir("/proc") if pid.isdecimal())
-        started.extend(int(path.name) for path in children if _parent(path) == os.getpid() and _serves(path))
+        started.update(workers() - before)
         raise UnknownChip(f"{target.kind} is not in the table of chips")
 
+    before, started = workers(), set()
     monkeypatch.setattr(hardware, "describe", unknown)
     with pytest.raises(UnknownChip, match="cpu is not in the table"):
         Pool(Gpu(index="", uuid="unknown", driver="", free_bytes=GIB), RunnerOptions(workers=1))

@@ -20,7 +20,8 @@ COMPILE_LIMITS_S = (30.0, 120.0)
 # XLA tries its algorithms out while it compiles: so many runs of a problem, none faster than its lower bound.
 AUTOTUNED_RUNS = 500
 # XLA's allocator waits so long for memory to come free before it says that there is none (BFCAllocator::AllocateRaw in
-# xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait): a shorter limit would take that for a kernel that hangs.
+# xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait): a step that may allocate and has no more time than that would
+# be taken for one that hangs.
 ALLOCATOR_RETRY_S = 10.0
 RUN_LIMIT_S = 10.0
 FIRST_RUN_LIMIT_S = 60.0  # where no candidate has a time yet

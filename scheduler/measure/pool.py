@@ -82,7 +82,7 @@ class Pool:
         atexit.register(self.close)
         try:
             with self._division.among(self.slots):
-                (target, *_) = {worker.target for worker in self._division.living}
+                target = next(iter(self._division.living)).target
             assert target is not None
             self.hardware = chips.describe(target)
         except Exception:
