@@ -1,7 +1,7 @@
 """Parsed JSON as frozen values: what a field must hold is told by its type, and a wrong value is named by its place.
 
-Why not a library: `msgspec` reads the same types, but says neither what it found nor which words it would have taken,
-and old spellings, problems and outcomes would each need a class of their own to be read through.
+Why not `msgspec`: it reads the same types, but its messages give a type in place of the value that was found, and not
+the words that would have done; and old spellings, problems and outcomes would each need a class of their own.
 """
 
 from __future__ import annotations
