@@ -163,7 +163,7 @@ def table(rows: Sequence[Row], hardware: Hardware) -> Table:
         "Pallas",
         "final",
         "TFLOP/s",
-        "of bound",
+        "of roofline",
         "XLA/Pallas",
         "JAX's/Pallas",
         "XLA/final",

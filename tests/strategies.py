@@ -60,6 +60,7 @@ records = st.builds(
     excluded=_counts,
     stopped=_names,
     failed=st.lists(st.builds(AllFailed, _names, _counts, _failures, _counts), max_size=2).map(tuple),
+    library=st.sampled_from(["xla", "cublas"]),
 )
 trials = st.builds(Trial, _counts, _names, _counts, _schedules, _measurements | _failures, _times)
 sweeps = st.builds(
@@ -81,6 +82,7 @@ sweeps = st.builds(
     repetitions=_counts,
     again=_counts,
     rounds=_counts,
+    library=st.sampled_from(["xla", "cublas"]),
 )
 calibrations = st.builds(
     Calibration,

@@ -242,7 +242,8 @@ def test_what_is_no_recording_is_refused_with_the_place(tmp_path, content, compl
 def test_a_malformed_trial_is_refused_with_its_line(recorded):
     path, *_ = recorded
     lines = gzip.decompress(path.read_bytes()).splitlines()
-    path.write_bytes(gzip.compress(b"\n".join([*lines[:3], b'{"number": 1.5}', *lines[3:], b""])))
+    wrong = b'{"number": 1.5, "failure": {"stage": "time", "detail": ""}}'
+    path.write_bytes(gzip.compress(b"\n".join([*lines[:3], wrong, *lines[3:], b""])))
     with pytest.raises(RecordingError, match="line 4: number: an integer"):
         read(path)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from values import VERDICT, record
 
-from scheduler.cli.layout import difference
+from scheduler.cli.layout import compared, difference
 from scheduler.cli.verdict_report import gain_text, interval_text, standing, verdict
 from scheduler.core.records import Entry, Measurement, Verdict
 from scheduler.search.final_comparison import Rival, race
@@ -90,6 +90,19 @@ def test_a_schedule_told_by_its_difference_can_be_put_together_again():
     base, other = {"a": 1, "b": True, "c": "m"}, {"a": 2, "b": True, "d": 3}
     assert difference(other, base) == "a=2 c=default d=3"
     assert difference(base, base) == "the same"
+
+
+def test_of_each_backend_one_schedule_is_shown_in_full_and_the_others_by_what_differs():
+    one, other = {"tile": 1, "stages": 4}, {"tile": 2, "stages": 4}
+    shown = compared([("a", one), ("b", other), ("a", other), ("c", {}), ("a", one)])
+    assert shown.texts == ["a stages=4 tile=1", "b stages=4 tile=2", "a tile=2", "c", "a the same"]
+    assert shown.note == ["schedules are shown by what differs from the first of a"]
+    shown = compared([("a", one), ("b", other)], {"a": ("the winner", other)})
+    assert (shown.texts, shown.note) == (
+        ["a tile=1", "b stages=4 tile=2"],
+        ["schedules are shown by what differs from the winner"],
+    )
+    assert compared([("a", one), ("b", other)]).note == []
 
 
 def test_an_interval_of_one_value_is_that_value():

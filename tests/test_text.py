@@ -121,6 +121,14 @@ def test_a_missing_value_is_named(name):
         codec.record_from_text(json.dumps(fields))
 
 
+@pytest.mark.parametrize("library", ["xla", "another"])
+def test_the_library_is_named_where_it_is_another_than_that_of_older_text(library):
+    record = dataclasses.replace(values.record(), library=library)
+    line = codec.record_to_text(record)
+    assert ('"library"' in line) == (library != "xla")
+    assert codec.record_from_text(line) == record
+
+
 def test_a_record_from_before_its_confidence_was_kept_says_nothing_of_it():
     fields = json.loads(codec.record_to_text(values.record(confidence=values.VERDICT)))
     del fields["confidence"]

@@ -102,7 +102,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             output(*([""] * (record is not None)), f"{key}, {where}: {record_report.unfinished_text(cut)}")
             _print_goes_on(key, command)
         if trials:
-            output("", *record_report.trials_told(trials, record, console_here().width))
+            output("", *record_report.trials_table(trials, record, console_here().width))
 
 
 def explain(

@@ -17,7 +17,7 @@ from scheduler.core.records import Schedule, choice_text, schedule_text
 Json = dict[str, Any]
 
 
-# Of a list: wider lines are harder to follow than schedules that are told in two.
+# Of a list: wider lines are harder to follow than schedules on two lines.
 WIDEST = 150
 
 
@@ -40,8 +40,8 @@ def first_line(text: str, most: int = 160) -> str:
 
 def difference(schedule: Schedule, base: Schedule) -> str:
     """What of `schedule` is not as in `base`; a field that only `base` has is at its default."""
-    told = {name: value for name, value in schedule.items() if name not in base or base[name] != value}
-    return schedule_text(told | dict.fromkeys(base.keys() - schedule.keys(), "default")) or "the same"
+    changed = {name: value for name, value in schedule.items() if name not in base or base[name] != value}
+    return schedule_text(changed | dict.fromkeys(base.keys() - schedule.keys(), "default")) or "the same"
 
 
 @dataclasses.dataclass(frozen=True)

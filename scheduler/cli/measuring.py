@@ -327,7 +327,7 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
         earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
         output(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
     output(*record_report.entries(record, problem, result.hardware), "", *verdict_report.verdict(record))
-    with contextlib.suppress(StoreError):  # what could not be stored has been told
+    with contextlib.suppress(StoreError):  # a warning has said what could not be stored
         output(*search_report.failed_beside(store.last_trials(record.key), record))
     if result.stored:
         output("Nothing is stored of a replay without --store" if store.in_memory else f"Stored in {store.location}")

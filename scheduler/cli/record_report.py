@@ -214,8 +214,8 @@ def unfinished_text(trials: Sequence[Trial]) -> str:
     return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
 
 
-def trials_told(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
-    """Every trial; of each backend the record's schedule, or the first, is what the others are told by."""
+def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
+    """Every trial; of each backend the record's schedule, or the first, in full and the others by what differs."""
     bases: dict[str, tuple[str, Schedule]] = {}
     for entry in record.entries if record is not None else ():
         name = "the winner" if record is not None and entry == record.winner else f"the best {entry.backend}"

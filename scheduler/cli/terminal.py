@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 def console_here() -> Console:
     """As wide as the terminal or as COLUMNS says; where neither is there, as most terminals can be."""
-    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-    return Console(highlight=False, width=None if told else 120)
+    has_width = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return Console(highlight=False, width=None if has_width else 120)
 
 
 def output(*what: RenderableType) -> None:

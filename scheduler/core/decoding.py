@@ -1,7 +1,7 @@
-"""Parsed JSON as frozen values: what a field must hold is told by its type, and a wrong value is named by its place.
+"""Parsed JSON as frozen values: the type of a field says what it must hold, and a wrong value is named by its place.
 
-Why not a library: `msgspec` reads the same types, but says neither what it found nor which words it would have taken,
-and old spellings, problems and outcomes would each need a class of their own to be read through.
+Why not `msgspec`: it reads the same types, but its messages give a type in place of the value that was found, and not
+the words that would have done; and old spellings, problems and outcomes would each need a class of their own.
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def _at(place: str, check: Check[T], value: object) -> T:
 
 
 def _wanted(wanted: str, found: object) -> ValueError:
-    told = repr(found)
-    return ValueError(f"{wanted} is wanted, found {told if len(told) <= 60 else told[:57] + '...'}")
+    shown = repr(found)
+    return ValueError(f"{wanted} is wanted, found {shown if len(shown) <= 60 else shown[:57] + '...'}")

@@ -1,4 +1,4 @@
-"""Whose code an exception comes from: calls of libraries are told from those of a kernel, a user and this program."""
+"""Whose code an exception comes from: a library's, a kernel's, a user's or this program's."""
 
 from __future__ import annotations
 

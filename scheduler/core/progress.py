@@ -13,7 +13,7 @@ from scheduler.core.records import Trial
 
 R = TypeVar("R")
 
-# Trials before the time left is told.
+# Trials before the time left is estimated.
 FEWEST_TO_TELL = 3
 
 

@@ -70,7 +70,7 @@ class Threads(Generic[T, R]):
         self._calls.put((what, call))
 
     def next(self) -> tuple[T, R]:
-        """What ended, and its result: the first that did and was not told yet. Blocks; raises what the call raised."""
+        """What ended, and its result: the first that was not returned yet. Blocks; raises what the call raised."""
         while True:
             try:
                 what, result, error = self._ended.get(timeout=WAKE_S)

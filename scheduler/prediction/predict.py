@@ -37,7 +37,7 @@ class Answer:
       predicted_s: its predicted time, seconds; what was measured, where that is known.
       library_s: the same of the library's answer, seconds.
       reason: why this one, in words.
-      neighbour: the similar problem whose record told about this one; "" where there was none.
+      neighbour: the similar problem whose record corrects the model; "" where there was none.
     """
 
     backend: str
@@ -95,7 +95,7 @@ def predict(
     library = operation.library
     best = _choose(library, problem, hardware, model_of(operation, library, hardware, shared_only=shared_only), near)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
-    library_s, told = best.predicted_s, best.neighbour
+    library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:
         return measured
     found: _Choice | None = None
@@ -127,7 +127,7 @@ def predict(
         return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
     least = f"less than {wanted:.0%}" if wanted >= 0.005 else "no gain"
     reason = f"the model expects {least} over the library" if found is not None else _words(refused)
-    return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", told)
+    return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", best.neighbour)
 
 
 def _measured(
@@ -200,8 +200,7 @@ def _choose(
             chosen, predicted_s, words = first.schedule, first.predicted_s, f" (its times corrected by those of {at})"
         else:
             chosen, predicted_s, words = entry.schedule, here, f" (with the schedule of {at})"
-        told = str(neighbour.problem)
-        return _Choice(first.backend, chosen, predicted_s * error, told, words, neighbour.weight)
+        return _Choice(first.backend, chosen, predicted_s * error, str(neighbour.problem), words, neighbour.weight)
     return _Choice(first.backend, first.schedule, first.predicted_s)
 
 

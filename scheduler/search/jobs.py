@@ -111,7 +111,7 @@ class Result:
     @property
     def broken(self) -> tuple[AllFailed, ...]:
         """Backends of which nothing ran in this search, by their own fault."""
-        if self.record is None or self.state == "known":  # which another search has told, and nobody asks for now
+        if self.record is None or self.state == "known":  # another search has said so, and nobody asks for it now
             return ()
         return tuple(lost for lost in self.record.failed if lost.own)
 

@@ -49,7 +49,7 @@ class Trials:
 
     Args:
       key, environment: of the search.
-      candidates: which of them is meant is told by its place.
+      candidates: a place in them says which is meant.
       known: trials of an earlier run of this search.
       keeping: gets every trial as it ends.
       first_error: raise the first failure of a candidate, the library's aside.

@@ -46,8 +46,8 @@ class Cache:
         self._open()
         found: dict[Key, Record] = {}
         for store in (self._shipped, *(() if shared_only else (self._user,))):
-            told = self._try(lambda store: list(store.records(operation=operation, hardware=hardware)), store) or []
-            found |= {record.key: record for record in told}
+            read = self._try(lambda store: list(store.records(operation=operation, hardware=hardware)), store) or []
+            found |= {record.key: record for record in read}
         if not shared_only:
             found |= {key: r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)}
         return list(found.values())
