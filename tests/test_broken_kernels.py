@@ -65,7 +65,6 @@ def command(*arguments, cwd):
         text=True,
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
-        timeout=120,
     )
     return ended.returncode, ended.stdout, ended.stderr
 

@@ -22,7 +22,7 @@ CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", *RIGHT)
 @pytest.fixture(scope="module")
 def pool():
     gpu = Gpu(index="", uuid="faults", driver="", free_bytes=4 * GIB)
-    with Pool(gpu, slots=2, compile_timeout_s=15, run_timeout_s=5) as pool:
+    with Pool(gpu, slots=2, compile_timeout_s=600, run_timeout_s=5) as pool:
         yield pool
 
 

@@ -73,7 +73,7 @@ def postgres():
         if user:
             shutil.chown(home, user)
         pg_ctl, data = initdb().with_name("pg_ctl"), home / "data"
-        run = {"user": user, "cwd": name, "check": True, "stdout": subprocess.DEVNULL, "timeout": 60}
+        run = {"user": user, "cwd": name, "check": True, "stdout": subprocess.DEVNULL}
         subprocess.run([initdb(), "-D", data, "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync"], **run)
         options = f"-k '{home}' -c listen_addresses='' -c fsync=off"
         subprocess.run([pg_ctl, "-D", data, "-w", "-l", home / "log", "-o", options, "start"], **run)
