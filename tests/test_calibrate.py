@@ -30,6 +30,8 @@ from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.mosaic_gpu import geometry
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 H200, H100 = find("NVIDIA H200"), find("NVIDIA H100 80GB HBM3")
 KERNEL = MATMUL.kernel("mosaic_gpu")

@@ -25,6 +25,8 @@ from scheduler.inspect import doctor
 from scheduler.store.store import Store
 from search_spaces import load
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 SMALL = ["m=32", "n=32", "k=32", "dtype=float32"]
 

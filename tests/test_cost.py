@@ -19,6 +19,8 @@ from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
 from search_spaces.matmul.portable import PortableMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
+pytestmark = pytest.mark.one_jax
+
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
 KIB = 1024
 OVERLAPPED = ("mma", "gap", "turns", "power", "sram", "l2", "rows", "outside", "hbm", "special", "vector", "latency")

@@ -15,6 +15,8 @@ from scheduler.measure.pool import Gpu, Pool, Task
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
+pytestmark = pytest.mark.one_jax
+
 # Each of these costs the start of a process or two.
 CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", *RIGHT)
 

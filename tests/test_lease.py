@@ -19,6 +19,8 @@ from scheduler.store import lease
 from scheduler.store.lease import leased
 from scheduler.store.store import Store
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture
 def path(tmp_path):

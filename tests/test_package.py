@@ -14,6 +14,8 @@ import pytest
 import scheduler
 import tile_scheduler
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 FOREIGN = {
     "scheduler/__init__.py": "Scheduler = object\n",

@@ -20,6 +20,8 @@ from scheduler.search.gaussian_process import Process, expected_improvement
 from scheduler.search.search import Search
 from search_spaces import Space
 
+pytestmark = pytest.mark.one_jax
+
 H200 = find("NVIDIA H200")
 
 

@@ -16,6 +16,8 @@ from search_spaces.matmul import MATMUL
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import search_quality
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory):

@@ -11,6 +11,8 @@ import pytest
 from scheduler.core import codec
 from scheduler.store.store import shipped
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parent.parent
 
 FIND = """

@@ -25,6 +25,8 @@ from scheduler.core.records import Calibration, Failure, Key
 from scheduler.store import store as store_module
 from scheduler.store.store import MIGRATIONS, Store, build_shipped, default_url, file_system
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture
 def memory():

@@ -13,6 +13,8 @@ from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.records import Calibration, Key, Verdict
 
+pytestmark = pytest.mark.one_jax
+
 
 @given(strategies.records)
 def test_any_record_survives_its_text(record):

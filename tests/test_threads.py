@@ -8,6 +8,8 @@ import pytest
 
 from scheduler.core.threads import Threads
 
+pytestmark = pytest.mark.one_jax
+
 
 def test_results_come_as_they_end_and_as_many_run_at_once_as_there_are_threads():
     first = threading.Event()
