@@ -34,8 +34,6 @@ from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
 from judge import judge
 from problems import FUSED, MATMULS, REPEATED
 
-pytestmark = pytest.mark.one_jax
-
 ROOT = Path(__file__).parents[1]
 H200, MODEL = hopper.H200, CostModel(hopper.H200)
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "matmul-nvidia-h200.json").read_text())

@@ -44,12 +44,28 @@ def clock(monkeypatch):
     return clock
 
 
-def test_who_comes_second_waits_for_the_record_of_the_first(path, caplog):
+@pytest.fixture
+def waiting():
+    """Set as soon as somebody says that they wait for another's record."""
+    event = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if "is being tuned by" in record.getMessage():
+                event.set()
+
+    log, listener = logging.getLogger("scheduler"), Listener()
+    log.addHandler(listener)
+    yield event
+    log.removeHandler(listener)
+
+
+def test_who_comes_second_waits_for_the_record_of_the_first(path, caplog, waiting):
     store, problem, entered = Store(path), DoubleProblem(8), threading.Event()
 
     def watch(progress):
         entered.set()
-        time.sleep(0.05)
+        waiting.wait()
 
     first = []
     thread = threading.Thread(
@@ -74,12 +90,12 @@ class Device(Rehearsal):
         return dataclasses.replace(super().measure(task, again=again), l2=task.l2)
 
 
-def test_who_waited_takes_no_record_that_was_measured_otherwise_than_asked_for(path):
+def test_who_waited_takes_no_record_that_was_measured_otherwise_than_asked_for(path, waiting):
     problem, entered = DoubleProblem(8), threading.Event()
 
     def watch(progress):
         entered.set()
-        time.sleep(0.05)
+        waiting.wait()
 
     thread = threading.Thread(
         target=lambda: tune(DOUBLE, problem, budget=5, store=Store(path), runner=Device(), progress=watch)
