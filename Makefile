@@ -12,8 +12,10 @@ JAX ?= $(shell $(PYTHON) -c 'import sys; print("0.10.2" if sys.version_info < (3
 ifeq ($(findstring cuda,$(EXTRAS)),)
 DEMO ?= m=256 n=256 k=256 dtype=float32
 DEMO_BUDGET ?= 16
-# Test files run beside each other; on a GPU they would share its memory and disturb each other's times.
-PYTEST_ARGS ?= --numprocesses=auto --dist=loadfile
+# Tests run beside each other; on a GPU they would share its memory and disturb each other's times.
+PYTEST_ARGS ?= --numprocesses=auto --dist=worksteal
+# What they compile runs for milliseconds.
+test: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
 else
 DEMO ?= m=4096 n=4096 k=4096 dtype=bfloat16
 DEMO_BUDGET ?= 64

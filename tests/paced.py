@@ -1,12 +1,16 @@
-"""An operation whose schedules take a while to build, so that a search of it can be cut short in the middle."""
+"""Operations whose schedules take a while to build, or for ever to run: a search of them is cut short in the middle."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from operations import Double, DoubleLibrary, DoubleProblem
 
 from search_spaces import Operation, Space, Target
@@ -29,4 +33,17 @@ class Paced(Double):
         return args[0] * 2
 
 
+class Endless(Paced):
+    """Makes the file that $BEGUN names, and then runs for ever, inside of one call of XLA's program."""
+
+    def run(self, problem: DoubleProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        def begin(x: np.ndarray) -> np.ndarray:
+            Path(os.environ["BEGUN"]).touch()
+            return np.asarray(x)
+
+        x = jax.pure_callback(begin, problem.result(), args[0])
+        return jax.lax.while_loop(lambda x: jnp.isfinite(x[0]), jnp.sin, x)
+
+
 PACED = Operation("paced", DoubleProblem, (Paced(), DoubleLibrary()))
+ENDLESS = Operation("endless", DoubleProblem, (Endless(), DoubleLibrary()))

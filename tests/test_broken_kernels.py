@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from operations import DoubleLibrary, DoubleProblem
 from paced import Paced
+from typer.testing import CliRunner
 
 import scheduler
 from scheduler.cli.app import app
@@ -66,15 +67,27 @@ def command(*arguments, cwd):
         text=True,
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "300"},
-        timeout=120,
     )
     return ended.returncode, ended.stdout, ended.stderr
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Runs a command in this process, in the directory of the operation."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments):
+        ended = CliRunner().invoke(app, list(map(str, arguments)), prog_name="tile-scheduler")
+        return ended.exit_code, ended.stdout, ended.stderr
+
+    return run
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_kernel_that_never_runs_is_an_error_that_says_how_often_why_and_where(own, mistake):
+def test_a_kernel_that_never_runs_is_an_error_that_says_how_often_why_and_where(own, here, mistake):
     path = own(mistake)
-    status, out, err = command("tune", f"{path}:BIAS_GELU", *PROBLEM, cwd=path.parent)
+    status, out, err = here("tune", f"{path}:BIAS_GELU", *PROBLEM)
     *_, said, kind = MISTAKES[mistake]
     assert status == 1
     assert "XLA is the only backend that ran" in out
@@ -88,6 +101,7 @@ def test_a_kernel_that_never_runs_is_an_error_that_says_how_often_why_and_where(
     assert "Traceback" not in err
 
 
+@pytest.mark.one_jax
 @PROCESSES
 def test_once_mended_it_is_tuned_again_and_then_known(own, processes):
     path = own("type")
@@ -107,15 +121,16 @@ def test_once_mended_it_is_tuned_again_and_then_known(own, processes):
     assert all({"xla", "blocked"} == set(backends) for _, _, backends in states[1:])
 
 
-def test_schedules_that_failed_beside_others_are_told_of_and_again_where_it_is_known(own):
+def test_schedules_that_failed_beside_others_are_told_of_and_again_where_it_is_known(own, here):
     path = own("one tile")
     for state in ("5 trials", "Already tuned"):
-        status, out, _ = command("tune", f"{path}:BIAS_GELU", "m=64", "n=64", "--budget", "6", cwd=path.parent)
+        status, out, _ = here("tune", f"{path}:BIAS_GELU", "m=64", "n=64", "--budget", "6")
         assert status == 0
         assert state in out
         assert "3 of 4 schedules of blocked failed: verify: 2" in out
 
 
+@pytest.mark.one_jax
 @PROCESSES
 def test_the_first_error_comes_with_its_traceback_and_ends_the_search(own, processes):
     path = own("index")
@@ -136,7 +151,7 @@ def test_a_wrong_answer_is_a_first_error_too(own):
         scheduler.tune(operation, {"m": 50, "n": 64}, budget=6, first_error=True)
 
 
-def test_in_a_job_its_row_says_it_and_the_others_go_on(own, tmp_path):
+def test_in_a_job_its_row_says_it_and_the_others_go_on(own, here, tmp_path):
     path = own("type")
     job = tmp_path / "job.toml"
     job.write_text(f"""
@@ -151,14 +166,14 @@ def test_in_a_job_its_row_says_it_and_the_others_go_on(own, tmp_path):
         n = 8
         k = 8
     """)
-    status, out, err = command("tune", "--job", job, "--json", cwd=tmp_path)
+    status, out, err = here("tune", "--job", job, "--json")
     broken, good = json.loads(out)["results"]
     assert status == 1
     assert (broken["state"], good["state"]) == ("tuned", "tuned")
     assert len(broken["record"]["failed"]) == 1
     assert good["record"]["failed"] == []
     assert "bias_gelu m=50 n=64: 2 of 2 schedules of blocked failed: lower: TypeError" in err
-    status, out, _ = command("tune", "--job", job, cwd=tmp_path)
+    status, out, _ = here("tune", "--job", job)
     assert "2 of 2 schedules of blocked failed: lower: TypeError" in " ".join(out.split())
     states = {name: row for row in out.splitlines() for name in ("bias_gelu m=", "matmul m=") if name in row}
     assert ("tuned" in states["bias_gelu m="], "known" in states["matmul m="]) == (True, True)
@@ -304,8 +319,6 @@ def test_tune_searches_once_unless_forced_and_show_lists_the_last_search(tmp_pat
         assert len(store.trials(first.key)) == 15
         assert [trial.number for trial in store.last_trials(first.key)] == list(range(5))
         assert store.last_trials(first.key) == store.trials(first.key)[10:]
-    from typer.testing import CliRunner
-
     shown = CliRunner().invoke(app, ["show", f"{ROOT / 'tests' / 'paced.py'}:PACED", "n=8", "--json"])
     (row,) = json.loads(shown.stdout)
     assert [trial["number"] for trial in row["trials"]] == list(range(5))

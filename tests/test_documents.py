@@ -11,6 +11,8 @@ import typer.main
 
 from scheduler.cli.app import app
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "docs" / "add-a-kernel.md").read_text()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -14,6 +14,8 @@ from scheduler.core.identity import key_of
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 OWN = """
 import jax

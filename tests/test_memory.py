@@ -164,6 +164,7 @@ def small(tile):
     return Task(DOUBLE, DoubleProblem(8), "scripted", {"tile": tile, "behave": "ok"}, 2)
 
 
+@pytest.mark.one_jax
 def test_as_many_workers_hold_a_problem_as_fit_and_the_next_problem_has_them_all_again(pool):
     for _ in range(2):
         with ThreadPoolExecutor(2) as threads:
@@ -179,12 +180,14 @@ def test_as_many_workers_hold_a_problem_as_fit_and_the_next_problem_has_them_all
             assert isinstance(pool.measure(task, again=True), Measurement)
 
 
+@pytest.mark.one_jax
 def test_problems_of_two_sizes_at_once_wait_for_each_other(pool):
     tasks = [small(1), large(pool), small(2), small(4), large(pool)]
     with ThreadPoolExecutor(5) as threads:
         assert all(isinstance(outcome, Measurement) for outcome in threads.map(pool.measure, tasks))
 
 
+@pytest.mark.one_jax
 def test_what_finds_no_memory_beside_others_is_tried_alone(pool, tmp_path):
     with ThreadPoolExecutor(2) as threads:
         library = dataclasses.replace(noted(tmp_path), backend="xla")
@@ -194,9 +197,10 @@ def test_what_finds_no_memory_beside_others_is_tried_alone(pool, tmp_path):
     assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
 
 
+@pytest.mark.one_jax
 def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, tmp_path):
     greedy = noted(tmp_path, greedy=True)
-    for _ in range(3):
+    for _ in range(2):
         outcome = pool.measure(greedy)
         assert isinstance(outcome, Failure)
         assert outcome.stage == "memory"
@@ -233,6 +237,7 @@ def test_what_no_memory_holds_is_said_before_anything_runs(pool):
             tune(MATMUL, problem, runner=runner)
 
 
+@pytest.mark.one_jax
 def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an_error(monkeypatch):
     with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
         first, second = pool._workers

@@ -20,6 +20,8 @@ from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
+pytestmark = pytest.mark.one_jax
+
 PALLAS = frozenset({"mosaic_gpu"})
 TODAY = MATMUL.kernel("mosaic_gpu").version
 WIDE = MatmulProblem(128, 8192, 8192)

@@ -31,85 +31,86 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 ROOT = Path(__file__).parents[1]
 PACED = Operation("paced", DoubleProblem, (Paced(), DoubleLibrary()))
 COUNTS = {"backends": frozenset({"interpret"}), "calls": 6, "finalists": 4, "calls_of_finalist": 34}
-# Each call of any schedule of this takes seconds, each trial six of them or more.
-LARGE = ["m=3072", "n=3072", "k=3072", "dtype=float32"]
 
 
-def paced(monkeypatch, seconds, slots=1):
-    """A pace of trials that took so long, by a clock that nothing else moves."""
-    now, pace = 0.0, Pace(slots)
+class Clock:
+    """Seconds that pass only as they are told to."""
 
-    def clock():
-        return now
+    now = 0.0
 
-    monkeypatch.setattr(tuner.time, "perf_counter", clock)
+    def take(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(tuner.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def paced(clock, seconds, slots=1):
+    """A pace of trials that took so long."""
+    pace = Pace(slots)
     for took in seconds:
-
-        def trial(took=took):
-            nonlocal now
-            now += took
-
-        pace.timed(trial)
+        pace.timed(lambda took=took: clock.take(took))
     return pace
 
 
-def test_the_time_left_is_told_from_enough_trials_and_a_slow_first_one_does_not_count(monkeypatch):
-    assert paced(monkeypatch, [120.0]).left_s(63) is None
-    assert paced(monkeypatch, [120.0, 1.0]).left_s(62) is None
-    assert paced(monkeypatch, [120.0, 1.0, 2.0]).left_s(61) == 2.0 * 61
-    assert paced(monkeypatch, [120.0, 1.0, 1.0, 60.0, 1.0]).left_s(10) == 10.0
-    assert paced(monkeypatch, [120.0]).left_s(0) == 0.0
+def test_the_time_left_is_told_from_enough_trials_and_a_slow_first_one_does_not_count(clock):
+    assert paced(clock, [120.0]).left_s(63) is None
+    assert paced(clock, [120.0, 1.0]).left_s(62) is None
+    assert paced(clock, [120.0, 1.0, 2.0]).left_s(61) == 2.0 * 61
+    assert paced(clock, [120.0, 1.0, 1.0, 60.0, 1.0]).left_s(10) == 10.0
+    assert paced(clock, [120.0]).left_s(0) == 0.0
 
 
-def test_trials_beside_each_other_share_the_time_and_the_first_to_end_are_not_asked(monkeypatch):
-    assert paced(monkeypatch, [4.0] * 7, slots=8).left_s(56) is None
-    assert paced(monkeypatch, [4.0] * 8, slots=8).left_s(56) == 4.0 * 7
-    assert paced(monkeypatch, [4.0] * 8, slots=8).left_s(1) == 4.0
+def test_trials_beside_each_other_share_the_time_and_the_first_to_end_are_not_asked(clock):
+    assert paced(clock, [4.0] * 7, slots=8).left_s(56) is None
+    assert paced(clock, [4.0] * 8, slots=8).left_s(56) == 4.0 * 7
+    assert paced(clock, [4.0] * 8, slots=8).left_s(1) == 4.0
 
 
 class Slow(InProcess):
     """Its first trial takes long."""
 
-    def __init__(self, first_s, dies_after=10**9):
+    def __init__(self, clock, dies_after=10**9):
         super().__init__()
-        self.first_s, self.asked, self.dies_after = first_s, 0, dies_after
+        self.clock, self.asked, self.dies_after = clock, 0, dies_after
 
     def measure(self, task, *, again=False):
         if not again:
             if self.asked == self.dies_after:
                 raise KeyboardInterrupt
             self.asked += 1
-            time.sleep(self.first_s if self.asked == 1 else 0.01)
+            self.clock.take(60 if self.asked == 1 else 2)
         return Measurement(1e-3, (1e-3,) * task.repetitions, "wall", "warm")
 
     def confirm(self, task):
         return None
 
 
-def test_a_search_says_what_it_does_before_the_first_trial_and_promises_nothing():
+def test_a_search_says_what_it_does_before_the_first_trial_and_promises_nothing(clock):
     seen = []
-    tune(PACED, DoubleProblem(8), budget=12, runner=Slow(0.5), progress=seen.append)
+    tune(PACED, DoubleProblem(8), budget=12, runner=Slow(clock), progress=seen.append)
     assert (seen[0].done, seen[0].budget, seen[0].last) == (0, 12, None)
     assert [step.done for step in seen if step.eta_s is None] == list(range(FEWEST_TO_TELL))
-    assert all(step.eta_s < 0.2 * (12 - step.done) for step in seen if step.eta_s)
-    assert seen[-1].eta_s == 0
+    assert all(step.eta_s == 2 * (12 - step.done) for step in seen if step.eta_s is not None)
 
 
-def test_trials_of_an_earlier_run_say_nothing_of_the_time_left():
+def test_trials_of_an_earlier_run_say_nothing_of_the_time_left(clock):
     store, seen = Store(":memory:"), []
     with pytest.raises(KeyboardInterrupt):
-        tune(PACED, DoubleProblem(8), budget=12, store=store, runner=Slow(0.01, dies_after=5))
-    tune(PACED, DoubleProblem(8), budget=12, store=store, runner=Slow(0.01), progress=seen.append)
+        tune(PACED, DoubleProblem(8), budget=12, store=store, runner=Slow(clock, dies_after=5))
+    tune(PACED, DoubleProblem(8), budget=12, store=store, runner=Slow(clock), progress=seen.append)
     assert [step.done for step in seen if step.eta_s is None] == [5, 6, 7]
 
 
 def test_a_search_that_would_interpret_for_hours_is_refused_with_one_that_would_not():
-    started = time.monotonic()
     with pytest.raises(
         TakesHours, match=r"takes \d+ hours or more.*interpreted.*smaller one \(m=.*\), or.*seconds="
     ) as e:
         scheduler.tune("matmul", {"m": 4096, "n": 4096, "k": 4096})
-    assert time.monotonic() - started < 20
     fields = dict(field.split("=") for field in re.search(r"one \(([^)]*)\)", str(e.value))[1].split())
     smaller = MATMUL.problem.parse(fields)
     assert search_seconds(MATMUL, smaller, CPU, budget=63, **COUNTS) <= tuner.LONGEST_INTERPRETED_S
@@ -148,60 +149,48 @@ def test_a_problem_is_halved_until_it_fits_or_is_none():
 
 
 def test_a_bound_in_seconds_is_enough_to_go_on_and_the_library_is_measured():
-    record = scheduler.tune("matmul", {"m": 2048, "n": 2048, "k": 2048, "dtype": "float32"}, seconds=0.001, budget=64)
+    record = scheduler.tune("matmul", {"m": 4096, "n": 16, "k": 4096, "dtype": "float32"}, seconds=0.001, budget=64)
     assert [entry.backend for entry in record.entries] == ["xla"]
 
 
-def started(*command):
+def interrupted(place, *command):
+    """Interrupts a command well into a candidate that never ends: its status, and what it said on standard error."""
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "BEGUN": str(place)},
     )
-    lines = []
-    while "1/" not in (line := process.stderr.readline()):
-        assert line, f"it ended: {lines}"
-        lines.append(line)
-    time.sleep(2)  # well into a candidate that nobody can stop
-    return process, lines
+    try:
+        while not place.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    finally:
+        process.kill()
+    return process.returncode, err
 
 
-def interrupted(process):
-    """Its status, what it said on standard error, and after how many seconds it was gone."""
-    sent = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    return process.returncode, err, time.monotonic() - sent
-
-
-@pytest.mark.parametrize("processes", [[], ["--workers", 2]], ids=["in process", "workers"])
-def test_ctrl_c_ends_a_search_at_once_whatever_is_interpreted_and_keeps_what_was_measured(tmp_path, processes):
-    process, before = started("-m", "scheduler", "tune", "matmul", *LARGE, "--seconds", 600, *processes)
-    assert "0/64 trials, building and checking the first" in before[0]
-    assert "left" not in before[0]
-    status, err, took_s = interrupted(process)
+@pytest.mark.parametrize("processes", [[], ["--workers", 1, "--run-timeout", 1e6]], ids=["in process", "workers"])
+def test_ctrl_c_ends_a_search_though_a_candidate_never_ends_and_keeps_what_was_measured(tmp_path, processes):
+    command = ["-m", "scheduler", "tune", "tests/paced.py:ENDLESS", "n=8", "--seconds", 1e6, *processes]
+    status, err = interrupted(tmp_path / "begun", *command)
+    assert "0/21 trials, building and checking the first" in err.splitlines()[0]
+    assert "left" not in err.splitlines()[0]
     assert status == 130
-    assert took_s < 4
     assert "interrupted; what was measured so far is kept" in err
     assert "Traceback" not in err
     store = Store(tmp_path / "cache.db")
     (key,) = store.keys()
-    assert store.trials(key, unfinished=True)
+    assert [trial.backend for trial in store.trials(key, unfinished=True)] == ["xla"]
     assert store.lease(key, "host/1/next", 1) == "host/1/next"  # it was given back
 
 
-def test_ctrl_c_ends_a_script_at_once_as_it_ends_any_other(tmp_path):
+def test_ctrl_c_ends_a_script_though_a_candidate_never_ends_as_it_ends_any_other(tmp_path):
     script = tmp_path / "script.py"
-    problem = dict(field.split("=") for field in LARGE)
-    script.write_text(
-        "import sys, scheduler\n"
-        "say = lambda step: print(f'{step.done}/', file=sys.stderr, flush=True)\n"
-        f"scheduler.tune('matmul', {problem}, seconds=600, progress=say)\n"
-    )
-    status, err, took_s = interrupted(started(script)[0])
+    script.write_text("import scheduler\nfrom paced import ENDLESS\nscheduler.tune(ENDLESS, {'n': 8}, seconds=1e6)\n")
+    status, err = interrupted(tmp_path / "begun", script)
     assert status == -signal.SIGINT
-    assert took_s < 4
     assert err.rstrip().endswith("KeyboardInterrupt")

@@ -9,6 +9,8 @@ import pytest
 from scheduler.core.records import Failure, Measurement
 from scheduler.search.final_comparison import TIE, Rival, median_interval, race
 
+pytestmark = pytest.mark.one_jax
+
 REPETITIONS = 10
 LIBRARY = Rival("xla {}", library=True, onchip_bytes=0)
 SMALL = Rival('ours {"tile": 64}', library=False, onchip_bytes=64)

@@ -33,6 +33,8 @@ from scheduler.store.store import Store
 from search_spaces import Operation, load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 PROBLEM = DoubleProblem(n=8)
 PACED_NAME = f"{Path(__file__).parent / 'paced.py'}:PACED"

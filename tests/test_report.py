@@ -12,6 +12,8 @@ from scheduler.core.records import Entry, Measurement, Verdict
 from scheduler.search.final_comparison import Rival, race
 from scheduler.store.store import shipped
 
+pytestmark = pytest.mark.one_jax
+
 SHIPPED = list(shipped().records())
 
 

@@ -24,6 +24,8 @@ from scheduler.store.store import Store
 from search_spaces import Operation
 from search_spaces.matmul import MATMUL, MatmulProblem
 
+pytestmark = pytest.mark.one_jax
+
 PROBLEM = DoubleProblem(n=8)
 OLD = Environment("0.9.9", "0.9.9", "", "2025-01-01T00:00:00Z")
 OPERATION = f"{Path(__file__).parent / 'paced.py'}:PACED"

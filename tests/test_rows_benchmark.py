@@ -13,6 +13,8 @@ from scheduler.search import jobs
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import rows as benchmark
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parents[1]
 H200 = hardware.find("NVIDIA H200")
 

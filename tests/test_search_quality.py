@@ -14,6 +14,8 @@ from scheduler.model.cost import Constants
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import search_quality
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory):

@@ -11,6 +11,8 @@ import pytest
 from scheduler.store import text_files
 from scheduler.store.store import shipped
 
+pytestmark = pytest.mark.one_jax
+
 ROOT = Path(__file__).parent.parent
 
 FIND = """
@@ -48,7 +50,7 @@ def test_every_file_of_records_is_sorted_and_in_its_place(tmp_path):
 
 def test_a_wheel_finds_its_cache_db_when_installed(tmp_path):
     pytest.importorskip("hatchling", reason="building a wheel needs hatchling")
-    run = {"check": True, "capture_output": True, "text": True, "timeout": 120}
+    run = {"check": True, "capture_output": True, "text": True}
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=ROOT, **run)
     [wheel] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

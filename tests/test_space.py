@@ -2,14 +2,16 @@
 
 import dataclasses
 import pickle
-import time
 
 import numpy as np
 import pytest
+from counting import bytecodes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces.space import Columns, Space
+
+pytestmark = pytest.mark.one_jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,11 +182,12 @@ def test_columns_survive_the_way_to_another_process():
     assert len(pickle.loads(pickle.dumps(Columns({}, length=1)))) == 1
 
 
-def test_a_hundred_thousand_points_are_judged_in_a_fraction_of_a_second():
-    choices = {name: tuple(range(1, 11)) for name in "abcde"}
-    names = dataclasses.make_dataclass("Five", list(choices), frozen=True)
-    space = Space(names, choices, {"a below b": lambda s: s.a < s.b, "c divides 12": lambda s: 12 % s.c == 0})
-    start = time.perf_counter()
-    legal, dropped = space.legal()
-    assert time.perf_counter() - start < 1, "about 20 ms on an idle core"
+def test_a_hundred_thousand_points_are_judged_with_little_more_python_than_thirty_two():
+    def space(extent):
+        choices = {name: tuple(range(1, extent + 1)) for name in "abcde"}
+        names = dataclasses.make_dataclass("Five", list(choices), frozen=True)
+        return Space(names, choices, {"a below b": lambda s: s.a < s.b, "c divides 12": lambda s: 12 % s.c == 0})
+
+    legal, dropped = space(10).legal()
     assert len(legal) + sum(dropped.values()) == 100_000
+    assert bytecodes(space(10).legal) <= 1.2 * bytecodes(space(2).legal)

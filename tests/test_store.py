@@ -27,6 +27,8 @@ from scheduler.store.database import file_system
 from scheduler.store.schema import MIGRATIONS
 from scheduler.store.store import Store, build_shipped, default_url
 
+pytestmark = pytest.mark.one_jax
+
 
 @pytest.fixture
 def memory():
@@ -75,7 +77,7 @@ def postgres():
         if user:
             shutil.chown(home, user)
         pg_ctl, data = initdb().with_name("pg_ctl"), home / "data"
-        run = {"user": user, "cwd": name, "check": True, "stdout": subprocess.DEVNULL, "timeout": 60}
+        run = {"user": user, "cwd": name, "check": True, "stdout": subprocess.DEVNULL}
         subprocess.run([initdb(), "-D", data, "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync"], **run)
         options = f"-k '{home}' -c listen_addresses='' -c fsync=off"
         subprocess.run([pg_ctl, "-D", data, "-w", "-l", home / "log", "-o", options, "start"], **run)

@@ -8,13 +8,15 @@ import pytest
 
 from scheduler.core.threads import Threads
 
+pytestmark = pytest.mark.one_jax
+
 
 def test_results_come_as_they_end_and_as_many_run_at_once_as_there_are_threads():
     first = threading.Event()
 
     def call(name):
         if name == "slow":
-            assert first.wait(10)
+            first.wait()
         else:
             first.set()
         return name.upper()
@@ -47,14 +49,12 @@ def test_an_interrupt_that_wakes_nobody_is_seen_and_stops_the_calls_under_way():
     # It sets the flag that a signal sets, and wakes nobody: as a signal does just before its thread blocks.
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
-    started = time.monotonic()
 
     def run():
         with Threads(2, stop=ended.set) as threads:
-            list(threads.map(lambda _: ended.wait(60), ["hangs"]))
+            list(threads.map(lambda _: ended.wait(), ["hangs"]))
 
     with pytest.raises(KeyboardInterrupt):
         run()
     timer.join()
     assert ended.is_set()
-    assert time.monotonic() - started < 10

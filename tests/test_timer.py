@@ -1,7 +1,6 @@
 """How often a call is timed, and what becomes of its times."""
 
 import itertools
-import statistics
 import time
 
 import jax.numpy as jnp
@@ -11,41 +10,56 @@ from scheduler.core.records import Measurement
 from scheduler.measure import timer
 
 
-def sleeping(*seconds):
-    """A call that takes these seconds in turn."""
-    turns = itertools.cycle(seconds)
+@pytest.fixture
+def taking(monkeypatch):
+    """Makes a call that takes these seconds in turn, by a clock that nothing else moves."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
 
-    def call():
-        time.sleep(next(turns))
-        return jnp.zeros(())
+    def taking(seconds):
+        turns = iter(seconds)
 
-    return call
+        def call():
+            nonlocal now
+            now += next(turns)
+            return ZERO
+
+        return call
+
+    return taking
+
+
+ZERO = jnp.zeros(())
 
 
 def timed(call, repetitions, **how):
     return timer.measure(call, repetitions=repetitions, clock="wall", l2="warm", **how)
 
 
-def test_every_repetition_is_a_sample_and_the_median_is_theirs():
-    measured = timed(sleeping(0.001, 0.003), 6)
-    assert len(measured.samples_s) == 6
-    assert measured.median_s == statistics.median(measured.samples_s) >= 0.001
+def test_every_repetition_is_a_sample_and_the_median_is_theirs(taking):
+    measured = timed(taking(itertools.cycle([0.5, 2.0, 1.0])), 6)
+    assert sorted(measured.samples_s) == [0.5, 0.5, 1, 1, 2, 2]
+    assert measured.median_s == 1
     assert (measured.clock, measured.l2) == ("wall", "warm")
 
 
-@pytest.mark.parametrize(("slow_s", "samples"), [(0.001, 3), (1.0, 10), (None, 10)])
-def test_a_slow_call_gets_three_repetitions_and_any_other_all(slow_s, samples):
-    assert len(timed(sleeping(0.002), 10, slow_s=slow_s).samples_s) == samples
+@pytest.mark.parametrize(("slow_s", "samples"), [(0.125, 3), (0.25, 10), (0.5, 10), (None, 10)])
+def test_a_slow_call_gets_three_repetitions_and_any_other_all(taking, slow_s, samples):
+    assert timed(taking(itertools.repeat(0.25)), 10, slow_s=slow_s).samples_s == (0.25,) * samples
 
 
-def test_few_repetitions_are_not_made_more_by_a_limit():
-    assert len(timed(sleeping(0.0), 2, slow_s=1.0).samples_s) == 2
+def test_few_repetitions_are_not_made_more_by_a_limit(taking):
+    assert len(timed(taking(itertools.repeat(0.25)), 2, slow_s=1.0).samples_s) == 2
 
 
-def test_a_call_is_warmed_up_before_it_is_timed():
-    slow_first = itertools.chain([0.05], itertools.repeat(0.0))
-    measured = timed(lambda: (time.sleep(next(slow_first)), jnp.zeros(()))[1], 5)
-    assert max(measured.samples_s) < 0.05
+def test_a_call_is_warmed_up_before_it_is_timed(taking):
+    slow_first = itertools.chain([8.0, 4.0], itertools.repeat(0.25))
+    assert timed(taking(slow_first), 5).samples_s == (0.25,) * 5
+
+
+def test_a_quick_call_is_warmed_up_for_as_long_as_a_slow_one(taking):
+    call = taking(itertools.chain([timer.WARM_UP_S / 4] * 4, itertools.repeat(0.25)))
+    assert timed(call, 5).samples_s == pytest.approx([0.25] * 5)
 
 
 def test_rounds_join_into_one_measurement():

@@ -16,6 +16,8 @@ from search_spaces import DeclarationError, Footprint, Operand, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX
 
+pytestmark = pytest.mark.one_jax
+
 SMALL = {"m": 16, "n": 16, "k": 16, "dtype": "float32"}
 
 

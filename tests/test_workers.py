@@ -133,13 +133,11 @@ def test_a_gpu_without_free_memory_is_refused_with_what_to_do():
 
 
 def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
-    started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         Pool(Gpu(index="no such GPU", uuid="test", driver="0", free_bytes=4 * GIB), RunnerOptions(workers=2))
     assert str(caught.value).startswith("a worker process found no device: ")
     assert "cuda" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < 60
 
 
 def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
@@ -169,7 +167,7 @@ def test_closing_a_pool_ends_what_is_under_way():
         process = pool._workers[0]._child._process
         pool.close()
         with pytest.raises(WorkerError, match="were stopped"):
-            hanging.result(timeout=20)
+            hanging.result()
         assert process.returncode == -signal.SIGKILL
 
 
@@ -218,7 +216,7 @@ def test_no_worker_outlives_its_parent(then, status):
     assert len(workers) == 2
     if status < 0:
         parent.kill()
-    parent.communicate(timeout=60)
+    parent.communicate()
     assert parent.returncode == status
     assert all(gone(pid) for pid in workers)
 
@@ -247,7 +245,7 @@ def test_there_are_as_many_workers_as_cores_that_the_process_may_use_but_one():
     count = "from scheduler.measure.pool import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool.slots)"
     command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c", count]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ran.stdout.strip() == "1"
 
 

@@ -1,7 +1,6 @@
-"""Kernels that break the device for real: each fails at its stage and in time, and the next one is measured."""
+"""Kernels that break the device for real: each fails at its stage, and the next one is measured."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from faulty_kernels import DOUBLE, DoubleProblem
 
 PROBLEM = DoubleProblem(n=2**20)
 RUN_TIMEOUT_S = 10.0
-REPLACED_WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +41,9 @@ def task(behave):
     ],
 )
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_a_kernel_that_breaks_the_device_fails_alone_and_in_time(pool, behave, stage, words, attempt):
-    started = time.monotonic()
+def test_a_kernel_that_breaks_the_device_fails_alone(pool, behave, stage, words, attempt):
     failed = pool.measure(task(behave))
     assert isinstance(failed, Failure)
     assert (failed.stage, words in failed.detail) == (stage, True), failed
-    assert time.monotonic() - started < RUN_TIMEOUT_S + REPLACED_WITHIN_S
     for _ in range(pool.slots):
         assert isinstance(pool.measure(task("right")), Measurement)
