@@ -110,7 +110,7 @@ def test_a_recorded_shape_is_ranked_by_constants_of_the_others(left_out):
     footprint = KERNEL.footprint(seen.problem, seen.schedules, H200.target)
     model, best = CostModel(H200, found), seen.seconds.min()
     ranked = np.argsort(model.seconds(footprint), kind="stable")
-    assert best / seen.seconds[ranked[0]] >= 0.88, "0.895, of 2048 x 576 x 7168, is the worst (docs/search-quality.md)"
+    assert best / seen.seconds[ranked[0]] >= 0.88, "0.895, of 2048 x 576 x 7168, is the worst (docs/results.md)"
     assert best / seen.seconds[ranked[:8]].min() >= 0.95
     assert best / seen.seconds[ranked[: len(ranked) // 5]].min() >= 0.99
     assert np.median(error(found, seen)) < 0.3
