@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness import RESULTS, ROOT, posed
+from harness import RESULTS, ROOT, posed, told
+from markdown_page import line, number, percent, spread, table, text
 from problems import MATMULS, Product
 
 from scheduler.core import codec, hardware
+from scheduler.core.records import Record
 from search_spaces import aliases, load
 from search_spaces.matmul import MatmulProblem
 
@@ -27,6 +28,12 @@ H200 = hardware.find("NVIDIA H200")
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
+EXAMPLES = {  # operation and problem, as rows name it: in words
+    "matmul m=4096 n=4096 k=4096": "4096 x 4096 x 4096 in bfloat16",
+    "matmul m=16 n=8192 k=8192": "16 x 8192 x 8192",
+    "matmul m=1024 n=50257 k=768 transpose_b=True": "GPT-2's LM head (1024 x 50257 x 768)",
+    "softmax rows=2048 columns=32768": "a softmax of 2,048 rows of 32,768",
+}
 RESIDENCIES = {"registers": "registers", "smem": "SMEM", "pipeline": "pipeline"}
 # What benchmarks/faults.py calls them.
 FAULTS = {
@@ -73,33 +80,43 @@ def headline(results: Mapping[str, Result]) -> list[str]:
         results[f"{name}-nvidia-h200"]["summary"]
         for name in ("matmul", "fused", "call_overhead", "tuning_time", "search_quality")
     )
-    ratios = [row["final_vs_xla"] for row in results["rows-nvidia-h200"]["rows"]]
+    rows = results["rows-nvidia-h200"]["rows"]
+    ratios = [row["final_vs_xla"] for row in rows]
+    products = results["matmul-nvidia-h200"]["rows"]
+    measured = {f"{row.get('operation', 'matmul')} {row['problem']}": row for row in (*products, *rows)}
     return [
-        *_table("on an H200, the other's time over ours", "geomean", "worst", left=1),
-        _line(f"XLA / `tuned_matmul`, {s['problems']} problems", *_both(s, "final_vs_xla")),
-        _line("XLA / the best Pallas schedule alone", *_both(s, "pallas_vs_xla")),
-        _line(
+        *table("on an H200, the other's time over ours", "geomean", "worst", left=1),
+        line(f"XLA / `tuned_matmul`, {s['problems']} problems", *_both(s, "final_vs_xla")),
+        line("XLA / the best Pallas schedule alone", *_both(s, "pallas_vs_xla")),
+        line(
             f"JAX's `hopper_matmul_mgpu` / the best Pallas schedule, {s['problems_with_jax_hopper']} problems",
             *_both(s, "pallas_vs_jax_hopper"),
         ),
-        _line(
+        line(
             f"XLA / `tuned_matmul` with bias, activation or residual, {fused['problems']} problems",
             *_both(fused, "final_vs_written"),
         ),
-        _line(
+        line(
             f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(ratios)} problems",
             f"{statistics.geometric_mean(ratios):.3f}",
             f"{min(ratios):.3f}",
         ),
         "",
-        *_text(
+        *text(
+            "For example, " + "; ".join(_example(measured[problem], words) for problem, words in EXAMPLES.items()) + "."
+        ),
+        *text(
             f"A search at 4096 x 4096 x 4096 took {time['trials']} trials and {time['seconds_64_trials']:.1f} s; with "
             f"the start of its workers, {time['seconds_with_startup']:.1f} s. Without measuring, the model's first "
-            f"choice comes to {_percent(quality['first_choice_median'])} of the best schedule in the median of "
-            f"{quality['shapes']} recorded sweeps, and to {_percent(quality['first_choice_worst'])} at worst. "
+            f"choice comes to {percent(quality['first_choice_median'])} of the best schedule in the median of "
+            f"{quality['shapes']} recorded sweeps, and to {percent(quality['first_choice_worst'])} at worst. "
             f"A cached eager call adds {calls['eager_overhead_us']:.1f} us to a jitted one."
         ),
     ]
+
+
+def _example(row: Row, words: str) -> str:
+    return f"{words} takes {row['final_us']:.1f} us, by XLA {row['xla_us']:.1f}"
 
 
 def page(results: Mapping[str, Result]) -> str:
@@ -108,7 +125,7 @@ def page(results: Mapping[str, Result]) -> str:
     lines = [
         "# Results",
         "",
-        *_text(
+        *text(
             "Written by `python benchmarks/results_page.py` from `benchmarks/results/` and `records/`; do not edit. "
             "A ratio above 1 says that ours is faster. Times are microseconds of the kernels on the device, operands "
             "out of the cache unless the result file says `warm` ([how times are taken](measuring.md)). How each "
@@ -130,7 +147,7 @@ def page(results: Mapping[str, Result]) -> str:
 
 def _matmul(result: Result) -> Iterator[str]:
     yield from _section("Matrix products", "matmul-nvidia-h200", result)
-    yield from _text(
+    yield from text(
         "The roofline is the larger of flops / peak rate (989 TFLOP/s in bfloat16) and bytes / bandwidth (4.8 "
         "TB/s), each operand read and the result written once; no kernel can be faster. *Answer* is what "
         "`tuned_matmul` runs: the faster of XLA's program and the best Pallas schedule of a search of up to 64 "
@@ -138,7 +155,7 @@ def _matmul(result: Result) -> Iterator[str]:
         "kernel cannot do the problem."
     )
     measured = {posed(MatmulProblem, row["problem"]): row for row in result["rows"]}
-    yield from _table(
+    yield from table(
         "problem",
         "from",
         "roofline",
@@ -163,92 +180,94 @@ def _product(product: Product, row: Row) -> str:
     memory_s = problem.bytes_moved / H200.hbm_bytes_per_s
     times = ("xla_us", "jax_hopper_us", "pallas_us", "final_us")
     ratios = ("pallas_vs_xla", "pallas_vs_jax_hopper", "final_vs_xla")
-    return _line(
+    return line(
         str(problem),
         product.origin,
         f"{max(arithmetic_s, memory_s) * 1e6:.1f}",
         "flops" if arithmetic_s > memory_s else "bytes",
-        *(_number(row.get(name), 1) for name in times),
-        *(_number(row.get(name), 3) for name in ratios),
+        *(number(row.get(name), 1) for name in times),
+        *(number(row.get(name), 3) for name in ratios),
         _tile(row.get("pallas_schedule")),
     )
 
 
 def _fused(result: Result) -> Iterator[str]:
     yield from _section("Bias, activation and residual", "fused-nvidia-h200", result)
-    yield from _text(
+    yield from text(
         "In the epilogue of the product, against XLA's program for what people write, `activation(a @ b + bias) + "
         "residual` in bfloat16, which rounds at each step."
     )
     titles = ("problem", "from", "as written", "XLA in float32", "Pallas", "as written / Pallas", "as written / answer")
-    yield from _table(*titles, left=2)
+    yield from table(*titles, left=2)
     for row in result["rows"]:
         times = (row.get(name) for name in ("as_written_us", "xla_us", "pallas_us"))
         ratios = (row.get(name) for name in ("pallas_vs_written", "final_vs_written"))
-        cells = (*(_number(time, 1) for time in times), *(_number(ratio, 3) for ratio in ratios))
-        yield _line(row["problem"], row["origin"], *cells)
+        cells = (*(number(time, 1) for time in times), *(number(ratio, 3) for ratio in ratios))
+        yield line(row["problem"], row["origin"], *cells)
 
 
 def _rows(result: Result) -> Iterator[str]:
     yield from _section("Rows: softmax, RMS norm, SiLU-and-mul", "rows-nvidia-h200", result)
-    yield from _text(
+    yield from text(
         "Bytes are each operand read once and each result written once; XLA is its program for the formula in "
         "float32. *Schedule* says where the best Pallas schedule keeps a row ([rows on "
         "Hopper](kernels/rows-hopper.md))."
     )
     titles = ("operation", "problem", "MiB", "schedule", "XLA", "Pallas", "TB/s", "XLA / Pallas", "XLA / answer")
-    yield from _table(*titles, left=2)
+    yield from table(*titles, left=2)
     for row in result["rows"]:
-        yield _line(
+        yield line(
             row["operation"],
             row["problem"],
             f"{row['bytes'] / 2**20:,.3g}" if row["bytes"] < 1000 * 2**20 else f"{row['bytes'] / 2**20:,.0f}",
             _residency(row.get("pallas_schedule") or {}),
-            *(_number(row.get(name), 1) for name in ("xla_us", "pallas_us")),
-            _number(row.get("pallas_tb_per_s"), 2),
-            *(_number(row.get(name), 3) for name in ("pallas_vs_xla", "final_vs_xla")),
+            *(number(row.get(name), 1) for name in ("xla_us", "pallas_us")),
+            number(row.get("pallas_tb_per_s"), 2),
+            *(number(row.get(name), 3) for name in ("pallas_vs_xla", "final_vs_xla")),
         )
 
 
 def _unaligned() -> Iterator[str]:
     yield from ("", "### Rows that start anywhere, and float32 weights", "")
-    yield from _text(
+    yield from text(
         "By the final comparisons of the shipped records (`records/`). XLA is the faster of its two programs: the "
         "formula in float32, and what people write."
     )
-    yield from _table("operation", "problem", "schedule", "XLA", "Pallas", "TB/s", "XLA / Pallas", left=2)
-    for name in ("softmax", "rms_norm"):
-        operation = load(name)
+    yield from table("operation", "problem", "schedule", "XLA", "Pallas", "TB/s", "XLA / Pallas", left=2)
+    for name, record in _shipped("softmax", "rms_norm"):
+        problem = load(name).problem.from_canonical(record.key.problem)
+        best = {entry.backend: entry for entry in reversed(record.entries)}
+        unaligned = problem.columns * problem.operands()[0].dtype.itemsize % 16
+        mixed = getattr(problem, "weight_dtype", "") not in ("", problem.dtype)
+        if (unaligned or mixed) and {"xla", "mosaic_gpu"} <= best.keys():
+            xla_s, pallas_s = (best[backend].measurement.median_s for backend in ("xla", "mosaic_gpu"))
+            yield line(
+                name,
+                told(problem),
+                _residency(best["mosaic_gpu"].schedule),
+                *(f"{seconds * 1e6:.1f}" for seconds in (xla_s, pallas_s)),
+                f"{problem.bytes_moved / pallas_s / 1e12:.2f}",
+                f"{xla_s / pallas_s:.3f}",
+            )
+
+
+def _shipped(*operations: str) -> Iterator[tuple[str, Record]]:
+    """The shipped records of these operations on an H200, in the order of their files."""
+    for name in operations:
         for path in sorted((ROOT / "records").glob(f"nvidia-h200*/{name}.jsonl")):
-            for line in path.read_text().splitlines():
-                record = codec.record_from_text(line)
-                problem = operation.problem.from_canonical(record.key.problem)
-                fastest = {entry.backend: entry for entry in reversed(record.entries)}
-                unaligned = problem.columns * problem.operands()[0].dtype.itemsize % 16
-                mixed = getattr(problem, "weight_dtype", problem.dtype) not in ("", problem.dtype)
-                if not (unaligned or mixed) or not {"xla", "mosaic_gpu"} <= fastest.keys():
-                    continue
-                xla, pallas = (fastest[backend].measurement.median_s for backend in ("xla", "mosaic_gpu"))
-                yield _line(
-                    name,
-                    " ".join(f"{field}={value}" for field, value in problem.told().items()),
-                    _residency(fastest["mosaic_gpu"].schedule),
-                    *(f"{seconds * 1e6:.1f}" for seconds in (xla, pallas)),
-                    f"{problem.bytes_moved / pallas / 1e12:.2f}",
-                    f"{xla / pallas:.3f}",
-                )
+            yield from ((name, codec.record_from_text(text)) for text in path.read_text().splitlines())
 
 
 def _quality(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("The model and the search", "search_quality-nvidia-h200", result)
-    yield from _text(
+    yield from text(
         f"On recorded sweeps of {s['shapes']} matmuls. Shares are of the fastest schedule of the sweep's second pass, "
         "1 is the best; a shape's figure is the median of its seeds, the table's are the median and the worst of the "
         "shapes ([what they say, and what not](search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)). "
         f"Whoever knew the first pass of each sweep would reach {s['noise_ceiling_worst']:.3f} at worst."
     )
-    yield from _table("", "median", "worst", left=1)
+    yield from table("", "median", "worst", left=1)
     columns = {
         "the model's first choice": "first_choice",
         "best of the model's first 8": "model_first_8",
@@ -257,26 +276,26 @@ def _quality(result: Result) -> Iterator[str]:
         "Kendall's tau among the fastest tenth": "tau_best_tenth",
     }
     for title, name in columns.items():
-        yield _line(title, *_spread(row[name] for row in rows))
+        yield line(title, *spread(row[name] for row in rows))
     for strategy in rows[0]["search"]:
         for trials in ("8", "16", "32"):
             found = [row["search"][strategy][trials]["median"] for row in rows]
-            yield _line(f"{trials} trials, {strategy}", *_spread(found))
+            yield line(f"{trials} trials, {strategy}", *spread(found))
     picks = [row["nvmatmulheuristics"] for row in rows if row["nvmatmulheuristics"]]
     for count in ("1", "8", "16"):
         title = f"nvMatmulHeuristics, best of {count} ({len(picks)} shapes)"
-        yield _line(title, *_spread(one[count] for one in picks))
+        yield line(title, *spread(one[count] for one in picks))
     yield from ("", "![best so far against trials](../benchmarks/results/search_quality-nvidia-h200.svg)", "")
     yield from ("What each term is worth, one change at a time:", "")
     worst = {"model_first_8": "best of 8", "model_first_16": "best of 16", "prune20": "best 20 %"}
     worst = {name: title for name, title in worst.items() if all(name in one for one in rows[0]["ablations"].values())}
     titles = [f"{title}, worst" for title in worst.values()]
-    yield from _table("", "first choice, median", "worst", *titles, "tau, median", left=1)
+    yield from table("", "first choice, median", "worst", *titles, "tau, median", left=1)
     for change in rows[0]["ablations"]:
         found = [row["ablations"][change] for row in rows]
-        yield _line(
+        yield line(
             change,
-            *_spread(one["first_choice"] for one in found),
+            *spread(one["first_choice"] for one in found),
             *(f"{min(one[name] for one in found):.3f}" for name in worst),
             f"{statistics.median(one['tau'] for one in found):.2f}",
         )
@@ -285,24 +304,24 @@ def _quality(result: Result) -> Iterator[str]:
 def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
     yield from _section("What a search takes", "tuning_time-nvidia-h200", tuning)
     s = tuning["summary"]
-    yield from _text(
+    yield from text(
         f"4096 x 4096 x 4096: {s['trials']} trials in {s['seconds_64_trials']:.1f} s on {s['workers']} workers, "
         f"{s['seconds_with_startup']:.1f} s with their start. The winners of two searches with different seeds "
-        f"differ by {_percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
+        f"differ by {percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
     )
     yield from _section("What a cached eager call adds to a jitted one", "call_overhead-nvidia-h200", calls)
     yield from _source("call_overhead-cpu", calls_cpu)
-    yield from _table("call", "H200: tuned, us", "jitted, us", "overhead, us", "CPU: overhead, us", left=1)
+    yield from table("call", "H200: tuned, us", "jitted, us", "overhead, us", "CPU: overhead, us", left=1)
     for row, on_cpu in zip(calls["rows"], calls_cpu["rows"], strict=True):
         times = (row["tuned_us"], row["direct_us"], row["overhead_us"], on_cpu["overhead_us"])
-        yield _line(f"`{row['call']}`", *(f"{time_us:.1f}" for time_us in times))
+        yield line(f"`{row['call']}`", *(f"{time_us:.1f}" for time_us in times))
 
 
 def _sizes(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("A job of large and small problems", "sizes-nvidia-h200", result)
     failed = [row["problem"] for row in rows if row["state"] != "tuned"]
-    yield from _text(
+    yield from text(
         f"{s['large']} products with results of up to {s['largest_result_gb']:.0f} GB and "
         f"{len(rows) - s['large']} small problems in turns: {len(rows) - len(failed)} of {len(rows)} tuned, "
         f"{s['trials_failed']} of {s['trials']} trials failed{'; not tuned: ' * bool(failed)}{', '.join(failed)}."
@@ -315,16 +334,16 @@ def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
     yield from _section("Injected faults", "faults-cpu", cpu)
     yield from _source("faults-nvidia-h200", gpu)
     each_time = all(row["right_one_won"] for row in (*cpu["rows"], *gpu["rows"]))
-    yield from _text(
+    yield from text(
         "Each fault is injected into searches among right candidates. *Lost* are trials that ended neither as a "
         "measurement nor as a failure; *blamed* are right candidates that failed, or faults taken for another "
         "kind. Where candidates are right, the fault is in what surrounds them. The right candidate won "
         f"{'each time' if each_time else 'not each time'}."
     )
-    yield from _table("fault", "CPU: caught as", "lost", "blamed", "H200: caught as", "lost", "blamed", left=1)
+    yield from table("fault", "CPU: caught as", "lost", "blamed", "H200: caught as", "lost", "blamed", left=1)
     for fault in dict.fromkeys((*kinds, *devices)):
         cells = [cell for where in (kinds, devices) for cell in _caught(where.get(fault))]
-        yield _line(FAULTS.get(fault, fault), *cells)
+        yield line(FAULTS.get(fault, fault), *cells)
 
 
 def _caught(row: Row | None) -> tuple[str, str, str]:
@@ -350,11 +369,6 @@ def _source(name: str, result: Result) -> Iterator[str]:
     yield ""
 
 
-def _text(words: str) -> list[str]:
-    """A paragraph."""
-    return [*textwrap.wrap(words, 118, break_long_words=False, break_on_hyphens=False), ""]
-
-
 def _residency(schedule: Mapping[str, Any]) -> str:
     today = aliases.schedule(schedule)
     cluster = today.get("cluster", 1)
@@ -368,28 +382,6 @@ def _tile(schedule: Mapping[str, Any] | None) -> str:
 
 def _both(summary: Mapping[str, Any], name: str) -> tuple[str, str]:
     return f"{summary[f'{name}_geomean']:.3f}", f"{summary[f'{name}_worst']:.3f}"
-
-
-def _spread(shares: Iterable[float]) -> tuple[str, str]:
-    found = list(shares)
-    return f"{statistics.median(found):.3f}", f"{min(found):.3f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _table(*titles: str, left: int) -> list[str]:
-    """The head of a table whose first so many columns are words."""
-    return [_line(*titles), _line(*["---"] * left, *["---:"] * (len(titles) - left))]
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
