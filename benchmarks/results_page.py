@@ -35,6 +35,7 @@ EXAMPLES = {  # operation and problem, as rows name it: in words
     "softmax rows=2048 columns=32768": "a softmax of 2,048 rows of 32,768",
 }
 RESIDENCIES = {"registers": "registers", "smem": "SMEM", "pipeline": "pipeline"}
+STAGES = {"suspect": "implausible"}  # as older results spell them
 # What benchmarks/faults.py calls them.
 FAULTS = {
     "wrong": "wrong numbers",
@@ -107,8 +108,8 @@ def headline(results: Mapping[str, Result]) -> list[str]:
         ),
         *text(
             f"A search at 4096 x 4096 x 4096 took {time['trials']} trials and {time['seconds_64_trials']:.1f} s; with "
-            f"the start of its workers, {time['seconds_with_startup']:.1f} s. Without measuring, the model's first "
-            f"choice comes to {percent(quality['first_choice_median'])} of the best schedule in the median of "
+            f"the start of its workers, {time['seconds_with_startup']:.1f} s. Without measuring, the top "
+            f"prediction comes to {percent(quality['first_choice_median'])} of the best schedule in the median of "
             f"{quality['shapes']} recorded sweeps, and to {percent(quality['first_choice_worst'])} at worst. "
             f"A cached eager call adds {calls['eager_overhead_us']:.1f} us to a jitted one."
         ),
@@ -269,9 +270,9 @@ def _quality(result: Result) -> Iterator[str]:
     )
     yield from table("", "median", "worst", left=1)
     columns = {
-        "the model's first choice": "first_choice",
-        "best of the model's first 8": "model_first_8",
-        "best of the 20 % that the model ranks first": "prune20",
+        "the top prediction": "first_choice",
+        "the best of the top 8 predictions": "model_first_8",
+        "the best of the top 20 % of predictions": "prune20",
         "Kendall's tau": "tau",
         "Kendall's tau among the fastest tenth": "tau_best_tenth",
     }
@@ -290,7 +291,7 @@ def _quality(result: Result) -> Iterator[str]:
     worst = {"model_first_8": "best of 8", "model_first_16": "best of 16", "prune20": "best 20 %"}
     worst = {name: title for name, title in worst.items() if all(name in one for one in rows[0]["ablations"].values())}
     titles = [f"{title}, worst" for title in worst.values()]
-    yield from table("", "first choice, median", "worst", *titles, "tau, median", left=1)
+    yield from table("", "top prediction, median", "worst", *titles, "tau, median", left=1)
     for change in rows[0]["ablations"]:
         found = [row["ablations"][change] for row in rows]
         yield line(
@@ -349,7 +350,7 @@ def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
 def _caught(row: Row | None) -> tuple[str, str, str]:
     if row is None:
         return "", "", ""
-    caught = ", ".join(f"{count} {stage}" for stage, count in row["caught_as"].items())
+    caught = ", ".join(f"{count} {STAGES.get(stage, stage)}" for stage, count in row["caught_as"].items())
     return caught, str(row["lost"]), str(row["innocent_blamed"])
 
 
