@@ -29,7 +29,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import comparison
 import fused
 import matmul
-import performance
 from harness import paced, posed
 from independent import time_in_rounds
 from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
@@ -308,11 +307,3 @@ def test_a_part_of_the_suite_is_rehearsed_by_the_command_and_writes_no_result(tm
 def test_a_text_that_no_problem_contains_is_told_with_those_there_are():
     with pytest.raises(SystemExit, match="no problem contains that; there are:\n  m=4096"):
         matmul.chosen(H200, ["no such model"])
-
-
-def test_the_document_says_what_the_result_does():
-    document = performance.DOCUMENT.read_text()
-    assert performance.written(document, RESULT["rows"]) == document, "run: python benchmarks/performance.py"
-    assert len(performance.PLACE.search(document)[0].splitlines()) == 2 + len(MATMULS)
-    for name in ("pallas_vs_xla_geomean", "pallas_vs_xla_worst", "final_vs_xla_geomean", "final_vs_xla_worst"):
-        assert f"| {RESULT['summary'][name]:.3f} |" in document, name

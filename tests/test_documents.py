@@ -1,5 +1,6 @@
-"""What the documents show runs as it is written."""
+"""What the documents show runs as it is written, what they name exists, and their figures are those of the results."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,11 +12,16 @@ import typer.main
 
 from scheduler.cli.app import app
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import results_page
+
 pytestmark = pytest.mark.one_jax
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-GUIDE = (ROOT / "docs" / "add-a-kernel.md").read_text()
+GUIDE = (ROOT / "docs" / "use" / "own-kernels.md").read_text()
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")))
+CODE = ("scheduler", "search_spaces", "benchmarks", "tests")
 IMPORTS = """
 import dataclasses
 import jax
@@ -56,17 +62,77 @@ def test_the_kernel_of_the_guide_is_searched_and_called(tmp_path):
     assert run("-c", use) == "128.0\n"
 
 
-@pytest.mark.parametrize(
-    "path", ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
-)
-def test_commands_and_files_that_a_document_names_exist(path):
-    file = next(place / path for place in (ROOT, ROOT / "docs") if (place / path).exists())
-    text = file.read_text()
-    commands = set(typer.main.get_command(app).commands)
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_commands_that_a_document_names_exist(path):
     # A command's name follows at the start of a line or of a code span; elsewhere it is prose.
-    assert set(re.findall(r"(?:^|`)tile-scheduler ([a-z-]+)", text, re.MULTILINE)) <= commands
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        assert (file.parent / link).exists(), link
+    named = re.findall(r"(?:^|`)tile-scheduler ([a-z-]+)", (ROOT / path).read_text(), re.MULTILINE)
+    assert set(named) <= set(typer.main.get_command(app).commands)
+
+
+def anchors(text):
+    """Of each heading, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_of_a_document_lead_somewhere(path):
+    text = (ROOT / path).read_text()
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = ((ROOT / path).parent / file) if file else ROOT / path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def exists(name):
+    """A file of the repository; of its code, also by the end of its path. `<op>` and `*` stand for any name."""
+    pattern = re.sub(r"<\w+>", "*", name)
+    return any(ROOT.glob(pattern)) or any(any((ROOT / place).glob(f"**/{pattern}")) for place in CODE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_files_that_a_document_names_exist(path):
+    text = (ROOT / path).read_text()
+    spans = re.findall(r"`([\w./*<>-]+\.(?:py|md|toml|json|svg|db))`", text)
+    top = "benchmarks|docs|examples|records|scheduler|search_spaces|sweeps|tests"
+    paths = re.findall(rf"(?<![\w/.])((?:{top})/[\w./*-]+)", text)
+    missing = {name for name in (*spans, *(found.rstrip(".-/") for found in paths)) if not exists(name)}
+    assert not missing
+
+
+def test_documents_that_code_names_exist():
+    for place in (*CODE, "examples", "records", "sweeps"):
+        for file in (path for kind in ("*.py", "*.toml", "*.md") for path in (ROOT / place).rglob(kind)):
+            named = set(re.findall(r"(?<![\w./])docs/[\w./-]+\.md", file.read_text()))
+            assert all((ROOT / name).exists() for name in named), f"{file}: {named}"
+
+
+def test_every_document_is_reached_from_the_readme():
+    reached, left = set(), ["README.md"]
+    while left:
+        path = left.pop()
+        if path in reached or not path.endswith(".md"):
+            continue
+        reached.add(path)
+        links = re.findall(r"\]\(([^)#:]+)", (ROOT / path).read_text())
+        left += [os.path.relpath((ROOT / path).parent / link, ROOT) for link in links]
+    assert set(DOCUMENTS) <= reached
+
+
+def test_figures_of_the_documents_are_those_of_the_results():
+    results = {path.stem: json.loads(path.read_text()) for path in results_page.RESULTS.glob("*.json")}
+    run = "run: python benchmarks/results_page.py"
+    page = results_page.page(results)
+    assert results_page.PAGE.read_text() == page, run
+    assert results_page.with_headline(README, results) == README, run
+    for name in ("matmul", "fused", "rows"):
+        for row in results[f"{name}-nvidia-h200"]["rows"]:
+            assert f"| {row['pallas_us']:.1f} |" in page, row["problem"]
+    for name in ("final_vs_xla_geomean", "pallas_vs_xla_worst"):
+        assert f"| {results['matmul-nvidia-h200']['summary'][name]:.3f} |" in README, name
 
 
 def test_the_demo_finds_what_was_tuned():

@@ -231,12 +231,8 @@ OWN_WORDS = re.compile(
 # Being renamed now.
 OLD_WORDS = {
     "README.md",
-    "docs/add-a-kernel.md",
     "docs/architecture.md",
     "docs/measuring.md",
-    "docs/performance.md",
-    "docs/rows.md",
-    "docs/search-quality.md",
     "scheduler/api.py",
     "scheduler/core/records.py",
     "scheduler/measure/bench.py",

@@ -1,7 +1,7 @@
 """Fit the cost model's times of a kernel on a chip to recorded trials: one factor, by a median.
 
 Ranking needs no fit: constants refitted by least squares to other shapes rank no better than the defaults
-(docs/search-quality.md). What a factor corrects is the choice between a kernel and the library, whose formula knows
+(docs/search-and-model.md). What a factor corrects is the choice between a kernel and the library, whose formula knows
 nothing of its programs: XLA's softmax of long rows reads them several times.
 """
 

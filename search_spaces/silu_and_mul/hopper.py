@@ -20,7 +20,7 @@ from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 from search_spaces.space import Columns, Space, round_up
 
-# What a thread holds besides its elements of both halves (ptxas; see docs/rows.md).
+# What a thread holds besides its elements of both halves (ptxas; see docs/kernels/rows-hopper.md).
 OTHER_REGISTERS = 24
 
 

@@ -19,7 +19,7 @@ from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, round_up
 
-# Registers of a thread besides those for its elements (ptxas; see docs/rows.md).
+# Registers of a thread besides those for its elements (ptxas; see docs/kernels/rows-hopper.md).
 _RESIDENT_REGISTERS = 24
 _CHUNK_REGISTERS = 32
 
@@ -31,7 +31,7 @@ class ElementCosts:
     Attributes:
       special_ops: exponentials and the like, of a row in registers and of one in chunks.
       vector_ops: other instructions, likewise, without accesses.
-      widens: whether ptxas keeps register-cached chunks as float32 (docs/rows.md).
+      widens: whether ptxas keeps register-cached chunks as float32 (docs/kernels/rows-hopper.md).
     """
 
     special_ops: tuple[float, float]

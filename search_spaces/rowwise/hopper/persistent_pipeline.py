@@ -17,7 +17,8 @@ Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, a
 
 So there is one row's worth of chunks in SMEM however far the two rows have come, loads and stores are under way all
 the time, and the stages beyond are for loads ahead. With a prefetch distance of 0 consumers wait as soon as they have
-arrived. No warp only produces: a dedicated producer warpgroup was no faster (docs/rows.md).
+arrived. No warp only produces: a dedicated producer warpgroup was no faster
+(docs/experiments.md).
 
 **Why not `plgpu.emit_pipeline_warp_specialized`.** It gives a block of an operand back after its step. A chunk here is
 read in two steps, a row apart: to be reduced, and when the whole row has been, to be applied from the same stage.
@@ -85,7 +86,8 @@ class PersistentPipeline(RowPartition):
         """CTAs or clusters that rows are dealt to: as few as need no more waves than all that fit the chip.
 
         Hopper's cores come in pairs, and these in groups that a cluster does not reach beyond; which are not all of one
-        size, so that some cores are left over where clusters are of more than two CTAs (docs/rows.md).
+        size, so that some cores are left over where clusters are of more than two CTAs
+        (docs/kernels/rows-hopper.md).
         """
         unit = 2 if self.cluster <= 2 else MAX_CLUSTER  # cores
         most = max(1, cores // unit * unit // self.cluster)

@@ -35,7 +35,7 @@ class Residency:
 
 
 def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
-    """The space of all three; which figures the rules give for reasons is in docs/rows.md."""
+    """The space of all three; which figures the rules give for reasons is in docs/experiments.md."""
     vector = tuple(dict.fromkeys((ACCESS_BYTES // p.itemsize, *vectors(p))))
     return union(
         {

@@ -1,0 +1,34 @@
+"""Tables and paragraphs of a page in Markdown."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterable
+
+
+def text(words: str) -> list[str]:
+    """A paragraph."""
+    return [*textwrap.wrap(words, 118, break_long_words=False, break_on_hyphens=False), ""]
+
+
+def spread(shares: Iterable[float]) -> tuple[str, str]:
+    found = list(shares)
+    return f"{statistics.median(found):.3f}", f"{min(found):.3f}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def table(*titles: str, left: int) -> list[str]:
+    """The head of a table whose first so many columns are words."""
+    return [line(*titles), line(*["---"] * left, *["---:"] * (len(titles) - left))]
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
