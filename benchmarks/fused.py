@@ -1,4 +1,4 @@
-"""A product and what follows it in one call, against XLA's program for the same thing as people write it.
+"""A product and its epilogue in one call, against XLA's program for the same thing as people write it.
 
     python benchmarks/fused.py --search --seconds 540     # as often as it says that problems are left
     python benchmarks/fused.py                            # searches and times what is left, and writes the result

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scheduler.core import hardware
 from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
-from scheduler.dispatch import dispatch
+from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.dispatch.primitive import tuned_call
 from scheduler.prediction.predict import Answer
 from scheduler.prediction.predict import predict as predict_for
 from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load
-from search_spaces.kernel import Operation, Problem, Unbound, as_tuple
+from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
@@ -35,13 +33,6 @@ if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 Backends = str | Sequence[str]
-MOST_COMPILED = 1024
-
-# JAX traces and compiles anew where it differs, in the functions that a user has jitted, too.
-_target: Any = jax.make_user_context("")
-# What a caller asked for -> the jitted function that answers it. JAX keeps that function's compiled versions by shapes,
-# dtypes, placement and default precision, so that an answer found once costs one look-up here and a call of `jax.jit`.
-_compiled: dict[Any, Callable[..., Any]] = {}
 
 
 def tuned_matmul(
@@ -62,7 +53,7 @@ def tuned_matmul(
     """``activation(jnp.matmul(a, b) + bias) + residual`` by the best known schedule for its shapes on this chip.
 
     What is None is left out. Sums, bias, activation and residual are computed in float32 (in float64 and in complex
-    numbers where operands are that, in whole numbers where all are), and rounded once, to the dtype of the result.
+    numbers where operands are that, in integers where all are), and rounded once, to the dtype of the result.
     Where something follows the product, a search also times the program that users write, which rounds after each step;
     it answers where that was measured to be the fastest (``schedule={"program": "float32"}`` or ``backends="pallas"``
     leaves it out).
@@ -104,7 +95,9 @@ def tuned_matmul(
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
     values = (transpose_a, transpose_b, precision, preferred_element_type, activation)
-    return _call(MATMUL, _MATMUL_OPTIONS, values, on_miss, backends, schedule, (a, b, bias, residual), _MATMUL_ADDED)
+    return calls.answer(
+        MATMUL, _MATMUL_OPTIONS, values, on_miss, backends, schedule, (a, b, bias, residual), _MATMUL_ADDED
+    )
 
 
 @overload
@@ -159,7 +152,7 @@ def tuned_softmax(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
     operation: Operation[Any] = SOFTMAX_WITH_LSE if return_lse else SOFTMAX
-    return _call(operation, ("axis",), (axis,), on_miss, backends, schedule, (x,))
+    return calls.answer(operation, ("axis",), (axis,), on_miss, backends, schedule, (x,))
 
 
 def tuned_rms_norm(
@@ -192,7 +185,7 @@ def tuned_rms_norm(
       ValueError: `weight` is not as long as a row.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    return _call(RMS_NORM, ("eps",), (float(eps),), on_miss, backends, schedule, (x, weight))
+    return calls.answer(RMS_NORM, ("eps",), (float(eps),), on_miss, backends, schedule, (x, weight))
 
 
 def tuned_silu_and_mul(
@@ -218,7 +211,7 @@ def tuned_silu_and_mul(
       ValueError: the last axis has no two halves.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    return _call(SILU_AND_MUL, (), (), on_miss, backends, schedule, (x,))
+    return calls.answer(SILU_AND_MUL, (), (), on_miss, backends, schedule, (x,))
 
 
 def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
@@ -243,7 +236,7 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
         schedule: Any = None,
         **params: Any,
     ) -> Any:
-        return _call(operation, tuple(params), tuple(params.values()), on_miss, backends, schedule, arrays)
+        return calls.answer(operation, tuple(params), tuple(params.values()), on_miss, backends, schedule, arrays)
 
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
     call.operation = operation  # type: ignore[attr-defined]
@@ -263,7 +256,7 @@ def target(kind: str) -> Iterator[None]:
       ValueError: no such chip is known; the message names those that are.
     """
     hardware.find(kind)
-    with _target(kind):
+    with calls.target(kind):
         yield
 
 
@@ -273,7 +266,7 @@ def reload() -> None:
     What the caller's own `jax.jit` has compiled keeps its schedules: clear it with ``jitted.clear_cache()``.
     """
     dispatch.reload()
-    _compiled.clear()
+    calls.forget()
 
 
 def tune(
@@ -323,7 +316,7 @@ def predict(
     kind: str | None = None,
     backends: Backends | None = None,
 ) -> Answer:
-    """The model's first choice for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
+    """The top prediction for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
 
     What is stored of similar problems on that chip counts; what is stored of this one, and still holds, is the answer.
     """
@@ -373,72 +366,3 @@ def _typed(value: Any) -> str:
 
 _MATMUL_OPTIONS = ("transpose_a", "transpose_b", "precision", "preferred_element_type", "activation")
 _MATMUL_ADDED = ("bias", "residual")
-
-
-def _call(
-    operation: Operation[Any],
-    names: tuple[str, ...],
-    values: tuple[Any, ...],
-    on_miss: OnMiss | None,
-    backends: Backends | None,
-    schedule: Any,
-    arrays: tuple[Any, ...],
-    last: tuple[str, ...] = (),
-) -> Any:
-    """The answer to a call with these options, by name; the `last` of the arrays are given by name, too."""
-    question = (operation, names, values, on_miss, backends, schedule, last)
-    tracer = jax.core.Tracer
-    for x in arrays:
-        if isinstance(x, tracer):
-            return _answer(question)(*arrays)
-    try:
-        compiled = _compiled[question, _target.value]
-    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
-        compiled = _compile(question)
-    return compiled(*arrays)
-
-
-def _compile(question: tuple[Any, ...]) -> Callable[..., Any]:
-    """The jitted function that answers `question`, remembered under it."""
-    operation, *asked = question
-    key = (operation, *map(_frozen, asked)), _target.value
-    with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for the answer to refuse
-        return _compiled[key]
-    answer = _answer(key[0])
-    answer.__name__ = f"tuned_{operation.name}"
-    try:
-        hash(key)
-    except TypeError as error:
-        raise TypeError(f"parameters of {operation.name} are part of the compiled program: {error}") from None
-    if len(_compiled) >= MOST_COMPILED:
-        _compiled.clear()
-    compiled = _compiled[key] = jax.jit(answer)
-    return compiled
-
-
-def _frozen(value: Any) -> Any:
-    """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list."""
-    if isinstance(value, Mapping):
-        return tuple(sorted(value.items()))
-    if isinstance(value, set):
-        return frozenset(value)
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _answer(question: tuple[Any, ...]) -> Callable[..., Any]:
-    operation, names, values, on_miss, backends, schedule, last = question
-    options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
-
-    def call(*arrays: Any) -> Any:
-        arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
-        first = len(arrays) - len(last)
-        named = dict(zip(names, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
-        bound = operation.bind(*arrays[:first], **named)
-        if isinstance(bound, Unbound):
-            result = bound.answer()  # first: what JAX refuses, it refuses in its own words
-            dispatch.leave_to_library(operation, options, bound.reason)
-            return result
-        result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
-        return result if bound.restore is None else bound.restore(*as_tuple(result))
-
-    return call

@@ -852,9 +852,9 @@ PROCESS = """
     rank, address, scratch = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
     from scheduler import tuned_matmul
-    from scheduler.dispatch import dispatch
+    from scheduler.dispatch import several_processes
     if scratch == "differ":
-        dispatch._digest = lambda: f"code of process {rank}"
+        several_processes._digest = lambda: f"code of process {rank}"
     a, b = np.ones((8, 6), np.float32), np.ones((6, 4), np.float32)
     with jax.default_device(jax.local_devices()[0]):
         try:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import hashlib
 import logging
 import os
 import threading
 import typing
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -33,12 +29,12 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Schedule, schedule_text
 from scheduler.core.threads import Threads
+from scheduler.dispatch.several_processes import require_one_code
 from scheduler.model import constants
 from scheduler.model.feasibility import illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
-from search_spaces import __file__ as search_spaces_file
-from search_spaces import aliases, end_load, jax_compat
+from search_spaces import aliases, end_load
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
 
@@ -256,7 +252,7 @@ class _Deciding:
         """What the stores answer, or why what they have is of no use; "" where they have nothing."""
         several = jax.process_count() > 1
         if several:
-            _require_one_code()
+            require_one_code()
         key, useless = key_of(self.operation, self.problem, hardware), ""
         for place, record in self.cache.find(key, shared_only=several):
             found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
@@ -349,39 +345,6 @@ def _hardware(platform: str, target: str) -> Hardware:
         return chips.detect(jax.local_devices(backend=platform)[0])
     except RuntimeError as error:  # JAX's word for a platform that is not here
         raise UnknownChip(f"no {platform} device is here and scheduler.target() names no chip of it") from error
-
-
-@functools.cache
-def _require_one_code() -> None:
-    """Processes of one job choose alike only with the same code, constants and shipped records: compared once.
-
-    Raises:
-      SchedulerError: this process has others than process 0.
-    """
-    own = _digest()
-    try:
-        first = jax_compat.value_of_first_process("digest", own)
-    except RuntimeError as error:
-        warnings.warn(f"cannot tell whether all processes choose the same schedules: {error}", RuntimeWarning, 2)
-        return
-    if own != first:
-        raise SchedulerError(
-            f"process {jax.process_index()} has other code or other shipped records than process 0 and could choose "
-            "another schedule; install the same tile-scheduler and the same jax everywhere"
-        )
-
-
-def _digest() -> str:
-    """Of all that decides an answer which is neither the user's own nor measured now."""
-    from scheduler.store import store
-
-    packages = [Path(__file__).parents[1], Path(search_spaces_file).parent]
-    files = sorted(file for package in packages for file in package.rglob("*.py"))
-    shipped = store.shipped()
-    digest = hashlib.sha256(jax.__version__.encode())
-    for file in [*files, *([Path(shipped.location)] if shipped else [])]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def in_fresh_thread(function: Callable[[], T]) -> T:

@@ -343,7 +343,7 @@ def main_loop(consumer: Consumer, tile: Any) -> jax.Array:
             release(stage_of(k_step), 0)
         return acc[...]
 
-    if untiled:  # Each step is waited for: what follows could not see that wgmmas are pending.
+    if untiled:  # Each step is waited for: the next step could not see that wgmmas are pending.
         acc: jax.Array = lax.fori_loop(0, t.steps, step, untiled_swizzled.zeros((t.wg_m, t.wg_n), p.acc_dtype))
     else:
         acc = pl.run_scoped(in_place, plgpu.ACC((t.wg_m, t.wg_n), p.acc_dtype))

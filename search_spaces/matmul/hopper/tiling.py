@@ -1,4 +1,4 @@
-"""What follows from a problem and a schedule: extents of warpgroups' tiles, subtiles, swizzles, padded arrays."""
+"""What a problem and a schedule determine: extents of warpgroups' tiles, subtiles, swizzles, padded arrays."""
 
 from __future__ import annotations
 
