@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_vjp import TWIST, TwistProblem
 
 import scheduler
 from scheduler import tuned, tuned_matmul, tuned_softmax
-from test_vjp import TWIST, TwistProblem
 
 X = jax.random.normal(jax.random.key(0), (32, 24), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (24, 40), jnp.float32)

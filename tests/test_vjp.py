@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from operations import DoubleProblem
 
 import scheduler
-from operations import DoubleProblem
 from scheduler import tuned
 from scheduler.core.backends import backends_of_another
 from scheduler.dispatch import dispatch
