@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_vjp import TWIST, TwistProblem
 
 import scheduler
-from scheduler import tuned_matmul
+from scheduler import tuned, tuned_matmul, tuned_softmax
 
 X = jax.random.normal(jax.random.key(0), (32, 24), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (24, 40), jnp.float32)
@@ -187,6 +188,51 @@ def test_a_fused_call_inside_shard_map_has_the_numbers_and_gradients_of_all_shar
     assert used_kernels(shards(strict_layer), X, W, BIAS, RESIDUAL)
     for ours, theirs in zip(gradients(strict_layer), gradients(formula), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-2)
+
+
+def moments(x):
+    p, lse = tuned_softmax(x, return_lse=True, backends="pallas")
+    return jnp.sin(p) * lse[:, None]
+
+
+def plain_moments(x):
+    return jnp.sin(jax.nn.softmax(x)) * jax.nn.logsumexp(x, -1)[:, None]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_two_results_inside_shard_map_have_the_numbers_and_gradients_of_all_shards(check_vma):
+    f = jax.shard_map(moments, mesh=mesh(AxisType.Auto), in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    close(jax.jit(f)(X), plain_moments(X))
+    assert used_kernels(f, X)
+    close(*(jax.jit(jax.grad(lambda x, g=g: (g(x) ** 2).sum()))(X) for g in (f, plain_moments)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_two_results_on_a_mesh_go_to_xla(kind):
+    p, lse = jax.jit(lambda x: tuned_softmax(x, return_lse=True))(sharded(kind))
+    close(p, jax.nn.softmax(X))
+    close(lse, jax.nn.logsumexp(X, -1))
+    assert not lse.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_backward_pass_of_its_own_works_inside_shard_map_and_on_a_mesh(check_vma):
+    x, y = X[:, 0], W[0, :32]
+
+    def gradients(call, over):
+        f = jax.shard_map(
+            lambda x, y: sum(call(x, y)), mesh=over, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=check_vma
+        )
+        return jax.jit(jax.grad(lambda *args: (f(*args) ** 2).sum(), (0, 1)))(x, y[:8])
+
+    ours = functools.partial(tuned(TWIST), backends="pallas")
+    over = mesh(AxisType.Auto)
+    for actual, expected in zip(gradients(ours, over), gradients(TwistProblem.every, over), strict=True):
+        close(actual, expected)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh(kind)):
+            gradient = jax.jit(jax.grad(lambda x: sum(r.sum() for r in tuned(TWIST)(x, y))))(jax.device_put(x, P("x")))
+            close(gradient, y + jnp.sin(y))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -146,8 +146,8 @@ def test_both_results_are_offloaded_where_a_policy_says_so():
 
     gradient = jax.jit(jax.grad(jax.checkpoint(twice, policy=offload)))
     close(gradient(X), jax.grad(theirs)(X), 2e-4)
-    moved = re.findall(r"device_put\[\s*devices=\(([^)]*)\)", str(jax.make_jaxpr(gradient)(X)))
-    assert [places.count("Host") for places in moved] == [2, 0], "two away, two back"
+    moved = re.findall(r"devices=\((.*?)\)", str(jax.make_jaxpr(gradient)(X)))
+    assert set(moved) == {"MemorySpace.Host, MemorySpace.Host", "MemorySpace.Device, MemorySpace.Device"}
 
 
 def test_inside_shard_map_and_in_an_export():

@@ -42,7 +42,7 @@ class Blocked(Kernel):
         return None if target.platform == "cpu" else "runs in the interpreter"
 
     def space(self, problem, target):
-        return Space(Tile, {"tile": (4, 6, 12)}, {"tile divides n": lambda s: problem.n % s.tile == 0})
+        return Space(Tile, {"tile": (4, 6, 8, 12)}, {"tile divides n": lambda s: problem.n % s.tile == 0})
 
     def footprint(self, problem, schedules, target):
         tile, count = schedules.tile, len(problem.operands())
