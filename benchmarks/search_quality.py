@@ -35,6 +35,7 @@ from scipy.stats import kendalltau
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import point_of
 from scheduler.core.records import Measurement, Sweep, Trial
 from scheduler.measure import replay
 from scheduler.model.calibration import Observed, fit, observed
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read(path: Path) -> Iterator[Shape]:
     """The recording's schedules of each kernel beside the library's, as far as they ran."""
     sweep, trials = replay.read(path)
-    again = {replay.point(t.backend, t.schedule): t.outcome for t in replay.read_again(path)}
+    again = {point_of(t.backend, t.schedule): t.outcome for t in replay.read_again(path)}
     operation = load(sweep.operation)
     problem = operation.problem.from_canonical(sweep.problem)
     chip = chips.describe(sweep.platform, sweep.kind, sweep.architecture, sweep.cores)
@@ -178,7 +179,7 @@ def read(path: Path) -> Iterator[Shape]:
         judged = seen.seconds.copy()
         timed = 0
         for index, trial in enumerate(ran):
-            outcome = again.get(replay.point(trial.backend, trial.schedule))
+            outcome = again.get(point_of(trial.backend, trial.schedule))
             if isinstance(outcome, Measurement):
                 judged[index] = outcome.median_s
                 timed += 1

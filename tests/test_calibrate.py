@@ -26,6 +26,7 @@ from scheduler.model.calibration import Observed, calibrate, fit, observed
 from scheduler.model.cost import Constants, CostModel
 from scheduler.prediction.predict import predict
 from scheduler.search import dataset
+from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces.hopper import smem_layout
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -205,7 +206,7 @@ def test_the_command_line_fits_recordings_stores_what_it_found_and_explain_says_
     trials = next(c.trials for c in kept if c.backend == "mosaic_gpu")
     assert f"fitted to {trials} trials" in mine["fitted"]
     assert "Written to" in run("calibrate", "matmul", few, "--ship", tmp_path)
-    assert [c.constants for c in codec.read_calibrations(tmp_path)] == [c.constants for c in kept]
+    assert [c.constants for c in text_files.read_calibrations(tmp_path)] == [c.constants for c in kept]
 
 
 def test_a_recording_of_something_else_is_refused(tmp_path):
