@@ -70,6 +70,7 @@ def collect(
     versions: dict[str, int] = {}
     size = 0
     won = list(map(versioned, _winners(near, besides=operation.library.backend)))
+    stay = {*known, *won}
     for kernel in sorted(operation.kernels, key=lambda kernel: not kernel.library):
         if kernel.backend not in allowed and not kernel.library:
             continue
@@ -82,7 +83,6 @@ def collect(
         if len(legal) < len(ranked):
             dropped["not in the recording"] += len(ranked) - len(legal)
         keep = max(KEPT_PER_TRIAL * budget, int(KEPT_SHARE * len(legal)))
-        stay = {*known, *won}
         candidates += [c for rank, c in enumerate(legal) if rank < keep or versioned(c) in stay]
         size += pruned.size
         dropped.update(pruned.dropped)
