@@ -22,7 +22,8 @@ from rich.table import Table
 from scheduler import tuned, tuned_matmul
 from scheduler.core import hardware
 from scheduler.dispatch import dispatch
-from scheduler.measure import pool
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.runner import environment as measured_with
 from search_spaces.matmul import MATMUL
 
 WARM_UP = 50
@@ -45,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         table.add_row(row["call"], *(f"{row[f]:.2f}" for f in ("tuned_us", "direct_us", "overhead_us")))
     Console().print(table)
-    gpu = pool.Gpu.query() if chip.platform == "cuda" else None
+    gpu = Gpu.wanted()
     write_result(
         "call_overhead",
         chip,
         summary={"eager_overhead_us": max(row["overhead_us"] for row in rows)},
         rows=rows,
-        environment=environment(pool.environment(driver=gpu.driver if gpu else ""), MATMUL),
+        environment=environment(measured_with(driver=gpu.driver if gpu else ""), MATMUL),
     )
 
 

@@ -7,21 +7,21 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from independent import Timed, conditions
 from jax_hopper import JAX_HOPPER
-from judge import Judgement, conditions
 from problems import Product
 from rich.table import Table
 from suite import answers
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Measurement, Record, Sweep, Trial
-from scheduler.measure.pool import Runner
+from scheduler.measure.runner import Runner
 from scheduler.model.cost import CostModel
 from search_spaces.matmul import MATMUL
 
 # Who is compared, in the order of the table.
 NAMES = ("xla", "jax_hopper", "pallas", "final")
-# Of the rival's draw: which of these is the fastest, the judge finds out.
+# Of the rival's draw: which of these is the fastest, the independent benchmark finds out.
 RIVAL_FINALISTS = 3
 # Below it launches and tails decide, above it arithmetic does.
 LARGE_FLOPS = 10e9
@@ -54,7 +54,7 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem with all that the steps before left for the judge.
+    """One problem with all that the steps before left for the independent benchmark.
 
     Attributes:
       draw: None where the rival cannot do the problem, or was not asked.
@@ -66,22 +66,22 @@ class Case:
 
     @property
     def candidates(self) -> dict[str, Entry | Trial]:
-        """Who is to be judged, by name: the answers of the record, and the first few of the draw, numbered."""
+        """Who is to be timed, by name: the answers of the record, and the first few of the draw, numbered."""
         rivals = self.draw.fastest[:RIVAL_FINALISTS] if self.draw else []
         return answers(MATMUL, self.record) | {f"jax_hopper {n}": trial for n, trial in enumerate(rivals, start=1)}
 
-    def conditions(self, judges: Runner, rounds: int) -> dict[str, Any]:
+    def conditions(self, fresh: Runner, rounds: int) -> dict[str, Any]:
         """All that a row depends on: an earlier one stands for today's where these are the same."""
-        return conditions(MATMUL, self.product.problem, self.candidates, judges, rounds)
+        return conditions(MATMUL, self.product.problem, self.candidates, fresh, rounds)
 
 
-def row(case: Case, judged: Judgement, hardware: Hardware) -> Row:
+def row(case: Case, timed: Timed, hardware: Hardware) -> Row:
     """What one problem showed: times in microseconds, rates, and ratios of the others' times to ours."""
     problem, found = case.product.problem, case.candidates
     bound_s = CostModel(hardware).lower_bound(problem)
-    rivals = {name: joined.median_s for name in judged.rounds if (joined := judged.times(name)) and name not in NAMES}
+    rivals = {name: joined.median_s for name in timed.rounds if (joined := timed.times(name)) and name not in NAMES}
     alias = {name: name for name in NAMES} | {"jax_hopper": min(rivals, key=rivals.__getitem__, default="")}
-    times = {name: judged.times(alias[name]) for name in NAMES}
+    times = {name: timed.times(alias[name]) for name in NAMES}
     result: Row = {
         "problem": str(problem),
         "origin": case.product.origin,
@@ -90,7 +90,7 @@ def row(case: Case, judged: Judgement, hardware: Hardware) -> Row:
         "bound_us": bound_s * 1e6,
         "trials": case.record.tried,
         "rival": _told(case, hardware),
-        "failures": {name: str(failure) for name, failure in judged.failures.items()},
+        "failures": {name: str(failure) for name, failure in timed.failures.items()},
     }
     for name in NAMES:
         measured, one = times[name], found.get(alias[name])

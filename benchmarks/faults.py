@@ -31,7 +31,10 @@ from scheduler.core.hardware import GIB
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Trial
 from scheduler.measure.bench import needed_bytes
-from scheduler.measure.pool import Gpu, Pool
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.limits import ALLOCATOR_RETRY_S, RUN_LIMIT_S
+from scheduler.measure.pool import Pool
+from scheduler.measure.runner import RunnerOptions
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
@@ -41,6 +44,7 @@ from operations import FAULTS, FAULTY, RIGHT, WALL_CLOCK_FAULTS, FaultyProblem
 # Left of a device whose memory another process has taken: enough for the contexts of workers that are replaced.
 LEFT_BYTES = 4 * GIB
 CPU_BYTES = 2 * GIB  # of a pool without a GPU, so that there are problems which not all workers can hold
+COMPILE_TIMEOUT_S = 15.0 + ALLOCATOR_RETRY_S  # operands are allocated within it
 # In pieces, each as large as it is asked for.
 PIECE_BYTES = GIB
 TAKE = """
@@ -57,17 +61,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=7, help="how often each fault is injected")
     parser.add_argument("--workers", type=int, default=None, help="worker processes  [default: 4, on a CPU 2]")
-    parser.add_argument("--run-timeout", type=float, default=10.0, help="seconds that a turn on the device may take")
+    parser.add_argument(
+        "--run-timeout",
+        type=float,
+        default=ALLOCATOR_RETRY_S + RUN_LIMIT_S,
+        help="seconds that a turn on the device may take",
+    )
     parser.add_argument("--only", default="", help="only these faults, with commas between them")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "faults", help="rows kept for the next command")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
     options = parser.parse_args(arguments)
 
     gpu = Gpu.wanted()
-    slots = options.workers or (4 if gpu else 2)
-    runner = Pool(
-        gpu or Gpu("", "faults", "", CPU_BYTES), slots=slots, compile_timeout_s=15.0, run_timeout_s=options.run_timeout
-    )
+    workers = options.workers or (4 if gpu else 2)
+    patience = RunnerOptions(workers=workers, compile_timeout_s=COMPILE_TIMEOUT_S, run_timeout_s=options.run_timeout)
+    runner = Pool(gpu or Gpu("", "faults", "", CPU_BYTES), patience)
     with contextlib.closing(runner):
         scripted = FAULTS.keys() - (WALL_CLOCK_FAULTS if gpu else ())
         searches: dict[str, Callable[[str, int, Pool], list[Row]]] = {
@@ -120,7 +128,7 @@ def _large(fault: str, times: int, runner: Pool) -> list[Row]:
     n = next(
         n
         for n in itertools.count(2**22, 2**22)
-        if needed_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._share(runner.slots)
+        if needed_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._shares.bytes(runner.slots)
     )
     rows = [
         _searched(fault, 1, problem, runner)

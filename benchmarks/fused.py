@@ -1,7 +1,7 @@
 """A product and what follows it in one call, against XLA's program for the same thing as people write it.
 
     python benchmarks/fused.py --search --seconds 540     # as often as it says that problems are left
-    python benchmarks/fused.py                            # searches and judges what is left, and writes the result
+    python benchmarks/fused.py                            # searches and times what is left, and writes the result
 
 People write ``jax.nn.gelu(a @ b + bias) + residual`` in the operands' dtype, which rounds after each operation;
 `tuned_matmul(a, b, bias=, activation=, residual=)` rounds once. Fresh processes, which chose nothing, time the best
@@ -23,18 +23,18 @@ from typing import Any
 import jax
 import suite
 from harness import posed
+from independent import REPETITIONS, conditions, start_fresh, time_in_rounds
 from jax import lax
-from judge import REPETITIONS, conditions, judge, start_judge
 from problems import FUSED, FUSED_REHEARSED, Product
 from rich.console import Console
 from rich.table import Table
-from suite import answers, conclude, found, judge_all, search
+from suite import answers, conclude, found, search, time_all
 
 from scheduler.core.records import Record
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
 from scheduler.model.cost import CostModel
 from scheduler.search import jobs
-from scheduler.search.tuner import start_runner
 from scheduler.store.store import Store, default_url
 from search_spaces import Library, LibraryKernel, Operation, Target
 from search_spaces.kernel import Tolerance
@@ -93,13 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         search([jobs.Task(MATMUL, p.problem, options.budget) for p in products], runner, store, deadline)
     if options.search:
         return
-    with contextlib.closing(start_judge()) as judges:
-        rows = judged(products, judges, store, options.work, options.rounds, deadline)
+    with contextlib.closing(start_fresh()) as fresh:
+        rows = measured(products, fresh, store, options.work, options.rounds, deadline)
     Console(width=180).print(table(rows))
     Console().print(figures := summary(rows))
     done = {posed(MatmulProblem, row["problem"]) for row in rows}
     missing = [str(product) for product in products if product.problem not in done]
-    conclude("fused", judges, rows, figures, WRITTEN, missing=missing, chosen=options, partly=False)
+    conclude("fused", fresh, rows, figures, WRITTEN, missing=missing, chosen=options, partly=False)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -108,38 +108,38 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def judged(
-    products: Sequence[Product], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+def measured(
+    products: Sequence[Product], fresh: Runner, store: Store, work: Path, rounds: int, deadline: float
 ) -> list[dict[str, Any]]:
     """A row for each problem that has an answer; those of an earlier command stand where nothing has changed."""
     cases = [
         (product, record)
         for product in products
-        if (record := found(MATMUL, product.problem, judges.hardware, store)) is not None
+        if (record := found(MATMUL, product.problem, fresh.hardware, store)) is not None
     ]
-    return judge_all(
+    return time_all(
         cases,
-        lambda case: conditions(WRITTEN, case[0].problem, answers(MATMUL, case[1]), judges, rounds),
-        lambda case: row(*case, judges, rounds),
+        lambda case: conditions(WRITTEN, case[0].problem, answers(MATMUL, case[1]), fresh, rounds),
+        lambda case: row(*case, fresh, rounds),
         work / "judged.jsonl",
         deadline,
     )
 
 
-def row(product: Product, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
+def row(product: Product, record: Record, fresh: Runner, rounds: int) -> dict[str, Any]:
     """One line of the result; what failed has no time, and says why."""
     problem = WrittenProblem(**vars(product.problem))
     entries = answers(MATMUL, record)
     ours = {name: (entry.backend, entry.schedule) for name, entry in entries.items()}
-    outcome = judge(
-        judges,
+    outcome = time_in_rounds(
+        fresh,
         {
             name: Task(WRITTEN, problem, backend, schedule, REPETITIONS)
             for name, (backend, schedule) in {AS_WRITTEN: (AS_WRITTEN, {}), **ours}.items()
         },
         rounds,
     )
-    bound_s = CostModel(judges.hardware).lower_bound(product.problem)
+    bound_s = CostModel(fresh.hardware).lower_bound(product.problem)
     times = {name: outcome.times(name) for name in (AS_WRITTEN, "xla", "pallas", "final")}
     written = times[AS_WRITTEN]
     line: dict[str, Any] = {

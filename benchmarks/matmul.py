@@ -2,10 +2,10 @@
 
 In three steps. Each can be a command of its own, keeps what it has as it goes, and goes on where it ended:
 
-  --tune    searches each problem, into the cache
-  --rival   times a random draw of the schedules of JAX's own kernel, where that can do the problem
-  --judge   in fresh processes, which chose nothing, verifies our best Pallas schedule, our final answer, XLA's product
-            and the best of that draw, and times them in turns
+  --tune          searches each problem, into the cache
+  --rival         times a random draw of the schedules of JAX's own kernel, where that can do the problem
+  --independent   in fresh processes, which chose nothing, verifies our best Pallas schedule, our final answer, XLA's
+                  product and the best of that draw, and times them in turns
 
 Without any of them it takes all three. Ratios are the other's time over ours: above one, ours is faster.
 """
@@ -21,22 +21,22 @@ from pathlib import Path
 import suite
 from comparison import Case, Draw, Row, row, summarize, table
 from harness import paced, posed
+from independent import REPETITIONS, start_fresh, time_in_rounds
 from jax_hopper import JAX_HOPPER, RIVALS
-from judge import REPETITIONS, judge, start_judge
 from problems import MATMULS, REHEARSED, Product
 from rich.console import Console
 from suite import conclude, found, search
 
 from scheduler.core.hardware import Hardware
 from scheduler.measure import replay
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
 from scheduler.search import jobs
 from scheduler.search.sweep import file_name, sweep
-from scheduler.search.tuner import start_runner
 from scheduler.store.store import Store, default_url
 from search_spaces.matmul import MATMUL, MatmulProblem
 
-STEPS = ("tune", "rival", "judge")
+STEPS = ("tune", "rival", "independent")
 RIVAL_SEED = 0
 
 
@@ -46,25 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     deadline = started + options.seconds
     steps = [step for step in STEPS if getattr(options, step)] or STEPS
     store = Store(options.cache or default_url())
-    if steps != ["judge"]:
+    if steps != ["independent"]:
         with contextlib.closing(start_runner(RIVALS)) as runner:
             products = jobs.part(chosen(runner.hardware, options.problems), options.part)
             if "tune" in steps:
                 tune_all(products, runner, store, options.budget, deadline)
             if "rival" in steps:
                 rival_all(products, runner, options.work, options.rival_schedules, deadline)
-    if "judge" not in steps:
+    if "independent" not in steps:
         return
-    with contextlib.closing(start_judge()) as judges:
-        products = jobs.part(chosen(judges.hardware, options.problems), options.part)
-        rows = judge_all(products, judges, store, options.work, options.rounds, deadline)
+    with contextlib.closing(start_fresh()) as fresh:
+        products = jobs.part(chosen(fresh.hardware, options.problems), options.part)
+        rows = time_all(products, fresh, store, options.work, options.rounds, deadline)
     if rows:
-        Console(width=180).print(table(rows, judges.hardware))
+        Console(width=180).print(table(rows, fresh.hardware))
         Console().print(summarize(rows))
     done = {posed(MatmulProblem, one["problem"]) for one in rows}
     missing = [str(product) for product in products if product.problem not in done]
     partly = options.problems is not None
-    conclude("matmul", judges, rows, summarize(rows), RIVALS, missing=missing, chosen=options, partly=partly)
+    conclude("matmul", fresh, rows, summarize(rows), RIVALS, missing=missing, chosen=options, partly=partly)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -118,24 +118,24 @@ def rival_all(products: Sequence[Product], runner: Runner, work: Path, schedules
         print(f"{product}: {len(draw.tried)} schedules of JAX's own kernel, {best}", flush=True)
 
 
-def judge_all(
-    products: Sequence[Product], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+def time_all(
+    products: Sequence[Product], fresh: Runner, store: Store, work: Path, rounds: int, deadline: float
 ) -> list[Row]:
     """A row for each problem that has an answer; those of an earlier command stand where nothing has changed."""
     cases = [
         Case(product, record, _draw(product.problem, work))
         for product in products
-        if (record := found(MATMUL, product.problem, judges.hardware, store)) is not None
+        if (record := found(MATMUL, product.problem, fresh.hardware, store)) is not None
     ]
 
-    def judged(case: Case) -> Row:
+    def timed(case: Case) -> Row:
         tasks = {
             name: Task(RIVALS, case.product.problem, one.backend, one.schedule, REPETITIONS)
             for name, one in case.candidates.items()
         }
-        return row(case, judge(judges, tasks, rounds), judges.hardware)
+        return row(case, time_in_rounds(fresh, tasks, rounds), fresh.hardware)
 
-    return suite.judge_all(cases, lambda case: case.conditions(judges, rounds), judged, work / "judged.jsonl", deadline)
+    return suite.time_all(cases, lambda case: case.conditions(fresh, rounds), timed, work / "judged.jsonl", deadline)
 
 
 def _recording(work: Path, problem: MatmulProblem) -> Path:

@@ -1,4 +1,4 @@
-"""Writes the result of a benchmark from the rows that it has judged so far, without a device, and says what is missing.
+"""Writes the result of a benchmark from the rows that it has timed so far, without a device, and says what is missing.
 
     python benchmarks/report.py matmul
 
@@ -68,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     benchmark = BENCHMARKS[options.benchmark]
     kept = (options.work or ROOT / "build" / options.benchmark) / "judged.jsonl"
-    judged = {(row["conditions"]["operation"], row["conditions"]["problem"]): row for row in Kept(kept).latest()}
-    if not judged:
+    timed = {(row["conditions"]["operation"], row["conditions"]["problem"]): row for row in Kept(kept).latest()}
+    if not timed:
         raise SystemExit(f"{kept} holds no rows")
-    devices = {row["conditions"]["device"] for row in judged.values()}
+    devices = {row["conditions"]["device"] for row in timed.values()}
     chips = [chip for chip in (*hardware.TABLE, hardware.CPU) if chip.id in devices]
     if len(devices) != 1 or not chips:
         raise SystemExit(f"{kept} holds rows of {', '.join(sorted(devices))}: one known chip is wanted")
     suite = benchmark.suite(chips[0])
-    found = [judged[name] for name in suite if name in judged]
-    missing = [" ".join(name) for name in suite if name not in judged]
+    found = [timed[name] for name in suite if name in timed]
+    missing = [" ".join(name) for name in suite if name not in timed]
     one = found[0]["conditions"]
     environment = {
         **{name: one[name] for name in ("jax", "jaxlib", "driver")},

@@ -1,7 +1,7 @@
 """Softmax, RMS norm and SiLU-and-mul against XLA's program for what people write, interleaved, beside a copy.
 
     python benchmarks/rows.py --search --seconds 540     # as often as it says that problems are left
-    python benchmarks/rows.py                            # searches what is left, then judges what is left
+    python benchmarks/rows.py                            # searches what is left, then times what is left
 
 Each problem of a job is searched first (or found in the cache). Then fresh processes, which chose nothing, verify the
 best Pallas schedule, the final answer, the library's best program and XLA's for what people write (`WRITTEN`), and time
@@ -21,18 +21,18 @@ import jax
 import jax.numpy as jnp
 import suite
 from harness import posed
+from independent import REPETITIONS, conditions, start_fresh, time_in_rounds
 from jax import lax
-from judge import REPETITIONS, conditions, judge, start_judge
 from rich.console import Console
 from rich.table import Table
-from suite import answers, conclude, found, judge_all, search
+from suite import answers, conclude, found, search, time_all
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Record
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
 from scheduler.search import jobs
 from scheduler.search.jobs import Malformed
-from scheduler.search.tuner import start_runner
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, load
 from search_spaces.kernel import Tolerance
@@ -140,15 +140,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         search(chosen, runner, store, deadline)
     if options.search:
         return
-    with contextlib.closing(start_judge()) as judges:
-        rows = judged(chosen, judges, store, options.work, options.rounds, deadline)
+    with contextlib.closing(start_fresh()) as fresh:
+        rows = measured(chosen, fresh, store, options.work, options.rounds, deadline)
     figures = summary(rows)
-    _print(rows, judges.hardware)
+    _print(rows, fresh.hardware)
     Console().print(figures)
     done = {(row["operation"], posed(load(row["operation"]).problem, row["problem"])) for row in rows}
     missing = [str(task) for task in chosen if (task.operation.name, task.problem) not in done]
     operations = (SOFTMAX, RMS_NORM, SILU_AND_MUL)
-    conclude("rows", judges, rows, figures, *operations, missing=missing, chosen=options, partly=bool(options.only))
+    conclude("rows", fresh, rows, figures, *operations, missing=missing, chosen=options, partly=bool(options.only))
 
 
 def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
@@ -165,8 +165,8 @@ def tasks(hardware: Hardware, budget: int | None) -> list[jobs.Task]:
     ]
 
 
-def judged(
-    chosen: Sequence[jobs.Task], judges: Runner, store: Store, work: Path, rounds: int, deadline: float
+def measured(
+    chosen: Sequence[jobs.Task], fresh: Runner, store: Store, work: Path, rounds: int, deadline: float
 ) -> list[dict[str, Any]]:
     """A row for each problem that has an answer; those of an earlier command stand where nothing has changed.
 
@@ -176,20 +176,20 @@ def judged(
     cases = [
         (task, record)
         for task in chosen
-        if (record := found(task.operation, task.problem, judges.hardware, store)) is not None
+        if (record := found(task.operation, task.problem, fresh.hardware, store)) is not None
     ]
-    return judge_all(
+    return time_all(
         cases,
         lambda case: conditions(
-            WRITTEN[case[0].operation.name], case[0].problem, answers(case[0].operation, case[1]), judges, rounds
+            WRITTEN[case[0].operation.name], case[0].problem, answers(case[0].operation, case[1]), fresh, rounds
         ),
-        lambda case: row(*case, judges, rounds),
+        lambda case: row(*case, fresh, rounds),
         work / "judged.jsonl",
         deadline,
     )
 
 
-def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[str, Any]:
+def row(task: jobs.Task, record: Record, fresh: Runner, rounds: int) -> dict[str, Any]:
     """One line of the result.
 
     Raises:
@@ -203,11 +203,11 @@ def row(task: jobs.Task, record: Record, judges: Runner, rounds: int) -> dict[st
     candidates = {"xla": Task(written, same, written.library.backend, {}, REPETITIONS)} | {
         name: Task(written, same, entry.backend, entry.schedule, REPETITIONS) for name, entry in entries.items()
     }
-    outcome = judge(judges, candidates, rounds)
+    outcome = time_in_rounds(fresh, candidates, rounds)
     # As many elements read and written as the operation moves. Alone: other operands make a process give up these.
     elements = round(problem.bytes_moved / 2 / problem.itemsize)
     copied = CopyProblem(rows=max(1, elements // problem.columns), columns=problem.columns, dtype=problem.dtype)
-    copy = judge(judges, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
+    copy = time_in_rounds(fresh, {"copy": Task(COPY, copied, COPY.library.backend, {}, REPETITIONS)}, rounds)
     if failures := {**outcome.failures, **copy.failures}:
         raise SystemExit(f"{task}: {failures}")
     times = {name: outcome.times(name) for name in ("xla", "library", "pallas", "final")} | {"copy": copy.times("copy")}

@@ -1,15 +1,15 @@
 """How good the model's choice is and how soon a search finds the best, judged on recorded sweeps: no device is needed.
 
-Each recording is a shape whose whole space was measured. For each, the constants of the model are fitted to the other
-recordings alone, and everything is compared with the fastest schedule that was recorded. Searches see recorded samples
+Each recording is a shape whose whole space was measured. The model ranks it by its default constants, which no shape is
+fitted to, and everything is compared with the fastest schedule that was recorded. Searches see recorded samples
 drawn with replacement, a seed for each; after so many trials, the four fastest race, as the finalists of `tune` do: the
 race is won by the one that the recording's first pass shows fastest. Where a recording has a second pass, which chose
 nothing, times are those of that pass; where it has none, they are those of the only pass, which flatters whoever
 chose by it.
 
-Rivals: schedules drawn at random; Optuna's TPE as it comes, begun with ten legal schedules drawn at random; the model's
-ranking alone; and nvMatmulHeuristics where it is installed (nearest schedule of the space; where several are equally
-near, their median time).
+The search is also given wrong models: upside down, and shuffled. Rivals: schedules drawn at random; Optuna's TPE as it
+comes, begun with ten legal schedules drawn at random; the model's ranking alone; and nvMatmulHeuristics where it is
+installed (nearest schedule of the space; where several are equally near, their median time).
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from scipy.stats import kendalltau
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import fields_of, point_of
 from scheduler.core.records import Measurement, Sweep, Trial
 from scheduler.measure import replay
-from scheduler.model.calibration import Observed, fit, observed
+from scheduler.model.calibration import Observed, observed
 from scheduler.model.cost import Constants, CostModel
 from scheduler.search.search import Search
-from search_spaces import Operation, load
+from search_spaces import load
 from search_spaces.kernel import Kernel
 
 Array = npt.NDArray[np.float64]
@@ -51,21 +52,24 @@ STOPS = (8, 16, 32)
 KEPT = 0.2
 # TPE is begun with so many, its own default, and asked so often for each of its trials: few of its points are legal.
 PLAIN_START, PLAIN_ASKS = 10, 20
-# What the model would say without a term, or before anything was fitted.
-ABLATIONS: Mapping[str, Callable[[Constants], Constants]] = {
-    "as fitted": lambda c: c,
-    "not fitted": lambda _: Constants(),
-    "rows are as fast as their bytes": lambda c: dataclasses.replace(c, row_s=0.0),
-    "no gaps between rows in memory": lambda c: dataclasses.replace(c, gap_bytes=0.0),
-    "rows beyond an edge stop nothing": lambda c: dataclasses.replace(c, outside_s=0.0),
-    "rows that start within a sector are as fast as others": lambda c: dataclasses.replace(c, askew=0.0),
-    "few cores load no faster than all": lambda c: dataclasses.replace(c, quiet=1.0),
-    "blocks follow each other at once": lambda c: dataclasses.replace(c, exposed=1e-9),
-    "clusters wait for nobody": lambda c: dataclasses.replace(c, cluster_s=0.0),
-    "a step follows the last at once": lambda c: dataclasses.replace(c, gap_s=0.0),
-    "a ring costs nothing to set up": lambda c: dataclasses.replace(c, slot_s=0.0),
-    "power is no limit": lambda c: dataclasses.replace(c, e_power=1.0),
-    "no latency under load": lambda c: dataclasses.replace(c, loaded=0.0),
+# What the model would say without a term.
+ABLATIONS: Mapping[str, Constants] = {
+    "as it is": Constants(),
+    "TMA rows are as fast as their bytes": Constants(tma_row_s=0.0),
+    "out-of-bounds fill stops nothing": Constants(fill_row_s=0.0),
+    "misaligned sectors are as fast as others": Constants(sector_misalignment=0.0),
+    "clusters wait for nobody": Constants(cluster_sync_s=0.0),
+    "no wgmma bubble": Constants(wgmma_bubble_s=0.0),
+    "stages cost nothing to set up": Constants(stage_s=0.0),
+    "steps cost nothing of their own": Constants(step_s=0.0),
+    "power is no limit": Constants(e_power=1.0),
+    "all of device memory's bandwidth": Constants(e_hbm=1.0),
+    "empty launches as long as the chip's": Constants(launch_share=1.0),
+}
+# Wrong models that a search must overcome: the order of the model reversed, and its predictions dealt out at random.
+WRONG: Mapping[str, Callable[[Array, int], Array]] = {
+    "upside down": lambda predicted, seed: predicted.min() * predicted.max() / predicted,
+    "shuffled": lambda predicted, seed: np.random.default_rng(seed).permutation(predicted),
 }
 
 
@@ -132,14 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     rows, curves = [], {}
     for shape in shapes:
-        others = [other.seen for other in shapes if other is not shape and other.kernel is shape.kernel]
-        constants = fit(shape.kernel, shape.hardware, others) if others else Constants()
-        row, found = judge(operation, shape, constants, options.seeds)
+        row, found = judge(shape, options.seeds)
         rows.append(row)
         curves[shape.name] = found
-        print(
-            f"{shape.name}: first {row['first_choice']:.3f}, after 16 {row['search']['model + GP']['16']['median']:.3f}"
-        )
+        print(f"{shape.name}: first {row['first_choice']:.3f}, after 16 {row['search']['search']['16']['median']:.3f}")
     summary = summarise(rows)
     show(rows, summary)
     newest = max((shape.sweep.environment for shape in shapes), key=lambda environment: environment.date)
@@ -156,10 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read(path: Path) -> Iterator[Shape]:
     """The recording's schedules of each kernel beside the library's, as far as they ran."""
     sweep, trials = replay.read(path)
-    again = {replay.point(t.backend, t.schedule): t.outcome for t in replay.read_again(path)}
+    again = {point_of(t.backend, t.schedule): t.outcome for t in replay.read_again(path)}
     operation = load(sweep.operation)
     problem = operation.problem.from_canonical(sweep.problem)
-    chip = chips.describe(sweep.platform, sweep.kind, sweep.architecture, sweep.cores)
+    chip = chips.swept(sweep)
     for kernel in operation.kernels:
         ran = [t for t in trials if t.backend == kernel.backend and isinstance(t.outcome, Measurement)]
         if kernel.library or not ran:
@@ -178,28 +178,26 @@ def read(path: Path) -> Iterator[Shape]:
         judged = seen.seconds.copy()
         timed = 0
         for index, trial in enumerate(ran):
-            outcome = again.get(replay.point(trial.backend, trial.schedule))
+            outcome = again.get(point_of(trial.backend, trial.schedule))
             if isinstance(outcome, Measurement):
                 judged[index] = outcome.median_s
                 timed += 1
         yield Shape(sweep, chip, kernel, ran, seen, judged, timed)
 
 
-def judge(
-    operation: Operation[Any], shape: Shape, constants: Constants, seeds: int
-) -> tuple[dict[str, Any], dict[str, list[Curve]]]:
+def judge(shape: Shape, seeds: int) -> tuple[dict[str, Any], dict[str, list[Curve]]]:
     """A row of results, and what each search would choose after each trial."""
     footprint = shape.kernel.footprint(shape.seen.problem, shape.seen.schedules, shape.hardware.target)
-    model = CostModel(shape.hardware, constants)
+    model = CostModel(shape.hardware, Constants())
     predicted, floor = model.seconds(footprint), model.floor(footprint)
     ranked = np.argsort(predicted, kind="stable")
     measured = shape.seen.seconds
-    candidates = [
-        Candidate(shape.kernel.backend, schedule, float(p), float(f))
-        for schedule, p, f in zip(shape.schedules, predicted, floor, strict=True)
-    ]
     strategies: dict[str, Callable[[int], list[int]]] = {
-        "model + GP": lambda seed: searched(candidates, shape, seed),
+        "search": lambda seed: searched(shape, predicted, floor, seed),
+        **{
+            f"search, model {name}": lambda seed, wrong=wrong: searched(shape, wrong(predicted, seed), floor, seed)
+            for name, wrong in WRONG.items()
+        },
         "model alone": lambda seed: ranked[:TRIALS].tolist(),
         "random": lambda seed: random.Random(seed).sample(range(len(measured)), min(TRIALS, len(measured))),
         "Optuna TPE": lambda seed: plain_tpe(shape, seed),
@@ -220,7 +218,7 @@ def judge(
         "noise_ceiling": shape.share(best) if shape.second_pass else split_ceiling(shape),
         "first_choice": shape.share(int(ranked[0])),
         **{f"model_first_{k}": shape.share(least(shape, ranked[:k])) for k in (4, 8, 16)},
-        "prune20": shape.share(least(shape, ranked[: max(1, int(np.ceil(KEPT * len(ranked))))])),
+        "prune20": shape.share(least(shape, ranked[: kept(ranked)])),
         "rank_of_best": int(np.flatnonzero(ranked == best)[0]) + 1,
         **taus(predicted, measured),
         "median_error": float(np.median(np.abs(np.log(predicted / measured)))),
@@ -231,21 +229,30 @@ def judge(
             for name, found in curves.items()
         },
         "ablations": {},
-        "constants": dataclasses.asdict(constants),
     }
-    for name, change in ABLATIONS.items():
-        times = CostModel(shape.hardware, change(constants)).seconds(footprint)
+    for name, constants in ABLATIONS.items():
+        times = CostModel(shape.hardware, constants).seconds(footprint)
         order = np.argsort(times, kind="stable")
         row["ablations"][name] = {
             "first_choice": shape.share(int(order[0])),
-            "model_first_8": shape.share(least(shape, order[:8])),
+            "model_first_16": shape.share(least(shape, order[:16])),
+            "prune20": shape.share(least(shape, order[: kept(order)])),
             "tau": taus(times, measured)["tau"],
         }
     return row, {name: [[shape.share(index) for index in curve] for curve in found] for name, found in curves.items()}
 
 
-def searched(candidates: Sequence[Candidate], shape: Shape, seed: int) -> list[int]:
-    """Whom the search of this package asks for."""
+def kept(ranked: Array) -> int:
+    """How many of a ranking are its best `KEPT`."""
+    return max(1, int(np.ceil(KEPT * len(ranked))))
+
+
+def searched(shape: Shape, predicted: Array, floor: Array, seed: int) -> list[int]:
+    """Whom the search of this package asks for, of a model that predicts so."""
+    candidates = [
+        Candidate(shape.kernel.backend, schedule, float(p), float(f))
+        for schedule, p, f in zip(shape.schedules, predicted, floor, strict=True)
+    ]
     search, draw, asked = Search(candidates, budget=TRIALS, seed=seed), random.Random(seed), []
     while (index := search.ask()) is not None:
         asked.append(index)
@@ -258,7 +265,7 @@ def plain_tpe(shape: Shape, seed: int) -> list[int]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    index_of = {tuple(sorted(schedule.items())): index for index, schedule in enumerate(shape.schedules)}
+    index_of = {fields_of(schedule): index for index, schedule in enumerate(shape.schedules)}
     names = sorted(shape.schedules[0])
     choices = {name: sorted({schedule[name] for schedule in shape.schedules}) for name in names}
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
@@ -366,8 +373,8 @@ def spread(shares: Sequence[float]) -> dict[str, float]:
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures that matter: over shapes, of each shape's median over seeds."""
 
-    def after(trials: int) -> list[float]:
-        return [row["search"]["model + GP"][str(trials)]["median"] for row in rows]
+    def after(trials: int, search: str = "search") -> list[float]:
+        return [row["search"][search][str(trials)]["median"] for row in rows]
 
     first = [row["first_choice"] for row in rows]
     return {
@@ -377,6 +384,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "after16_median": statistics.median(after(16)),
         "after16_worst": min(after(16)),
         "after32_worst": min(after(32)),
+        **{
+            f"{name.replace(' ', '_')}_after32_{what}": of(after(32, f"search, model {name}"))
+            for name in WRONG
+            for what, of in (("median", statistics.median), ("worst", min))
+        },
         "prune20_worst": min(row["prune20"] for row in rows),
         "tau_median": statistics.median(row["tau"] for row in rows),
         "noise_ceiling_worst": min(row["noise_ceiling"] for row in rows),
@@ -388,7 +400,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
     """Three tables: the model, the searches, and what each term is worth."""
     console = Console(width=150)
-    model = Table(title="the model, its constants fitted to the other shapes: share of the best")
+    model = Table(title="the model: share of the best")
     for column in (
         "problem",
         "schedules",
@@ -428,18 +440,20 @@ def show(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
         said = "" if picks is None else f"{picks['1']:.2f} / {picks['8']:.2f}"
         searches.add_row(row["problem"], *(f"{c['median']:.3f} ({c['worst']:.2f})" for c in cells), said)
     console.print(searches)
-    terms = Table(title="what each term is worth: first choice median / worst, tau median")
+    terms = Table(title="what each term is worth: median / worst of the shapes")
     terms.add_column("")
     terms.add_column("first choice", justify="right")
-    terms.add_column("of 8, worst", justify="right")
+    terms.add_column("of 16", justify="right")
+    terms.add_column("best 20 %", justify="right")
     terms.add_column("tau", justify="right")
     for name in ABLATIONS:
         found = [row["ablations"][name] for row in rows]
-        first = [one["first_choice"] for one in found]
+        first, sixteen = ([one[what] for one in found] for what in ("first_choice", "model_first_16"))
         terms.add_row(
             name,
             f"{statistics.median(first):.3f} / {min(first):.3f}",
-            f"{min(one['model_first_8'] for one in found):.3f}",
+            f"{statistics.median(sixteen):.3f} / {min(sixteen):.3f}",
+            f"{min(one['prune20'] for one in found):.3f}",
             f"{statistics.median(one['tau'] for one in found):.2f}",
         )
     console.print(terms)
@@ -458,7 +472,7 @@ def draw(curves: Mapping[str, Mapping[str, list[list[float]]]], path: Path) -> N
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for color, strategy in zip(("C0", "C2", "C7", "C3"), next(iter(curves.values())), strict=False):
+    for color, strategy in zip(("C0", "C1", "C4", "C2", "C7", "C3"), next(iter(curves.values())), strict=False):
         shapes = np.array([np.median([padded(c) for c in found[strategy]], axis=0) for found in curves.values()])
         trials = np.arange(1, TRIALS + 1)
         axes.plot(trials, np.median(shapes, axis=0), color=color, label=f"{strategy}: median shape")

@@ -22,7 +22,9 @@ from rich.table import Table
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import Failure
 from scheduler.measure.bench import least_bytes, needed_bytes
-from scheduler.measure.pool import Gpu, Pool, Runner
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import Pool
+from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search import jobs
 from scheduler.store.store import Store
 from search_spaces.kernel import nbytes
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     gpu = Gpu.wanted()
-    with contextlib.closing(Pool(gpu or Gpu("", "sizes", "", CPU_BYTES), slots=None if gpu else 2)) as runner:
+    pool = Pool(gpu) if gpu else Pool(Gpu("", "sizes", "", CPU_BYTES), RunnerOptions(workers=2))
+    with contextlib.closing(pool) as runner:
         suite = jobs.parse(JOB.read_text()) if gpu else CPU_SUITE
         share = jobs.part(suite, options.part)
         kept = Kept(options.work / "rows.jsonl")
@@ -97,7 +100,7 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
         "result_gb": nbytes(task.problem.result()) / 1e9,
         "least_gb": least_bytes(task.problem) / 1e9,
         "needed_gb": needed_bytes(task.problem, runner.hardware) / 1e9,
-        "workers": runner.room(task.operation, task.problem),
+        "workers": runner.capacity(task.operation, task.problem),
         "state": result.state,
         "reason": result.reason,
         "trials": len(trials),

@@ -1,4 +1,4 @@
-"""What benchmarks do with a list of problems: search and judge each once, however often a command is cut off."""
+"""What benchmarks do with a list of problems: search and time each once, however often a command is cut off."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import RESULTS, ROOT, Kept, environment, paced, write_result
-from judge import REPETITIONS
+from independent import REPETITIONS
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Record
-from scheduler.measure.pool import Runner
+from scheduler.measure.runner import Runner
 from scheduler.prediction.validation import recheck
 from scheduler.search import jobs
 from scheduler.search.tuner import tune
@@ -72,10 +72,10 @@ def answers(operation: Operation[Any], record: Record) -> dict[str, Entry]:
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
-def judge_all(
+def time_all(
     cases: Sequence[C],
     conditions: Callable[[C], dict[str, Any]],
-    judged: Callable[[C], dict[str, Any]],
+    timed: Callable[[C], dict[str, Any]],
     kept: Path,
     deadline: float,
 ) -> list[dict[str, Any]]:
@@ -83,19 +83,19 @@ def judge_all(
 
     Args:
       conditions: all that the row of a case depends on; an earlier row stands where these are the same.
-      judged: measures a case.
+      timed: measures a case.
       kept: the file that keeps each row as soon as it is measured.
     """
     earlier = Kept(kept)
     rows = {n: row for n, case in enumerate(cases) if (row := earlier.get(conditions(case))) is not None}
-    for n in paced([n for n in range(len(cases)) if n not in rows], "judge", deadline):
-        rows[n] = earlier.add(judged(cases[n]), conditions(cases[n]))
+    for n in paced([n for n in range(len(cases)) if n not in rows], "time", deadline):
+        rows[n] = earlier.add(timed(cases[n]), conditions(cases[n]))
     return [rows[n] for n in sorted(rows)]
 
 
 def conclude(
     name: str,
-    judges: Runner,
+    fresh: Runner,
     rows: Sequence[Mapping[str, Any]],
     summary: Mapping[str, Any],
     *operations: Operation[Any],
@@ -115,11 +115,11 @@ def conclude(
     """
     if missing:
         raise SystemExit(
-            f"{len(missing)} of {len(missing) + len(rows)} problems are not judged, because they are not tuned or time "
+            f"{len(missing)} of {len(missing) + len(rows)} problems are not timed, because they are not tuned or time "
             "was up; the same command goes on from here:\n  " + "\n  ".join(missing)
         )
     if partly or chosen.part != "1/1":
         print(f"no result is written of a part of the suite; the rows are in {chosen.work}")
         return
-    told = environment(judges.environment, *operations)
-    write_result(name, judges.hardware, summary=summary, rows=rows, environment=told, directory=chosen.results)
+    told = environment(fresh.environment, *operations)
+    write_result(name, fresh.hardware, summary=summary, rows=rows, environment=told, directory=chosen.results)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness import environment, write_result
-from judge import REPETITIONS, judge, start_judge
+from independent import REPETITIONS, start_fresh, time_in_rounds
 from problems import REHEARSED, REPEATED
 from rich.console import Console
 from rich.table import Table
@@ -21,8 +21,9 @@ from rich.table import Table
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Record
 from scheduler.measure import timer
-from scheduler.measure.pool import Runner, Task
-from scheduler.search.tuner import start_runner, tune
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, Task
+from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 SEEDS = (1, 2)
@@ -48,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     pairs = [[_search(problem, runner, options.budget, seed) for seed in SEEDS] for problem in suite]
     runner.close()
-    judges = start_judge()
-    rows = [_row(problem, pair, judges, options.rounds) for problem, pair in zip(suite, pairs, strict=True)]
-    judges.close()
+    fresh = start_fresh()
+    rows = [_row(problem, pair, fresh, options.rounds) for problem, pair in zip(suite, pairs, strict=True)]
+    fresh.close()
     _print(rows)
     summary = {
         "seconds_64_trials": timed["seconds"],
@@ -96,17 +97,17 @@ def _search(problem: MatmulProblem, runner: Runner, budget: int, seed: int) -> R
     return record
 
 
-def _row(problem: MatmulProblem, pair: Sequence[Record], judges: Runner, rounds: int) -> dict[str, Any]:
+def _row(problem: MatmulProblem, pair: Sequence[Record], fresh: Runner, rounds: int) -> dict[str, Any]:
     """Both winners timed in turns; the same winner twice agrees with itself and is timed once."""
     winners = [record.winner for record in pair]
     tasks = {
         str(seed): Task(MATMUL, problem, winner.backend, winner.schedule, REPETITIONS)
         for seed, winner in zip(SEEDS, winners, strict=True)
     }
-    judged = judge(judges, tasks, rounds)
-    if judged.failures:
-        raise SystemExit(f"{problem}: {'; '.join(f'seed {seed}: {why}' for seed, why in judged.failures.items())}")
-    first, second = (judged.rounds[name] for name in tasks)
+    timed = time_in_rounds(fresh, tasks, rounds)
+    if timed.failures:
+        raise SystemExit(f"{problem}: {'; '.join(f'seed {seed}: {why}' for seed, why in timed.failures.items())}")
+    first, second = (timed.rounds[name] for name in tasks)
     # Within a round both met the same clocks; the median ratio of the rounds is what is left.
     ratio = statistics.median(b.median_s / a.median_s for a, b in zip(first, second, strict=True))
     times = [timer.join(first), *([] if first == second else [timer.join(second)])]

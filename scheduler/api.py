@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler import front_end
 from scheduler.core import hardware
 from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import dispatch
-from scheduler.dispatch.dispatch import OnMiss, Options
-from scheduler.dispatch.primitive import Params, tuned_call
+from scheduler.dispatch.dispatch import OnMiss
+from scheduler.dispatch.primitive import tuned_call
 from scheduler.prediction.predict import Answer
 from scheduler.prediction.predict import predict as predict_for
-from scheduler.search import tuner
+from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load
-from search_spaces.kernel import Operation, Problem
-from search_spaces.matmul import MATMUL, MatmulProblem, calculus, epilogue, xla
-from search_spaces.matmul.problem import Operands
+from search_spaces.kernel import Operation, Problem, Unbound, as_tuple
+from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
-from search_spaces.rowwise.problem import RowProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
+from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
@@ -44,7 +41,7 @@ MOST_COMPILED = 1024
 _target: Any = jax.make_user_context("")
 # What a caller asked for -> the jitted function that answers it. JAX keeps that function's compiled versions by shapes,
 # dtypes, placement and default precision, so that an answer found once costs one look-up here and a call of `jax.jit`.
-_compiled: dict[Any, Callable[..., jax.Array]] = {}
+_compiled: dict[Any, Callable[..., Any]] = {}
 
 
 def tuned_matmul(
@@ -106,26 +103,39 @@ def tuned_matmul(
       NoCandidate: `backends` leaves XLA out and nothing else can answer, with the reason.
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
-    question = (transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule)
-    # Spelt out: a loop takes as long as the look-up.
-    tracer = jax.core.Tracer
-    if isinstance(a, tracer) or isinstance(b, tracer) or isinstance(bias, tracer) or isinstance(residual, tracer):
-        return _matmul(question)(a, b, bias, residual)
-    try:
-        compiled = _compiled[question, _target.value]
-    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
-        compiled = _compile(MATMUL, question, _matmul)
-    return compiled(a, b, bias, residual)
+    values = (transpose_a, transpose_b, precision, preferred_element_type, activation)
+    return _call(MATMUL, _MATMUL_OPTIONS, values, on_miss, backends, schedule, (a, b, bias, residual), _MATMUL_ADDED)
 
 
+@overload
 def tuned_softmax(
     x: Any,
     axis: int = -1,
     *,
+    return_lse: Literal[False] = False,
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
-) -> jax.Array:
+) -> jax.Array: ...
+@overload
+def tuned_softmax(
+    x: Any,
+    axis: int = -1,
+    *,
+    return_lse: Literal[True],
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def tuned_softmax(
+    x: Any,
+    axis: int = -1,
+    *,
+    return_lse: bool = False,
+    on_miss: OnMiss | None = None,
+    backends: Backends | None = None,
+    schedule: Any = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip.
 
     It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as `jax.nn.softmax`
@@ -138,20 +148,18 @@ def tuned_softmax(
     Args:
       x: ``[..., columns]``.
       axis: along which the results sum to 1.
+      return_lse: return ``jax.nn.logsumexp(x, axis)`` in float32, too. It is an operation of its own,
+        "softmax_with_lse", tuned as such, and always computed in float32.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      An array of the shape and dtype of `x`; or that and the log-sum-exp, ``[...]`` without `axis`.
 
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
-    if axis not in (-1, jnp.ndim(x) - 1):
-        options = dispatch.options(SOFTMAX, on_miss=on_miss, backends=backends, schedule=schedule)
-        result = jax.nn.softmax(x, axis)
-        dispatch.leave_to_library(SOFTMAX, options, f"{axis=} is not the last one of x {jnp.shape(x)}")
-        return result
-    return _rows(SOFTMAX, (), (x,), on_miss, backends, schedule)
+    operation: Operation[Any] = SOFTMAX_WITH_LSE if return_lse else SOFTMAX
+    return _call(operation, ("axis",), (axis,), on_miss, backends, schedule, (x,))
 
 
 def tuned_rms_norm(
@@ -184,9 +192,7 @@ def tuned_rms_norm(
       ValueError: `weight` is not as long as a row.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
-        raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")
-    return _rows(RMS_NORM, (("eps", float(eps)),), (x, weight), on_miss, backends, schedule)
+    return _call(RMS_NORM, ("eps",), (float(eps),), on_miss, backends, schedule, (x, weight))
 
 
 def tuned_silu_and_mul(
@@ -212,18 +218,17 @@ def tuned_silu_and_mul(
       ValueError: the last axis has no two halves.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
-        raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
-    return _rows(SILU_AND_MUL, (), (x,), on_miss, backends, schedule)
+    return _call(SILU_AND_MUL, (), (), on_miss, backends, schedule, (x,))
 
 
-def tuned(operation: Operation[Any] | str) -> Callable[..., jax.Array]:
+def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
     """A function that runs `operation` by the best known schedule: the treatment of `tuned_matmul` for any kernel.
 
     `operation` may be given by its name, as `search_spaces.load` takes it. The function is
-    ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. `arrays` are shaped as
-    ``operation.problem.operands()`` says; `params` are fields of the problem that shapes do not tell, and the
-    operation's own `params`, which reach the kernel. The other arguments and errors are those of `tuned_matmul`.
+    ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. What `arrays` and `params` are says the
+    operation's `front_end`. Without one, `arrays` are shaped as ``operation.problem.operands()`` says, and `params` are
+    fields of the problem that shapes do not tell, and the operation's own `params`, which reach the kernel; an
+    operation with several results returns a tuple. The other arguments and errors are those of `tuned_matmul`.
     It differentiates, batches and shards by the operation's rules, or by their defaults (see `Operation`).
 
     Raises:
@@ -237,15 +242,8 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., jax.Array]:
         backends: Backends | None = None,
         schedule: Any = None,
         **params: Any,
-    ) -> jax.Array:
-        question = (operation, tuple(params.items()), on_miss, backends, schedule)
-        if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            return _operation(question)(*arrays)
-        try:
-            compiled = _compiled[question, _target.value]
-        except (KeyError, TypeError):
-            compiled = _compile(operation, question, _operation)
-        return compiled(*arrays)
+    ) -> Any:
+        return _call(operation, tuple(params), tuple(params.values()), on_miss, backends, schedule, arrays)
 
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
     call.operation = operation  # type: ignore[attr-defined]
@@ -279,7 +277,7 @@ def reload() -> None:
 
 
 def tune(
-    operation: Operation[Any] | str | Callable[..., jax.Array],
+    operation: Operation[Any] | str | Callable[..., Any],
     problem: Problem | Mapping[str, Any],
     *,
     store: Store | None = None,
@@ -307,7 +305,7 @@ def tune(
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
     operation, posed = _named(operation, problem)
-    recorded = isinstance(search.get("runner"), tuner.Recorded)
+    recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
     record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
@@ -319,7 +317,7 @@ def tune(
 
 
 def predict(
-    operation: Operation[Any] | str | Callable[..., jax.Array],
+    operation: Operation[Any] | str | Callable[..., Any],
     problem: Problem | Mapping[str, Any],
     *,
     kind: str | None = None,
@@ -373,15 +371,45 @@ def _typed(value: Any) -> str:
     return jnp.dtype(value).name if isinstance(value, type) else str(value)
 
 
-def _compile(
-    operation: Operation[Any], question: tuple[Any, ...], function: Callable[[Any], Callable[..., jax.Array]]
-) -> Callable[..., jax.Array]:
+_MATMUL_OPTIONS = ("transpose_a", "transpose_b", "precision", "preferred_element_type", "activation")
+_MATMUL_ADDED = ("bias", "residual")
+
+
+def _call(
+    operation: Operation[Any],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    on_miss: OnMiss | None,
+    backends: Backends | None,
+    schedule: Any,
+    arrays: tuple[Any, ...],
+    last: tuple[str, ...] = (),
+) -> Any:
+    """The answer to a call with these options, by name; the `last` of the arrays are given by name, too."""
+    question = (operation, names, values, on_miss, backends, schedule, last)
+    tracer = jax.core.Tracer
+    for x in arrays:
+        if isinstance(x, tracer):
+            return _answer(question)(*arrays)
+    try:
+        compiled = _compiled[question, _target.value]
+    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
+        compiled = _compile(question)
+    return compiled(*arrays)
+
+
+def _compile(question: tuple[Any, ...]) -> Callable[..., Any]:
     """The jitted function that answers `question`, remembered under it."""
-    key = tuple(map(_frozen, question)), _target.value
-    with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for `function` to refuse
+    operation, *asked = question
+    key = (operation, *map(_frozen, asked)), _target.value
+    with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for the answer to refuse
         return _compiled[key]
-    answer = function(key[0])
+    answer = _answer(key[0])
     answer.__name__ = f"tuned_{operation.name}"
+    try:
+        hash(key)
+    except TypeError as error:
+        raise TypeError(f"parameters of {operation.name} are part of the compiled program: {error}") from None
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
     compiled = _compiled[key] = jax.jit(answer)
@@ -397,119 +425,20 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def _operation(question: Any) -> Callable[..., jax.Array]:
-    operation, params, on_miss, backends, schedule = question
-    options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
-    fields = [field.name for field in dataclasses.fields(operation.problem)]
-    for name, _ in params:
-        if name not in fields and name not in operation.params:
-            raise TypeError(
-                f"{operation.name} has no parameter {name!r} (it has: {', '.join([*fields, *operation.params])})"
-            )
-    try:
-        hash(params)
-    except TypeError as error:
-        raise TypeError(f"parameters of {operation.name} are part of the compiled program: {error}") from None
-    told = {name: value for name, value in params if name in fields}
-    kept: Params = tuple((name, value) for name, value in params if name not in fields)
-
-    def call(*arrays: Any) -> jax.Array:
-        arrays = tuple(jnp.asarray(x) for x in arrays)
-        return tuned_call(operation, operation.problem.of(*arrays, **told), *arrays, params=kept, options=options)
-
-    return call
-
-
-def _matmul(question: Any) -> Callable[..., jax.Array]:
-    transpose_a, transpose_b, precision, preferred_element_type, activation, on_miss, backends, schedule = question
-    options = dispatch.options(MATMUL, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
-
-    def call(*arrays: Any) -> jax.Array:
-        operands = Operands(*(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays))
-        how = {"precision": precision, "preferred_element_type": preferred_element_type, "activation": activation}
-        posed = front_end.matmul(operands, transpose_a=transpose_a, transpose_b=transpose_b, **how)
-        if not isinstance(posed, str):
-            return _product(posed, operands, options)
-        a, b = _swapped(operands.a, transpose_a, "a"), _swapped(operands.b, transpose_b, "b")
-        result = xla.matmul(operands._replace(a=a, b=b), **how)  # first: what JAX refuses, it refuses in its own words
-        dispatch.leave_to_library(MATMUL, options, posed)
-        return result
-
-    return call
-
-
-def _product(p: MatmulProblem, operands: Operands, options: Options) -> jax.Array:
-    def call(problem: MatmulProblem, *args: jax.Array) -> jax.Array:
-        return tuned_call(MATMUL, problem, *args, options=options)
-
-    a, b, bias, residual = operands
-    result = front_end.result_shape(a, b, p.m, p.n)
-    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    matrices = p.named([s.shape for s in p.operands()])
-    many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
-    if many_a and many_b:
-        a, b = jnp.broadcast_to(a, (*lead, *matrices.a)), jnp.broadcast_to(b, (*lead, *matrices.b))
-    many = Operands(many_a, many_b, bias=False, residual=many_a or many_b)
-    given = [
-        (x.reshape((-1, *matrix) if is_many else matrix), 0 if is_many else None)
-        for x, matrix, is_many in zip((a, b, bias, residual), matrices, many, strict=True)
-        if x is not None
-    ]
-    args, dims = zip(*given, strict=True)
-    if not any(many):
-        return call(p, *args).reshape(result)
-    c, axis = calculus.batch(call, p, args, dims)
-    return jnp.moveaxis(c, axis, 0).reshape(result)
-
-
-def _rows(
-    operation: Operation[Any],
-    params: Params,
-    arrays: tuple[Any, ...],
-    on_miss: OnMiss | None,
-    backends: Backends | None,
-    schedule: Any,
-) -> jax.Array:
-    """A row-wise operation on ``x[..., columns]`` and what all rows share."""
-    question = (operation, "rows", params, on_miss, backends, schedule)
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return _row_wise(question)(*arrays)
-    try:
-        compiled = _compiled[question, _target.value]
-    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
-        compiled = _compile(operation, question, _row_wise)
-    return compiled(*arrays)
-
-
-def _row_wise(question: Any) -> Callable[..., jax.Array]:
-    operation, _, params, on_miss, backends, schedule = question
+def _answer(question: tuple[Any, ...]) -> Callable[..., Any]:
+    operation, names, values, on_miss, backends, schedule, last = question
     options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=_target.value)
 
-    def call(*arrays: Any) -> jax.Array:
-        x, *shared = arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
-        problem = front_end.rows(operation.problem, arrays)
-        if isinstance(problem, str):
-            result = _plain_rows(operation.problem, dict(params), *arrays)
-            dispatch.leave_to_library(operation, options, problem)
+    def call(*arrays: Any) -> Any:
+        arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
+        first = len(arrays) - len(last)
+        named = dict(zip(names, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
+        bound = operation.bind(*arrays[:first], **named)
+        if isinstance(bound, Unbound):
+            result = bound.answer()  # first: what JAX refuses, it refuses in its own words
+            dispatch.leave_to_library(operation, options, bound.reason)
             return result
-        rows = x.reshape(-1, x.shape[-1])
-        out = tuned_call(operation, problem, rows, *shared, params=params, options=options)
-        return out.reshape(*x.shape[:-1], problem.columns)
+        result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
+        return result if bound.restore is None else bound.restore(*as_tuple(result))
 
     return call
-
-
-def _plain_rows(problem: type[RowProblem], params: Mapping[str, Any], *arrays: Any) -> jax.Array:
-    """The formula in float32, or float64 where an array is; the result is of the dtype of the first, if that floats."""
-    arrays = tuple(jnp.asarray(x) for x in arrays)
-    wide = jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
-    out = problem.compute(*(x.astype(wide) for x in arrays), **params)
-    return out.astype(arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide)
-
-
-def _swapped(x: Any, transpose: bool, name: str) -> Any:
-    if not transpose:
-        return x
-    if jnp.ndim(x) < 2:
-        raise ValueError(f"transpose_{name} needs an operand of at least 2 axes, and {name} has shape {jnp.shape(x)}")
-    return jnp.swapaxes(x, -1, -2)

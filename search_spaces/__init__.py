@@ -52,6 +52,7 @@ _OWN = {
     "rms_norm": "search_spaces.rms_norm:RMS_NORM",
     "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
     "softmax": "search_spaces.softmax:SOFTMAX",
+    "softmax_with_lse": "search_spaces.softmax_with_lse:SOFTMAX_WITH_LSE",
 }
 OPERATIONS = tuple(_OWN)
 

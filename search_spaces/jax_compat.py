@@ -113,14 +113,15 @@ def store_run(ref: Any, start: Any, value: jax.Array) -> None:
         store(run.reshape(value.shape), value)
 
 
-def writing_over(run: Callable[..., jax.Array]) -> Any:
-    """`run`, jitted, as a function of a buffer and of its own arguments: the result takes the buffer's place.
+def writing_over(run: Callable[..., Any]) -> Any:
+    """`run`, jitted, as a function of a buffer for each result and of its own arguments: results take their places.
 
-    What `run` leaves unwritten keeps the buffer's content, provided that it writes its result directly: what it slices
-    or casts afterwards was written elsewhere. The buffer is donated although nothing reads it, which costs no time. JAX
-    donates on CPUs, GPUs and TPUs; on another platform it warns, and the result gets memory of its own.
+    The buffers come first, as one array or a tuple of them, as results are. What `run` leaves unwritten keeps the
+    buffer's content, provided that it writes its result directly: what it slices or casts afterwards was written
+    elsewhere. Buffers are donated although nothing reads them, which costs no time. JAX donates on CPUs, GPUs and TPUs;
+    on another platform it warns, and the results get memory of their own.
     """
-    return jax.jit(lambda buffer, *args: run(*args), donate_argnums=0, keep_unused=True)
+    return jax.jit(lambda buffers, *args: run(*args), donate_argnums=0, keep_unused=True)
 
 
 def device_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
@@ -189,8 +190,8 @@ def is_partitioned(axis_context: Any) -> bool:
     return manual is None or set(axis_context.mesh.axis_names) != set(manual)
 
 
-def lower(run: Callable[..., jax.Array], ctx: Any, args: Sequence[Any]) -> Any:
-    """Lowers `run` in place of a primitive with one result.
+def lower(run: Callable[..., Sequence[jax.Array]], ctx: Any, args: Sequence[Any]) -> Any:
+    """Lowers `run`, which returns all results, in place of a primitive with several.
 
     `run` sees operands that vary over no manual axis, and no check of that: a kernel need not know of `shard_map`.
     """
@@ -198,7 +199,7 @@ def lower(run: Callable[..., jax.Array], ctx: Any, args: Sequence[Any]) -> Any:
 
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     with config._check_vma(False):
-        return mlir.lower_fun(run, multiple_results=False)(ctx.replace(avals_in=plain), *args)
+        return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *args)
 
 
 def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensionNumbers | None]) -> None:
@@ -209,17 +210,18 @@ def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensi
     `primitive`, which no policy for dots saves: products are then computed once more, and nothing else changes.
 
     Args:
-      primitive: has one result and no effects.
+      primitive: has several results, as JAX has it, and no effects.
       product: of an application's parameters; what is multiplied are its first two operands. None where it is no dot.
     """
     if (rules := getattr(partial_eval, "partial_eval_jaxpr_custom_rules", None)) is None:
         return
 
     def divide(policy: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Any) -> tuple[Any, ...]:
-        """What runs forwards, what backwards; whether the result is unknown, is there; what is kept in between."""
+        """What runs forwards, what backwards; which results are unknown, are there; what is kept in between."""
+        every, none = [True] * len(eqn.outvars), [False] * len(eqn.outvars)
         missing = [x for x, is_there in zip(eqn.invars, there, strict=True) if not is_there]
         if any(unknown):
-            return None, eqn, [True], [True], missing
+            return None, eqn, every, every, missing
         seen, operands = eqn, [x.aval for x in eqn.invars]
         if (numbers := product(**eqn.params)) is not None:
             operands = operands[:2]
@@ -227,27 +229,27 @@ def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensi
         answer = policy(seen.primitive, *operands, **seen.params)
         if isinstance(answer, ad_checkpoint.Offloadable):
             away, back, kept = _moved(eqn, answer)
-            return away, back, [False], [True], [kept]
+            return away, back, none, every, kept
         if answer is True or isinstance(answer, type(ad_checkpoint.Saveable)):
-            return eqn, None, [False], [False], []
-        return eqn, eqn, [False], [True], missing
+            return eqn, None, none, none, []
+        return eqn, eqn, none, every, missing
 
     rules[primitive] = divide
 
 
 def _moved(eqn: Any, to: Any) -> tuple[Any, Any, Any]:
-    """`eqn` with its result also in the memory that is named; the way back from there; and what is kept there."""
+    """`eqn` with its results also in the memory that is named; the way back from there; and what is kept there."""
     away, back = (jax.memory.Space.Host if "host" in kind else jax.memory.Space.Device for kind in (to.dst, to.src))
 
-    def both(*args: Any) -> tuple[jax.Array, jax.Array]:
-        result = eqn.primitive.bind(*args, **eqn.params)
-        return result, jax.device_put(result, away)
+    def both(*args: Any) -> Any:
+        results = eqn.primitive.bind(*args, **eqn.params)
+        return *results, *jax.device_put(results, away)
 
     (computed,) = jax.make_jaxpr(jax.jit(both))(*(x.aval for x in eqn.invars)).eqns
-    _, kept = computed.outvars
-    (fetched,) = jax.make_jaxpr(lambda x: jax.device_put(x, back))(kept.aval).eqns
-    computed = computed.replace(invars=eqn.invars, outvars=[*eqn.outvars, kept])
-    return computed, fetched.replace(invars=[kept], outvars=eqn.outvars), kept
+    kept = computed.outvars[len(eqn.outvars) :]
+    (fetched,) = jax.make_jaxpr(jax.jit(lambda *xs: jax.device_put(xs, back)))(*(x.aval for x in kept)).eqns
+    computed = computed.replace(invars=eqn.invars, outvars=[*eqn.outvars, *kept])
+    return computed, fetched.replace(invars=kept, outvars=eqn.outvars), kept
 
 
 def value_of_first_process(name: str, own: str, *, timeout_s: float = 60.0) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,19 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 from search_spaces.space import Column, Columns, Space, one_truth_value, unknown
 
 P = TypeVar("P", bound="Problem")
 S = TypeVar("S")
+T = TypeVar("T")
 # How the operands of part of a problem are taken from those of all of it.
 TakeRows = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
+# What a kernel gets besides arrays, and changes no schedule: names and values.
+Params = tuple[tuple[str, Any], ...]
+# One array where an operation has one result, a tuple of them where it has several.
+Arrays = jax.Array | tuple[jax.Array, ...]
 # Operands above so many elements are drawn in slabs: random bits and float32 numbers take six times a narrow operand.
 SLAB = 2**24
 
@@ -71,7 +77,7 @@ class Problem(abc.ABC):
     def __post_init__(self) -> None:
         if all(value < _SMALL for value in vars(self).values() if isinstance(value, int)):
             return
-        for array in (*self.operands(), self.result()):
+        for array in (*self.operands(), *self.results()):
             if (size := nbytes(array)) >= 2**63:
                 shape = ", ".join(map(str, array.shape))
                 raise ValueError(f"{array.dtype}[{shape}] would be {size / 2**30:.3g} GiB, which no memory holds")
@@ -90,12 +96,20 @@ class Problem(abc.ABC):
         """Shapes and dtypes of the arrays that a kernel's `run` gets."""
 
     @abc.abstractmethod
-    def result(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what a kernel's `run` returns."""
+    def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of what a kernel's `run` returns; a tuple of them where it returns several arrays."""
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of all results: `result`, always as a tuple."""
+        return as_tuple(self.result())
+
+    def pack(self, results: Sequence[T]) -> T | tuple[T, ...]:
+        """What belongs to each result, as `result` has it: in a tuple, or by itself where it is no tuple."""
+        return tuple(results) if isinstance(self.result(), tuple) else results[0]
 
     @abc.abstractmethod
-    def reference(self, *args: jax.Array) -> jax.Array:
-        """The right answer in float32 or better, by plain XLA at its highest precision."""
+    def reference(self, *args: jax.Array) -> Arrays:
+        """The right answer in float32 or better, by plain XLA at its highest precision; a tuple where `result` is."""
 
     @property
     @abc.abstractmethod
@@ -105,7 +119,7 @@ class Problem(abc.ABC):
     @property
     def bytes_moved(self) -> float:
         """Compulsory device-memory traffic in bytes: each operand read once, each result written once."""
-        arrays = (*self.operands(), self.result())
+        arrays = (*self.operands(), *self.results())
         return float(sum(map(nbytes, arrays)))
 
     @property
@@ -121,11 +135,13 @@ class Problem(abc.ABC):
         """
         return None
 
-    def tolerance(self) -> Tolerance:
-        """How far from `reference` a right answer may be; follows from dtype and length of reductions."""
-        dtype = self.result().dtype
-        eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
-        return Tolerance(absolute=8 * eps, relative=8 * eps)
+    def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
+        """How far from `reference` a right answer may be; follows from dtype and length of reductions.
+
+        One for each result where there are several; a single one holds for all of them.
+        """
+        allowed = [8 * float(jnp.finfo(s.dtype).eps) if _floats(s) else 0.0 for s in self.results()]
+        return self.pack([Tolerance(absolute=x, relative=x) for x in allowed])
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
@@ -136,15 +152,20 @@ class Problem(abc.ABC):
         return tuple(_operand(key, s) for key, s in zip(keys, self.operands(), strict=True))
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
-        """The problem whose result is ``result[..., rows, :]`` of this one's, and what takes its operands from these.
+        """The problem whose results are these rows of this one's, and what takes its operands from these.
 
         So that a result of gigabytes is compared with a reference of some of its rows. None, the default, where rows of
         the result do not follow from part of the operands: the reference is then as large as the result.
 
         Args:
-          rows: which, along the last axis but one, in ascending order.
+          rows: which, along `row_axes`, in ascending order.
         """
         return None
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The axis of each result, from its end, along which the rows of `at_rows` lie: by default the last but one."""
+        return (-2,) * len(self.results())
 
     def neighbour(self) -> Problem | None:
         """A slightly smaller problem whose extents no tile divides, on which a schedule that wins must be right too.
@@ -203,6 +224,15 @@ class Problem(abc.ABC):
                 kind = types[field.name]
                 told[field.name] = kind(value) if kind in (int, bool) else value
         return told
+
+
+def as_tuple(arrays: T | Sequence[T]) -> tuple[T, ...]:
+    """Several arrays as a tuple, and a single one as a tuple of one."""
+    return tuple(arrays) if isinstance(arrays, tuple | list) else (cast("T", arrays),)
+
+
+def _floats(s: jax.ShapeDtypeStruct) -> bool:
+    return bool(jnp.issubdtype(s.dtype, jnp.floating))
 
 
 def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
@@ -361,6 +391,8 @@ class Kernel(abc.ABC, Generic[P, S]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "backend" in vars(cls):
+            cls.backend = aliases.backend(cls.backend)
         # What a kernel says is checked where it is said: it is asked in many places.
         for name, checked in (("supports", _in_words), ("footprint", _of_many), ("verified", _of_many)):
             if name in vars(cls):
@@ -389,7 +421,7 @@ class Kernel(abc.ABC, Generic[P, S]):
         """
         return target.architecture in self.verified_on
 
-    def tolerance(self, problem: P, schedule: S) -> Tolerance:
+    def tolerance(self, problem: P, schedule: S) -> Tolerance | tuple[Tolerance, ...]:
         """How far from the reference the answer of `schedule` may be: the problem's tolerance, whoever computes it.
 
         A library kernel has a wider one for a program that users would otherwise run themselves.
@@ -397,8 +429,16 @@ class Kernel(abc.ABC, Generic[P, S]):
         return problem.tolerance()
 
     @abc.abstractmethod
-    def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> jax.Array:
-        """Compute: traceable, arguments as in `problem.operands()`. `schedule` is a legal point of `space`."""
+    def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> Any:
+        """Compute: traceable, arguments as in `problem.operands()`. `schedule` is a legal point of `space`.
+
+        Returns:
+          An array, or a tuple of them, as in `problem.result()`.
+        """
+
+    def results(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> tuple[jax.Array, ...]:
+        """What `run` returns, always as a tuple."""
+        return as_tuple(self.run(problem, schedule, target, *args, **params))
 
 
 def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:
@@ -454,13 +494,13 @@ class LibraryKernel(Kernel[P, Library]):
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         """What is visible from outside: the whole problem as one block that moves only the compulsory bytes."""
-        one = np.ones(len(schedules))
+        one, written = np.ones(len(schedules)), sum(map(nbytes, problem.results()))
         return Footprint(
             arithmetic=problem.arithmetic,
             grid=(one,),
-            operands=(Operand(bytes=one * (problem.bytes_moved - nbytes(problem.result())), axes=(0,)),),
+            operands=(Operand(bytes=one * (problem.bytes_moved - written), axes=(0,)),),
             flops=one * problem.flops,
-            bytes_written=one * nbytes(problem.result()),
+            bytes_written=one * written,
             onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
         )
 
@@ -470,22 +510,64 @@ def nbytes(array: jax.ShapeDtypeStruct) -> int:
     return array.size * array.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound(Generic[P]):
+    """A call as kernels take it.
+
+    Attributes:
+      problem: what the call poses.
+      operands: arrays or tracers, shaped as ``problem.operands()``.
+      restore: ``restore(*results)`` is what the caller gets; None is `Problem.pack`, the results as they are.
+      params: what reaches `Kernel.run` besides arrays.
+    """
+
+    problem: P
+    operands: tuple[Any, ...]
+    restore: Callable[..., Any] | None = None
+    params: Params = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Unbound:
+    """A call that no problem describes, which only the library answers.
+
+    Attributes:
+      reason: why, in words.
+      answer: computes it by plain XLA; what JAX refuses is refused there, in JAX's words.
+    """
+
+    reason: str
+    answer: Callable[[], Any]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation(Generic[P]):
     """A named operation: its problems, and the kernels that compete to solve them.
+
+    The rules that follow are in terms of `call`, which makes a tuned call: ``call(problem, *args)`` of this operation,
+    ``call(operation, problem, *args, **params)`` of another, tuned and cached under that one's name. What belongs to
+    the results (they themselves, tangents, cotangents) is one array, or a tuple where `Problem.result` is a tuple.
+    A tangent or cotangent that is zero is None, given or returned.
 
     Attributes:
       name: as a cache and a command line spell it.
       problem: the type of its problems.
       kernels: one per backend, exactly one of them a library kernel.
       params: names of what `Kernel.run` takes besides arrays and changes no schedule (an epsilon, a scale).
-      jvp: ``jvp(call, problem, primals, tangents) -> (result, tangent)``: its derivative in terms of `call`, which
-        poses another problem of this operation: ``call(problem, *args)``; a tangent that is zero is None. Default: the
-        library kernel's derivative.
+      jvp: ``jvp(call, problem, primals, tangents) -> (result, tangent)``. Default: the library kernel's derivative.
       transpose: ``transpose(call, problem, cotangent, args) -> cotangents``: where the operation is linear in the
         arguments given as None. Default: not transposable (its `jvp` then must not need it).
       batch: ``batch(call, problem, args, dims) -> (result, dim)``: one call for a vmapped one; a dim that is None is
         not batched. Default: one call for each element of the batch, in sequence.
+      vjp_fwd: ``vjp_fwd(call, problem, args) -> (result, residuals)``: the result, and any pytree of arrays that the
+        backward pass needs. With `vjp_bwd`, and in place of `jvp` and `transpose`.
+      vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. These two are
+        a `jax.custom_vjp`: forward mode raises that one's TypeError, zero cotangents are given as arrays of zeros, and
+        what `vjp_fwd` calls of its own operation has the library kernel's derivative (for a Hessian).
+      front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it. Default: see `bind`.
+
+    Raises:
+      ValueError: no library kernel or two, two kernels of one backend, or rules that exclude each other.
     """
 
     name: str
@@ -495,6 +577,9 @@ class Operation(Generic[P]):
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
     batch: Callable[..., Any] | None = None
+    vjp_fwd: Callable[..., Any] | None = None
+    vjp_bwd: Callable[..., Any] | None = None
+    front_end: Callable[..., Bound[P] | Unbound] | None = None
 
     def __post_init__(self) -> None:
         libraries = [kernel.backend for kernel in self.kernels if kernel.library]
@@ -502,6 +587,10 @@ class Operation(Generic[P]):
             raise ValueError(f"operation {self.name!r} needs exactly one library kernel, found {libraries or 'none'}")
         if len(set(self.backends)) != len(self.kernels):
             raise ValueError(f"operation {self.name!r} has two kernels of one backend: {', '.join(self.backends)}")
+        if (self.vjp_fwd is None) != (self.vjp_bwd is None):
+            raise ValueError(f"operation {self.name!r} has one of vjp_fwd and vjp_bwd, which belong together")
+        if self.vjp_fwd is not None and (self.jvp is not None or self.transpose is not None):
+            raise ValueError(f"operation {self.name!r} has a vjp, which takes the place of jvp and transpose")
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -512,12 +601,32 @@ class Operation(Generic[P]):
         return next(kernel for kernel in self.kernels if kernel.library)
 
     def kernel(self, backend: str) -> Kernel[P, Any]:
-        """The kernel of `backend`.
+        """The kernel of `backend`, which may be spelled as it once was (`aliases`).
 
         Raises:
           ValueError: there is none; the message names those there are.
         """
         for kernel in self.kernels:
-            if kernel.backend == backend:
+            if kernel.backend == aliases.backend(backend):
                 return kernel
         raise ValueError(f"{self.name} has no backend {backend!r} (it has: {', '.join(self.backends)})")
+
+    def bind(self, *args: Any, **options: Any) -> Bound[P] | Unbound:
+        """A call as users write it: the problem that it poses, its operands, and how the result is restored.
+
+        By `front_end`, or without one: `args` are the operands as `Problem.operands` has them, and `options` are
+        fields of the problem that shapes do not tell, and `params`.
+
+        Raises:
+          TypeError, ValueError: what a JAX user expects of wrong arguments, in one sentence.
+        """
+        if self.front_end is not None:
+            return self.front_end(*args, **options)
+        fields = [field.name for field in dataclasses.fields(self.problem)]
+        for name in options:
+            if name not in fields and name not in self.params:
+                raise TypeError(f"{self.name} has no parameter {name!r} (it has: {', '.join([*fields, *self.params])})")
+        operands = tuple(jnp.asarray(x) for x in args)
+        problem = self.problem.of(*operands, **{name: x for name, x in options.items() if name in fields})
+        params = tuple((name, x) for name, x in options.items() if name not in fields)
+        return Bound(problem, operands, params=params)

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 
 Choice = int | bool | str
@@ -170,10 +171,14 @@ class Space(Generic[S]):
     def decode(self, values: Mapping[str, Choice]) -> S:
         """The schedule with these field values, those with a default where they are left out: undoes `encode`.
 
+        Values in an old spelling (`aliases`) are read, too.
+
         Raises:
           ValueError: a field is missing, unknown or of another type, with the right names in the message.
         """
         fields = [field.name for field in dataclasses.fields(self.schedule)]  # type: ignore[arg-type]
+        if not values.keys() <= set(fields):
+            values = aliases.schedule(values)
         for name in values:
             if name not in fields:
                 raise ValueError(f"a schedule has no field {unknown(name, fields)}")
@@ -217,3 +222,13 @@ def unknown(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """``a / b`` rounded up, of integers or columns of them."""
+    return -(-a // b)
+
+
+def round_up(a: Any, b: Any) -> Any:
+    """The least multiple of `b` that is not below `a`."""
+    return cdiv(a, b) * b

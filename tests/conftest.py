@@ -28,3 +28,9 @@ def open_path():
     with tempfile.TemporaryDirectory(prefix="tile scheduler#") as name:
         Path(name).chmod(0o755)
         yield Path(name) / "cache.db"
+
+
+@pytest.fixture
+def tiled_only(monkeypatch):
+    """What is lowered for Hopper has the tiled layout, as all JAX does before 0.11."""
+    monkeypatch.setattr("search_spaces.hopper.smem_layout.HAS_UNTILED_SWIZZLE", False)

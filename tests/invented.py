@@ -12,7 +12,7 @@ from search_spaces.space import Columns
 H200 = find("NVIDIA H200")
 KERNEL = MATMUL.kernel("mosaic_gpu")
 NOW = Environment("0.11.2", "0.11.2", "580.95", "2026-03-01T12:00:00Z")
-TRUE = Constants(e_mma=0.9, e_power=0.8, e_l2=0.8, row_s=1.3e-9, gap_bytes=8, loaded=1.2, cluster_s=4e-7, p=7)
+TRUE = Constants(e_power=0.8, e_hbm=0.9, tma_row_s=1.3e-9, cluster_sync_s=4e-7, p=7)
 
 
 class Alone:
@@ -20,7 +20,7 @@ class Alone:
 
     hardware, slots, environment = H200, 1, NOW
 
-    def room(self, operation, problem, l2="cold"):
+    def capacity(self, operation, problem, l2="cold"):
         return 1
 
     def confirm(self, task):

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ FAULTS = {
     "abort": "worker",  # the process is killed by a signal
     "sticky": "verify",  # a device error, and every later use of the device fails, too
     "memory": "memory",  # the device has not so much memory
-    "zero": "suspect",  # the clock does not advance
+    "zero": "implausible",  # the clock does not advance
 }
 WALL_CLOCK_FAULTS = frozenset({"zero"})  # which a device's own clock does not have
 # What is no failure of its candidate: "vandal" is right and damages what others read (on a CPU, where an address of the
@@ -328,18 +329,48 @@ class CrowdedProblem(NotedProblem):
     """Its kernels leave the ids of their processes in the directory `place`, and run only alone on the device."""
 
     greedy: bool = False  # or not at all
+    autotuned: bool = False  # its library's compilation, which goes on while another process is there
+    waits_s: int = 0  # for memory, while they run, before they say that there is none
 
     def reserve(self) -> None:
+        if self.greedy or self.others():
+            time.sleep(self.waits_s)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    def others(self) -> bool:
+        """Whether another process that traced a kernel of this problem is there."""
         self.note()
         others = [int(path.name) for path in Path(self.place).iterdir() if int(path.name) != os.getpid()]
-        if self.greedy or any(Path(f"/proc/{pid}").exists() for pid in others):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+        return any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
 class Crowded(Noted):
     def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
-        problem.reserve()
+        if problem.waits_s:
+            problem.note()
+            _before_next_call(jax.stages.Compiled, "__call__", problem.reserve)
+        else:
+            problem.reserve()
         return args[0] * 2
 
 
-CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), NotedLibrary()))
+def _before_next_call(cls: type, name: str, function: Callable[[], None]) -> None:
+    """Calls `function` before the method's next call, in whose place it may raise."""
+    method = getattr(cls, name)
+
+    def once(*args: Any, **params: Any) -> Any:
+        setattr(cls, name, method)
+        function()
+        return method(*args, **params)
+
+    setattr(cls, name, once)
+
+
+class CrowdedLibrary(NotedLibrary):
+    def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
+        if problem.others() and problem.autotuned:
+            _before_next_call(jax.stages.Lowered, "compile", _sleep_forever)
+        return args[0] + args[0]
+
+
+CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), CrowdedLibrary()))

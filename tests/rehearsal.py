@@ -7,7 +7,7 @@ from typing import Any
 
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Failure, Measurement, Outcome
-from scheduler.measure.pool import Task, environment
+from scheduler.measure.runner import Task, environment
 
 
 class Rehearsal:
@@ -17,7 +17,7 @@ class Rehearsal:
     def __init__(self) -> None:
         self.environment = environment(driver="")
 
-    def room(self, operation: Any, problem: Any, l2: Any = "cold") -> int:
+    def capacity(self, operation: Any, problem: Any, l2: Any = "cold") -> int:
         return 1
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:

@@ -36,9 +36,9 @@ from scheduler.search import tuner
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, Problem, load
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.matmul.portable import PortableSchedule
+from search_spaces.matmul.interpret import InterpretSchedule
 
-pallas = functools.partial(tuned_matmul, backends="portable")
+pallas = functools.partial(tuned_matmul, backends="interpret")
 P64 = MatmulProblem(64, 48, 32, dtype="float32")
 
 
@@ -58,7 +58,7 @@ def close(actual, expected, tolerance=1e-4):
     )
 
 
-def portable_calls(function, *args) -> int:
+def interpret_calls(function, *args) -> int:
     """How many interpreted kernels (loops over a grid) the lowered program has."""
     return jax.jit(function).lower(*args).as_text().count("stablehlo.while")
 
@@ -93,7 +93,7 @@ A, B = normal(0, 40, 24), normal(1, 24, 56)
 def test_eager_and_jitted_calls_give_the_product():
     close(pallas(A, B), A @ B)
     close(jax.jit(pallas)(A, B), A @ B)
-    assert portable_calls(pallas, A, B) == 1
+    assert interpret_calls(pallas, A, B) == 1
 
 
 def test_vmap_over_one_operand_is_one_larger_product():
@@ -124,7 +124,7 @@ def test_gradients_are_tuned_products_with_the_numbers_of_jnp_matmul(jitted):
         (jax.jit(gradient) if jitted else gradient)(A, B), jax.grad(squares(jnp.matmul), (0, 1))(A, B), strict=True
     ):
         close(ours, theirs, 1e-3)
-    assert portable_calls(gradient, A, B) == 3
+    assert interpret_calls(gradient, A, B) == 3
 
 
 def test_forward_mode_and_second_derivatives_agree_with_jnp_matmul():
@@ -156,7 +156,7 @@ def test_scan_checkpoint_and_donation_keep_the_numbers():
 
 def test_a_constant_operand_needs_no_derivative():
     close(jax.grad(lambda a: pallas(a, B).sum())(A), jax.grad(lambda a: (a @ B).sum())(A))
-    assert portable_calls(jax.grad(lambda a: (pallas(a, B) * pallas(jax.lax.stop_gradient(a), B)).sum()), A) <= 3
+    assert interpret_calls(jax.grad(lambda a: (pallas(a, B) * pallas(jax.lax.stop_gradient(a), B)).sum()), A) <= 3
     tangents = (np.zeros((40, 24), jax.dtypes.float0), normal(4, 24, 56))
     whole = jnp.ones((40, 24), jnp.int32)
     _, tangent = jax.jvp(lambda i, b: pallas(i.astype(jnp.float32), b), (whole, B), tangents)
@@ -199,7 +199,7 @@ def test_sixteen_bit_operands_accumulate_in_float32(dtype):
 def test_vectors_and_leading_axes_mean_what_they_mean_to_jnp_matmul(a, b):
     a, b = normal(0, *a), normal(1, *b)
     close(pallas(a, b), jnp.matmul(a, b))
-    assert portable_calls(pallas, a, b) == 1
+    assert interpret_calls(pallas, a, b) == 1
 
 
 @pytest.mark.parametrize("transpose_a", [True, False])
@@ -306,7 +306,7 @@ def test_a_fused_call_is_one_kernel_with_the_numbers_of_the_formula(activation):
     ours, theirs = layer(activation=activation), layer(formula, activation)
     close(ours(*args), theirs(*args))
     close(jax.jit(ours)(*args), theirs(*args))
-    assert portable_calls(ours, *args) == 1
+    assert interpret_calls(ours, *args) == 1
 
 
 @pytest.mark.parametrize("axes", [(0, None, None, 1), (None, 2, None, None), (0, 1, 0, 0), (None, None, 0, None)])
@@ -323,10 +323,10 @@ def test_every_operand_of_a_fused_call_has_its_gradient_by_tuned_products():
     gradient, expected = (jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2, 3)) for f in (layer(), layer(formula)))
     for ours, theirs in zip(jax.jit(gradient)(*args), expected(*args), strict=True):
         close(ours, theirs, 1e-3)
-    assert portable_calls(gradient, *args) == 3
+    assert interpret_calls(gradient, *args) == 3
     of_bias = jax.grad(lambda bias: pallas(A, B, bias=bias).sum())
     close(of_bias(BIAS), jnp.full(56, 40.0))
-    assert portable_calls(of_bias, BIAS) == 0
+    assert interpret_calls(of_bias, BIAS) == 0
 
 
 def test_forward_mode_and_second_derivatives_of_a_fused_call_are_those_of_the_formula():
@@ -383,7 +383,7 @@ def test_a_bias_goes_along_n_and_a_residual_with_the_whole_result(a, b):
     shape = jnp.matmul(a, b).shape
     bias, residual = normal(2, *(shape[-1:] if b.ndim > 1 else ())), normal(3, *shape)
     close(layer()(a, b, bias, residual), layer(formula)(a, b, bias, residual))
-    assert portable_calls(layer(), a, b, bias, residual) == 1
+    assert interpret_calls(layer(), a, b, bias, residual) == 1
 
 
 KINDS = {"bool": 0, "int32": 1, "bfloat16": 2, "float32": 2, "complex64": 3}  # each holds those below
@@ -431,7 +431,7 @@ def test_what_a_user_forbids_of_ranks_and_types_does_not_reach_into_a_fused_call
     expected = layer(formula)(*args)
     jax.config.update(option, {"jax_numpy_rank_promotion": "raise", "jax_numpy_dtype_promotion": "strict"}[option])
     try:
-        for how in ({"backends": "portable"}, {"precision": "BF16_BF16_F32"}):
+        for how in ({"backends": "interpret"}, {"precision": "BF16_BF16_F32"}):
             wide = layer(functools.partial(tuned_matmul, preferred_element_type="float32", **how))
             close(wide(*args), expected, 2e-2)
             assert layer(functools.partial(tuned_matmul, **how))(*args).dtype == "bfloat16"
@@ -458,7 +458,7 @@ def test_a_wrong_epilogue_is_answered_in_a_sentence():
     with pytest.raises(TypeError, match="residual is float32, which a result of int32 cannot hold"):
         tuned_matmul(whole, whole, residual=jnp.ones((2, 2)))
     narrow = jnp.ones((2, 2), jnp.float8_e4m3fn)
-    with pytest.raises(TypeError, match="float8_e4m3fn is too narrow for what follows: set preferred_element_type"):
+    with pytest.raises(TypeError, match="float8_e4m3fn is too narrow for an epilogue: set preferred_element_type"):
         tuned_matmul(narrow, narrow, bias=jnp.ones(2))
     fused = tuned_matmul(narrow, narrow, bias=jnp.ones(2), preferred_element_type=jnp.float32)
     assert (fused == 3).all()
@@ -476,12 +476,12 @@ def test_an_epilogue_of_numpy_arrays_and_weak_types_is_fused_too():
 
 def test_a_fused_call_is_tuned_stored_and_found_as_a_problem_of_its_own():
     a, b, bias = normal(0, 8, 8), normal(1, 8, 8), normal(2, 8)
-    fused = functools.partial(tuned_matmul, bias=bias, activation="silu", residual=a, backends="portable")
+    fused = functools.partial(tuned_matmul, bias=bias, activation="silu", residual=a, backends="interpret")
     close(fused(a, b, on_miss="tune"), formula(a, b, bias, "silu", a))
     (record,) = Store(default_url()).records()
     problem = MatmulProblem(8, 8, 8, "float32", bias="float32", activation="silu", residual="float32")
     assert record.key.problem == problem.canonical()
-    assert {entry.backend for entry in record.entries} == {"portable", "xla"}
+    assert {entry.backend for entry in record.entries} == {"interpret", "xla"}
     scheduler.reload()
     close(fused(a, b, on_miss="error"), formula(a, b, bias, "silu", a))
     with pytest.raises(scheduler.CacheMiss, match="bias=float32 activation=relu"):
@@ -489,7 +489,7 @@ def test_a_fused_call_is_tuned_stored_and_found_as_a_problem_of_its_own():
 
 
 def test_the_operation_takes_a_bias_and_a_residual_after_its_operands():
-    matmul = functools.partial(tuned(MATMUL), backends="portable")
+    matmul = functools.partial(tuned(MATMUL), backends="interpret")
     close(matmul(A, B, BIAS, RESIDUAL, activation="relu"), formula(A, B, BIAS, "relu", RESIDUAL))
     close(matmul(A, B, RESIDUAL), formula(A, B, residual=RESIDUAL))
 
@@ -506,9 +506,9 @@ def test_a_gpu_answers_a_fused_call_by_xla():
 
 
 def test_on_a_cpu_xla_answers_unless_asked_otherwise():
-    assert portable_calls(tuned_matmul, A, B) == 0
-    assert portable_calls(pallas, A, B) == 1
-    assert portable_calls(functools.partial(tuned_matmul, backends=["portable", "xla"]), A, B) == 0
+    assert interpret_calls(tuned_matmul, A, B) == 0
+    assert interpret_calls(pallas, A, B) == 1
+    assert interpret_calls(functools.partial(tuned_matmul, backends=["interpret", "xla"]), A, B) == 0
 
 
 def test_an_error_policy_raises_with_the_command_that_fills_the_cache():
@@ -551,7 +551,7 @@ def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked_and_others_may_re
         matmul = functools.partial(tuned_matmul, **how, **strict)
         return (jax.jit(matmul) if jitted else matmul)(*operands)
 
-    for strict in ({"backends": "pallas"}, {"backends": ["portable"], "on_miss": "error"}):
+    for strict in ({"backends": "pallas"}, {"backends": ["interpret"], "on_miss": "error"}):
         with pytest.raises(scheduler.NoCandidate, match=rf"no kernel of matmul can be asked: .*{why}.* only xla could"):
             call(**strict)
     with pytest.raises(scheduler.IllegalSchedule, match=rf"matmul cannot run the schedule tile_m=16: .*{why}"):
@@ -589,7 +589,7 @@ def test_the_environment_sets_the_default_policy_and_a_wrong_one_is_named(monkey
 
 @pytest.mark.parametrize("how", ["eager", "jit", "vmap", "grad"])
 def test_tuning_works_from_inside_any_transformation_and_is_stored(how):
-    call = functools.partial(tuned_matmul, on_miss="tune", backends="portable")
+    call = functools.partial(tuned_matmul, on_miss="tune", backends="interpret")
     a, b = normal(0, 8, 8), normal(1, 8, 8)
     match how:
         case "eager":
@@ -603,7 +603,7 @@ def test_tuning_works_from_inside_any_transformation_and_is_stored(how):
     store = Store(default_url())
     records = list(store.records(operation="matmul"))
     assert len(records) == (2 if how == "grad" else 1)
-    assert {entry.backend for entry in records[0].entries} == {"portable", "xla"}
+    assert {entry.backend for entry in records[0].entries} == {"interpret", "xla"}
     scheduler.reload()
     close(jax.jit(functools.partial(call, on_miss="error"))(a, b), a @ b)
 
@@ -614,7 +614,7 @@ def test_eight_threads_that_ask_at_once_tune_once(caplog):
 
     def ask(_):
         start.wait()
-        return tuned_matmul(a, b, on_miss="tune", backends="portable")
+        return tuned_matmul(a, b, on_miss="tune", backends="interpret")
 
     with caplog.at_level(logging.INFO, "scheduler"), ThreadPoolExecutor(8) as pool:
         for result in pool.map(ask, range(8)):
@@ -633,15 +633,15 @@ def test_a_miss_is_logged_once(caplog):
 
 
 def record_of(problem=P64, **changes):
-    return tuner.tune(MATMUL, problem, backends=frozenset({"portable"}), budget=2, store=Store(default_url()))
+    return tuner.tune(MATMUL, problem, backends=frozenset({"interpret"}), budget=2, store=Store(default_url()))
 
 
 def test_a_stored_answer_is_served_and_one_that_no_longer_holds_is_a_miss_with_its_reason(caplog, monkeypatch):
     a, b = normal(0, 64, 32), normal(1, 32, 48)
     record_of()
-    ours = functools.partial(tuned_matmul, on_miss="error", backends="portable")
+    ours = functools.partial(tuned_matmul, on_miss="error", backends="interpret")
     close(ours(a, b), a @ b)
-    monkeypatch.setattr(type(MATMUL.kernel("portable")), "version", 99)
+    monkeypatch.setattr(type(MATMUL.kernel("interpret")), "version", 99)
     scheduler.reload()
     with caplog.at_level(logging.INFO, "scheduler"), pytest.raises(scheduler.CacheMiss):
         ours(a, b)
@@ -650,16 +650,16 @@ def test_a_stored_answer_is_served_and_one_that_no_longer_holds_is_a_miss_with_i
 
 def test_a_given_schedule_overrides_and_an_illegal_one_is_refused_with_the_reason():
     a, b = normal(0, 64, 32), normal(1, 32, 48)
-    schedule = PortableSchedule(tile_m=16, tile_n=16, tile_k=16, minor="n")
-    given = functools.partial(tuned_matmul, schedule=schedule, backends="portable")
+    schedule = InterpretSchedule(tile_m=16, tile_n=16, tile_k=16, minor="n")
+    given = functools.partial(tuned_matmul, schedule=schedule, backends="interpret")
     close(given(a, b), a @ b)
     close(jax.grad(squares(given))(a, b), jax.grad(squares(jnp.matmul))(a, b), 1e-3)
-    close(tuned_matmul(a, b, schedule=vars(schedule), backends="portable"), a @ b)
-    assert portable_calls(functools.partial(tuned_matmul, schedule={}), a, b) == 0
+    close(tuned_matmul(a, b, schedule=vars(schedule), backends="interpret"), a @ b)
+    assert interpret_calls(functools.partial(tuned_matmul, schedule={}), a, b) == 0
     with pytest.raises(scheduler.IllegalSchedule, match="tile_m=17 is not among"):
-        tuned_matmul(a, b, schedule={**vars(schedule), "tile_m": 17}, backends="portable")
+        tuned_matmul(a, b, schedule={**vars(schedule), "tile_m": 17}, backends="interpret")
     with pytest.raises(scheduler.IllegalSchedule, match="did you mean 'tile_m'"):
-        tuned_matmul(a, b, schedule={"tile_mm": 17}, backends="portable")
+        tuned_matmul(a, b, schedule={"tile_mm": 17}, backends="interpret")
 
 
 def test_lists_and_dicts_among_the_arguments_are_remembered_as_others_are():
@@ -668,8 +668,8 @@ def test_lists_and_dicts_among_the_arguments_are_remembered_as_others_are():
     lowered = []
     for _ in range(3):
         with caught_compilations() as compiled:
-            tuned_matmul(a, b, backends=["portable"], precision=["high", "high"])
-            tuned_matmul(a, b, schedule={"tile_m": 16, "tile_n": 16, "tile_k": 16, "minor": "n"}, backends="portable")
+            tuned_matmul(a, b, backends=["interpret"], precision=["high", "high"])
+            tuned_matmul(a, b, schedule={"tile_m": 16, "tile_n": 16, "tile_k": 16, "minor": "n"}, backends="interpret")
         lowered.append(len(compiled))
     assert lowered == [2, 0, 0]
 
@@ -681,11 +681,11 @@ def test_without_jit_the_numbers_are_the_same():
 
 def test_reload_and_tune_let_calls_see_a_new_answer():
     a, b = normal(0, 64, 32), normal(1, 32, 48)
-    ours = functools.partial(tuned_matmul, on_miss="error", backends="portable")
+    ours = functools.partial(tuned_matmul, on_miss="error", backends="interpret")
     with pytest.raises(scheduler.CacheMiss):
         ours(a, b)
     scheduler.tune(
-        "matmul", {"m": 64, "n": 48, "k": 32, "dtype": "float32"}, budget=2, backends=frozenset({"portable"})
+        "matmul", {"m": 64, "n": 48, "k": 32, "dtype": "float32"}, budget=2, backends=frozenset({"interpret"})
     )
     close(ours(a, b), a @ b)
 
@@ -732,7 +732,7 @@ def test_an_operation_without_rules_batches_and_differentiates_by_its_library_ke
     ours = functools.partial(tuned(BIAS_GELU), backends="blocked")
     theirs = lambda x, bias: jax.nn.gelu(x + bias)  # noqa: E731
     close(ours(x, bias), theirs(x, bias))
-    assert portable_calls(ours, x, bias) == 1
+    assert interpret_calls(ours, x, bias) == 1
     stacked = jnp.stack([x, 2 * x])
     close(jax.vmap(ours, (0, None))(stacked, bias), jax.vmap(theirs, (0, None))(stacked, bias))
     close(jax.jit(jax.grad(squares(ours), 1))(x, bias), jax.grad(squares(theirs), 1)(x, bias), 1e-3)
@@ -777,7 +777,7 @@ def test_a_gpu_kernel_is_one_branch_of_an_export_for_several_platforms():
     a, b = normal(0, 1024, 2048, dtype="bfloat16"), normal(1, 2048, 1024, dtype="bfloat16")
     with scheduler.target("NVIDIA H200"):
         both = jax.export.export(
-            jax.jit(lambda a, b: jnp.tanh(tuned_matmul(a, b, backends=("mosaic_gpu", "portable", "xla")))),
+            jax.jit(lambda a, b: jnp.tanh(tuned_matmul(a, b, backends=("mosaic_gpu", "interpret", "xla")))),
             platforms=["cpu", "cuda"],
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
         )(a, b)
@@ -841,10 +841,10 @@ def test_a_job_of_several_processes_neither_tunes_nor_reads_a_cache_of_its_own(m
     record_of()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(scheduler.SchedulerError, match="'tune' in a job of 2 processes"):
-        tuned_matmul(a, b, on_miss="tune", backends="portable")
+        tuned_matmul(a, b, on_miss="tune", backends="interpret")
     with pytest.raises(scheduler.CacheMiss):
         tuned_matmul(a, b, on_miss="error")
-    close(tuned_matmul(a, b, backends="portable"), a @ b)
+    close(tuned_matmul(a, b, backends="interpret"), a @ b)
 
 
 PROCESS = """
@@ -858,7 +858,7 @@ PROCESS = """
     a, b = np.ones((8, 6), np.float32), np.ones((6, 4), np.float32)
     with jax.default_device(jax.local_devices()[0]):
         try:
-            print(jax.process_count(), float(tuned_matmul(a, b, backends="portable")[0, 0]))
+            print(jax.process_count(), float(tuned_matmul(a, b, backends="interpret")[0, 0]))
         except Exception as error:
             print(type(error).__name__, error)
     jax.distributed.shutdown()
@@ -915,8 +915,8 @@ def test_a_broken_cache_costs_one_warning_and_no_answer(spoil, on_miss, tmp_path
     a, b = normal(0, 8, 8), normal(1, 8, 8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        close(tuned_matmul(a, b, on_miss=on_miss, backends="portable"), a @ b)
-        close(tuned_matmul(b, a, on_miss="model", backends="portable"), b @ a)
+        close(tuned_matmul(a, b, on_miss=on_miss, backends="interpret"), a @ b)
+        close(tuned_matmul(b, a, on_miss="model", backends="interpret"), b @ a)
     assert [str(w.message) for w in caught if "cache.db" in str(w.message)][1:] == []
     assert len([w for w in caught if "cache.db" in str(w.message)]) == 1
 
@@ -927,7 +927,7 @@ def test_a_cache_that_cannot_be_written_costs_one_warning_and_its_search_is_reme
     a, b = normal(0, 8, 8), normal(1, 8, 8)
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.INFO, "scheduler"):
         warnings.simplefilter("always")
-        close(tuned_matmul(a, b, on_miss="tune", backends="portable"), a @ b)
+        close(tuned_matmul(a, b, on_miss="tune", backends="interpret"), a @ b)
         close(tuned_matmul(a, b, on_miss="error", backends="pallas"), a @ b)
     assert len([w for w in caught if "cache.db" in str(w.message)]) == 1
     scheduler.tune("matmul", {"m": 8, "n": 8, "k": 16, "dtype": "float32"}, budget=1)
@@ -944,7 +944,7 @@ def test_a_read_only_cache_answers_without_a_word_and_what_is_tuned_beside_it_is
     scheduler.reload()
     with frozen(open_path), warnings.catch_warnings():
         warnings.simplefilter("error")
-        close(tuned_matmul(a, b, on_miss="error", backends="portable"), a @ b)
+        close(tuned_matmul(a, b, on_miss="error", backends="interpret"), a @ b)
         assert scheduler.predict("matmul", dataclasses.replace(P64, m=65)).neighbour == str(P64)
     other = {"m": 8, "n": 8, "k": 8, "dtype": "float32"}
     small = normal(0, 8, 8)
@@ -979,7 +979,7 @@ def test_importing_the_package_loads_neither_optuna_nor_sqlalchemy_and_a_hit_no_
         from scheduler import tuned_matmul
         print(*(name in sys.modules for name in ("optuna", "sqlalchemy")))
         import jax.numpy as jnp
-        c = tuned_matmul(jnp.ones((64, 32)), jnp.ones((32, 48)), on_miss="error", backends="portable")
+        c = tuned_matmul(jnp.ones((64, 32)), jnp.ones((32, 48)), on_miss="error", backends="interpret")
         print(float(c[0, 0]), "optuna" in sys.modules)
         """,
         JAX_PLATFORMS="cpu",
@@ -1005,7 +1005,7 @@ def test_tuning_under_jit_works_from_a_script_without_a_main_guard(tmp_path):
 def test_the_backends_of_a_search_are_named_as_in_a_call():
     fields = {"m": 16, "n": 16, "k": 16, "dtype": jnp.float32}
     record = scheduler.tune("matmul", fields, budget=2, backends="pallas")
-    assert {entry.backend for entry in record.entries} == {"portable", "xla"}
+    assert {entry.backend for entry in record.entries} == {"interpret", "xla"}
     with pytest.raises(ValueError, match="no backend 'palas'"):
         scheduler.tune("matmul", fields, budget=2, backends="palas")
 

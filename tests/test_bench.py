@@ -18,7 +18,7 @@ from scheduler.core.records import Failure, Measurement
 from scheduler.measure.bench import SLOW, Bench
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
-from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space
+from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space, Target
 from search_spaces.jax_compat import writing_over
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -210,26 +210,28 @@ def test_a_candidate_that_is_timed_again_gets_all_its_repetitions(bench):
     assert len(bench.again("deceiver", {"behave": "slow"}, 10).samples_s) == 10
 
 
-# A chip that is no CPU to a bench, and on which a doubled float takes a second.
-SLUGGISH = dataclasses.replace(CPU, platform="abacus", flops_per_s={"float32": 1.0}, l2_bytes=1024)
+# A chip whose operands come from memory, and on which a doubled float takes a second.
+SLUGGISH = dataclasses.replace(
+    CPU, flops_per_s={"float32": 1.0}, l2_bytes=1024, abilities=dataclasses.replace(CPU.abilities, cold=True)
+)
 
 
 def test_a_time_below_the_lower_bound_is_never_believed():
     outcome = measure(Bench(DECEIVING, ShiftedProblem(LENGTH), SLUGGISH), "right")
     assert isinstance(outcome, Failure)
-    assert outcome.stage == "suspect"
+    assert outcome.stage == "implausible"
     assert "no kernel can take under 64 s" in outcome.detail
 
 
-def test_only_operands_out_of_the_cache_make_a_time_suspect():
+def test_only_operands_out_of_the_cache_make_a_time_implausible():
     measured = measure(Bench(DECEIVING, ShiftedProblem(LENGTH), SLUGGISH, l2="warm"), "right")
     assert isinstance(measured, Measurement)
     assert measured.l2 == "warm"
 
 
 def test_a_chip_whose_figures_are_borrowed_bounds_nothing():
-    assert describe("cuda", "NVIDIA H300", "sm_90", 132).borrowed
-    assert not describe("cuda", "NVIDIA H200", "sm_90", 132).borrowed
+    assert describe(Target("cuda", "NVIDIA H300", "sm_90", 132)).borrowed
+    assert not describe(Target("cuda", "NVIDIA H200", "sm_90", 132)).borrowed
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), dataclasses.replace(SLUGGISH, borrowed=True))
     assert isinstance(measure(bench, "right"), Measurement)
 
@@ -273,4 +275,4 @@ def test_a_product_too_small_to_cut_has_no_neighbour():
 
 def test_a_real_kernel_is_confirmed_on_a_ragged_neighbour():
     bench = Bench(MATMUL, MatmulProblem(64, 48, 32, dtype="float32"), CPU)
-    assert bench.confirm("portable", {"tile_m": 32, "tile_n": 16, "tile_k": 16, "minor": "n"}) is None
+    assert bench.confirm("interpret", {"tile_m": 32, "tile_n": 16, "tile_k": 16, "minor": "n"}) is None

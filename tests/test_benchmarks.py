@@ -16,7 +16,8 @@ from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Environment, Failure, Measurement
 from scheduler.measure.bench import condition
-from scheduler.measure.pool import CONTEXT_BYTES, Task
+from scheduler.measure.runner import Task
+from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.store.store import Store
@@ -30,8 +31,8 @@ import fused
 import matmul
 import performance
 from harness import paced, posed
+from independent import time_in_rounds
 from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
-from judge import judge
 from problems import FUSED, MATMULS, REPEATED
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +171,7 @@ def steps(tmp_path):
     def run(runner, *, schedules=6, rounds=3, deadline=NEVER):
         matmul.tune_all(both, runner, store, 6, deadline)
         matmul.rival_all(both, runner, work, schedules, deadline)
-        return matmul.judge_all(both, runner, store, work, rounds, deadline)
+        return matmul.time_all(both, runner, store, work, rounds, deadline)
 
     return run
 
@@ -217,13 +218,13 @@ def test_the_same_command_measures_nothing_twice_and_what_has_changed_again(step
         steps(Modelled(), schedules=7)
 
 
-def test_a_line_that_was_cut_off_is_judged_again(steps, tmp_path):
+def test_a_line_that_was_cut_off_is_timed_again(steps, tmp_path):
     rows = steps(Modelled())
     kept = tmp_path / "judged.jsonl"
     kept.write_text(kept.read_text()[:-100])
-    judges, again = Modelled(), Modelled()
-    assert [row["pallas_us"] for row in steps(judges)] == [row["pallas_us"] for row in rows]
-    assert judges.asked > 0
+    fresh, again = Modelled(), Modelled()
+    assert [row["pallas_us"] for row in steps(fresh)] == [row["pallas_us"] for row in rows]
+    assert fresh.asked > 0
     steps(again)
     assert again.asked == 0
 
@@ -232,7 +233,7 @@ def test_what_is_out_of_time_is_missing_rather_than_empty(steps):
     assert steps(Modelled(), deadline=-1.0) == []
 
 
-def test_a_candidate_that_fails_before_the_judge_has_no_time_and_the_others_have(steps):
+def test_a_candidate_that_fails_before_the_independent_benchmark_has_no_time_and_the_others_have(steps):
     steps(Modelled(), rounds=1)
     for row in steps(Modelled("mosaic_gpu")):
         assert row["failures"]["pallas"] == "verify: all elements are off"
@@ -280,10 +281,10 @@ def test_what_is_written_is_the_same_formula_rounded_more_often():
 def test_names_of_one_task_share_its_times():
     task = Task(MATMUL, SMALL, "xla", {}, 10)
     runner = Modelled()
-    judged = judge(runner, {"xla": task, "final": task}, rounds=5)
+    timed = time_in_rounds(runner, {"xla": task, "final": task}, rounds=5)
     assert runner.asked == 1 + 5
-    assert judged.rounds["xla"] == judged.rounds["final"]
-    assert len(judged.times("final").samples_s) == 50
+    assert timed.rounds["xla"] == timed.rounds["final"]
+    assert len(timed.times("final").samples_s) == 50
 
 
 def test_a_step_begins_nothing_that_would_end_after_the_deadline(capsys):

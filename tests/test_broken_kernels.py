@@ -19,10 +19,11 @@ from scheduler.core.errors import CacheMiss, CandidateFailed, NoCandidate
 from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of
 from scheduler.core.records import AllFailed, Failure, Measurement
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.prediction.validation import recheck
 from scheduler.search import jobs
-from scheduler.search.tuner import settled, tune
+from scheduler.search.settled import settled
+from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation, load
 

@@ -1,4 +1,4 @@
-"""Fitting the model's constants: what was true is found again, and what was left out is ranked all the same."""
+"""Calibrating the model: a chip's scale is found again, outliers are not, and recorded shapes are ranked without it."""
 
 import dataclasses
 import functools
@@ -17,18 +17,19 @@ from scipy.stats import kendalltau
 from typer.testing import CliRunner
 
 from scheduler.cli.app import app
-from scheduler.core import codec
+from scheduler.core import aliases, codec
 from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.hardware import find
 from scheduler.core.records import Calibration, Measurement, Trial
 from scheduler.model import constants
-from scheduler.model.calibration import Observed, calibrate, fit, observed
+from scheduler.model.calibration import Observed, calibrate, observed, scale
 from scheduler.model.cost import Constants, CostModel
 from scheduler.prediction.predict import predict
 from scheduler.search import dataset
+from scheduler.store import text_files
 from scheduler.store.store import Store
+from search_spaces.hopper import smem_layout
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.matmul.mosaic_gpu import geometry
 
 pytestmark = pytest.mark.one_jax
 
@@ -49,7 +50,7 @@ SWEEPS = sorted(filter(of_today, (ROOT / "sweeps" / "nvidia-h200").glob("matmul-
 @pytest.fixture(autouse=True)
 def as_recorded(monkeypatch):
     """With JAX 0.11: before it, the kernel pads the arrays of ragged products."""
-    monkeypatch.setattr(geometry, "HAS_UNTILED_SWIZZLE", True)
+    monkeypatch.setattr(smem_layout, "HAS_UNTILED_SWIZZLE", True)
 
 
 @functools.cache
@@ -70,52 +71,38 @@ def exact(shape, constants=TRUE):
 SHAPES = ((4096, 4096, 4096), (128, 8192, 8192), (1024, 1024, 2048), (16, 8192, 4096))
 
 
-def error(constants, seen):
-    predicted = CostModel(H200, constants).seconds(KERNEL.footprint(seen.problem, seen.schedules, H200.target))
-    return np.abs(np.log(predicted / seen.seconds))
+def slower(shape, times):
+    """A sweep of a chip on which everything takes so many times as long as the model says."""
+    seen = exact(shape, Constants())
+    return dataclasses.replace(seen, seconds=seen.seconds * times)
 
 
-def test_constants_that_made_the_times_predict_times_that_were_not_shown():
-    found = fit(KERNEL, H200, [exact(shape) for shape in SHAPES])
-    unseen = exact((256, 14336, 4096))
-    assert np.median(error(found, unseen)) < 0.03 < np.median(error(Constants(), unseen))
-    assert found.row_s == pytest.approx(TRUE.row_s, rel=0.05)
-    assert found.e_power == pytest.approx(TRUE.e_power, rel=0.05)
+def test_a_chip_that_is_slower_throughout_is_told_by_its_scale():
+    assert scale(KERNEL, H200, [slower(shape, 1.3) for shape in SHAPES]) == pytest.approx(1.3)
 
 
-def test_one_time_in_twenty_that_is_three_times_too_long_changes_little():
+def test_one_time_in_twenty_that_is_three_times_too_long_changes_nothing():
     draw = np.random.default_rng(0)
     spoilt = [
         dataclasses.replace(seen, seconds=seen.seconds * np.where(draw.random(len(seen.seconds)) < 0.05, 3, 1))
-        for seen in map(exact, SHAPES)
+        for seen in (slower(shape, 1.3) for shape in SHAPES)
     ]
-    assert np.median(error(fit(KERNEL, H200, spoilt), exact((256, 14336, 4096)))) < 0.04
+    assert scale(KERNEL, H200, spoilt) == pytest.approx(1.3)
 
 
-def test_what_nothing_was_observed_of_stays_where_it_starts():
-    found = fit(KERNEL, H200, [exact(SHAPES[0])])
-    assert found.library_e_mma == Constants().library_e_mma
-    assert found.e_hbm == pytest.approx(Constants().e_hbm, rel=0.05), "hardly a trial of 4096^3 waits for memory"
+def test_a_problem_that_the_model_misses_by_far_does_not_move_the_scale():
+    assert scale(KERNEL, H200, [*(slower(shape, 1.1) for shape in SHAPES), slower((256, 14336, 4096), 2)]) < 1.11
 
 
-def test_no_share_of_a_peak_exceeds_it_whatever_was_measured():
-    seen = exact(SHAPES[0])
-    found = fit(KERNEL, H200, [dataclasses.replace(seen, seconds=seen.seconds / 3)])
-    assert found.e_mma <= 1
-    assert found.e_power <= 1
-
-
-@pytest.mark.parametrize("left_out", SWEEPS[::3], ids=lambda path: path.name)
-def test_a_recorded_shape_is_ranked_by_constants_of_the_others(left_out):
-    seen = recorded(left_out)
-    found = fit(KERNEL, H200, [recorded(path) for path in SWEEPS if path != left_out])
-    footprint = KERNEL.footprint(seen.problem, seen.schedules, H200.target)
-    model, best = CostModel(H200, found), seen.seconds.min()
-    ranked = np.argsort(model.seconds(footprint), kind="stable")
-    assert best / seen.seconds[ranked[0]] >= 0.88, "0.895, of 2048 x 576 x 7168, is the worst (docs/search-quality.md)"
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.name)
+def test_a_recorded_shape_is_ranked_as_it_was_measured(path):
+    seen = recorded(path)
+    seconds = CostModel(H200).seconds(KERNEL.footprint(seen.problem, seen.schedules, H200.target))
+    best, ranked = seen.seconds.min(), np.argsort(seconds, kind="stable")
+    assert best / seen.seconds[ranked[0]] >= 0.93, "0.939, of 3000 x 500 x 2000, is the worst (docs/search-quality.md)"
     assert best / seen.seconds[ranked[:8]].min() >= 0.95
-    assert best / seen.seconds[ranked[: len(ranked) // 5]].min() >= 0.99
-    assert np.median(error(found, seen)) < 0.3
+    assert best / seen.seconds[ranked[:16]].min() >= 0.99
+    assert best / seen.seconds[ranked[: -(-len(ranked) // 5)]].min() >= 0.99
 
 
 def test_constants_of_one_kernel_rank_the_schedules_of_another():
@@ -157,7 +144,7 @@ def test_times_of_another_clock_or_version_teach_nothing():
         calibrate(DOUBLE, H200, {problem: trials}, [NOW])
     (made,) = calibrate(DOUBLE, H200, {problem: [timed(2, {}, 1e-5, "xla")]}, [NOW])
     assert (made.backend, made.problems, made.trials, made.environment) == ("xla", 1, 1, NOW)
-    assert set(made.constants) == {name for name in made.constants if name.startswith("library_")}
+    assert set(made.constants) == {"library_scale"}
 
 
 # --- where they are kept, and who uses them ---
@@ -178,7 +165,20 @@ def test_the_users_constants_are_used_before_the_shipped_and_not_where_processes
 
 def test_a_constant_that_todays_model_lacks_is_left_out():
     Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(of_library(library_s=1e-3, phlogiston=2.0))
-    assert constants.model_of(MATMUL, MATMUL.library, H200).fitted.library_s == 1e-3
+    assert constants.model_of(MATMUL, MATMUL.library, H200).in_force.library_s == 1e-3
+
+
+def test_a_constant_of_before_is_read_by_its_new_name():
+    """A user's own calibration, as it was stored when `wgmma_bubble_s` was `gap_s`."""
+    kept = dataclasses.replace(of_library(gap_s=3e-7, exposed=0.5), backend="mosaic_gpu")
+    Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(kept)
+    assert constants.model_of(MATMUL, KERNEL, H200).in_force.wgmma_bubble_s == 3e-7
+
+
+def test_every_old_name_stands_for_one_that_the_model_has():
+    names = {field.name for field in dataclasses.fields(Constants)}
+    assert set(aliases.CONSTANTS.values()) < names
+    assert not set(aliases.CONSTANTS) & names
 
 
 def test_an_unreadable_cache_leaves_the_shipped_constants():
@@ -207,7 +207,7 @@ def test_the_command_line_fits_recordings_stores_what_it_found_and_explain_says_
     trials = next(c.trials for c in kept if c.backend == "mosaic_gpu")
     assert f"fitted to {trials} trials" in mine["fitted"]
     assert "Written to" in run("calibrate", "matmul", few, "--ship", tmp_path)
-    assert [c.constants for c in codec.read_calibrations(tmp_path)] == [c.constants for c in kept]
+    assert [c.constants for c in text_files.read_calibrations(tmp_path)] == [c.constants for c in kept]
 
 
 def test_a_recording_of_something_else_is_refused(tmp_path):
@@ -217,9 +217,3 @@ def test_a_recording_of_something_else_is_refused(tmp_path):
     other = dataset.Measured(find("NVIDIA A100-SXM4-80GB"), {})
     with pytest.raises(RecordingError, match="several chips"):
         dataset.merged([dataset.Measured(H200, {}), other])
-
-
-def test_a_problem_that_the_model_misses_by_far_hardly_moves_the_constants():
-    missed = dataclasses.replace(exact((256, 14336, 4096)), seconds=2 * exact((256, 14336, 4096)).seconds)
-    found = fit(KERNEL, H200, [*map(exact, SHAPES), missed])
-    assert np.median(error(found, exact((512, 4096, 4096)))) < 0.03

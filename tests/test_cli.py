@@ -62,10 +62,10 @@ def test_what_is_tuned_is_listed_shown_explained_and_not_tuned_again(store):
     out, _ = run("tune", "matmul", *SMALL, "--budget", 2, "--force")
     assert "2 trials of" in out
     (listed,) = own_list()
-    assert (listed["operation"], listed["tried"], listed["unconfirmed"]) == ("matmul", 2, False)
+    assert (listed["operation"], listed["tried"], listed["stale"]) == ("matmul", 2, False)
     (shown,) = json.loads(run("show", "matmul", *SMALL, "--json")[0])
     assert shown["winner"] == shown["entries"][0]
-    assert shown["winner"]["share_of_bound"] > 0
+    assert shown["winner"]["share_of_roofline"] > 0
     assert len(shown["trials"]) == 2
     assert shown["confidence"]["rounds"] == 8
     out, _ = run("show", "matmul", *SMALL)
@@ -100,7 +100,9 @@ def test_json_of_a_search_has_its_figures_and_nothing_else_is_on_standard_output
     result = json.loads(run("tune", "matmul", *SMALL, "--budget", 2, "--json")[0])
     assert (result["state"], result["task"]) == ("tuned", "matmul m=32 n=32 k=32 dtype=float32")
     assert result["answer"] == result["record"]["winner"]
-    assert {"backend", "schedule", "median_s", "predicted_s", "flops_per_s", "share_of_bound"} <= set(result["answer"])
+    assert {"backend", "schedule", "median_s", "predicted_s", "flops_per_s", "share_of_roofline"} <= set(
+        result["answer"]
+    )
     assert result["before"]["backend"] == "xla"
     assert result["cache"] == store.location
     assert json.loads(run("tune", "matmul", *SMALL, "--json")[0])["state"] == "known"
@@ -218,7 +220,7 @@ def test_a_record_of_another_minor_version_of_jax_is_listed_as_stale_and_what_th
     old, same = (dataclasses.replace(KEY, operation=name) for name in ("old", "same"))
     store.put(record(key=old, environment=dataclasses.replace(ENVIRONMENT, jax="0.9.1")))
     store.put(record(key=same, environment=dataclasses.replace(ENVIRONMENT, jax=here)))
-    assert {row["operation"]: row["unconfirmed"] for row in own_list()} == {"old": True, "same": False}
+    assert {row["operation"]: row["stale"] for row in own_list()} == {"old": True, "same": False}
     told = " ".join(run("list", "--operation", "old")[0].split())
     assert "stale (tuned with jax 0.9.1)" in told
     assert "stale: measured with another minor version of jax" in told

@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from scheduler.core.hardware import CPU, find
-from scheduler.model import cost
+from scheduler.model import cost, traffic
 from scheduler.model.cost import Constants, CostModel
 from search_spaces import Columns, Footprint, Operand
 from search_spaces.matmul import MATMUL
-from search_spaces.matmul.mosaic_gpu.schedule import HopperSchedule
-from search_spaces.matmul.portable import PortableMatmul
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 
 pytestmark = pytest.mark.one_jax
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
 KIB = 1024
-OVERLAPPED = ("mma", "gap", "turns", "power", "sram", "l2", "rows", "outside", "hbm", "special", "vector", "latency")
+OVERLAPPED = ("mma", "wgmma_bubble", "tile_bubble", "power", "smem", "l2", "tma_rows", "oob_fill")
+OVERLAPPED += ("hbm", "mufu", "fp32", "latency")
 
 
 def tiled(problem, tile_m, tile_n, tile_k, minor="n"):
-    """The portable matmul's footprint of one schedule."""
+    """The interpret matmul's footprint of one schedule."""
     columns = {"tile_m": [tile_m], "tile_n": [tile_n], "tile_k": [tile_k], "minor": [minor]}
-    return PortableMatmul().footprint(problem, Columns(columns), CPU.target)
+    return InterpretMatmul().footprint(problem, Columns(columns), CPU.target)
 
 
 def blocks(count, **fields):
@@ -66,16 +67,19 @@ def test_the_roofline_bends_at_the_ridge_point():
     # The teaching figure for an A100 is 156 FLOP/B, from 312 TFLOP/s over 2.0 TB/s; its data sheet says 2.039.
     ridge, peak = A100.ridge("bfloat16"), A100.peak("bfloat16")
     assert ridge == pytest.approx(156, rel=0.025)
-    assert cost.roofline(312e12, 2.0e12, 156) == 312e12
-    assert cost.roofline(peak, A100.hbm_bytes_per_s, 2 * ridge) == peak
-    assert cost.roofline(peak, A100.hbm_bytes_per_s, ridge / 4) == pytest.approx(peak / 4)
+    problem = MatmulProblem(m=4096, n=4096, k=4096)
+    for times, bound in ((0.5, problem.bytes_moved / A100.hbm_bytes_per_s), (2, problem.flops / peak)):
+        bandwidth = times * ridge * A100.hbm_bytes_per_s / (problem.flops / problem.bytes_moved)
+        chip = dataclasses.replace(A100, hbm_bytes_per_s=bandwidth)
+        expected = problem.bytes_moved / bandwidth if times < 1 else bound
+        assert CostModel(chip).lower_bound(problem) == pytest.approx(expected)
 
 
 def test_grouped_order_loads_54_blocks_where_row_order_loads_90():
     nine = tiled(MatmulProblem(m=144, n=144, k=144), 16, 16, 16)
     grouped = dataclasses.replace(nine, minor=1, group=3)
-    assert sum(cost.block_loads(nine, 9)) * nine.steps == 90
-    assert sum(cost.block_loads(grouped, 9)) * grouped.steps == 54
+    assert sum(traffic.block_loads(nine, 9)) * nine.steps == 90
+    assert sum(traffic.block_loads(grouped, 9)) * grouped.steps == 54
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8, 12, 20, 23, 24, 40, 48])
@@ -91,21 +95,16 @@ def test_the_window_covers_the_blocks_that_the_traversal_visits(count, minor, gr
                 for step in range(start, min(start + group, extents[minor])):
                     visited.append({minor: step, next_axis: near, outer: far})
     spanned = [len({block[axis] for block in visited[:count]}) for axis in range(3)]
-    box = cost.window(footprint, count)[:, 0]
+    box = traffic.window(footprint, count)[:, 0]
     assert box.tolist() == spanned
-
-
-def test_the_teaching_estimates_of_on_chip_memory():
-    assert cost.matmul_onchip_bytes(128, 128, 32, itemsize=4) == 96 * KIB
-    assert cost.matmul_onchip_bytes(128, 128, 64, itemsize=4) == 131072  # what the refused launch asked for
-    assert cost.attention_onchip_bytes(64, 64, 64, itemsize=2) == 41_216
-    assert cost.attention_onchip_bytes(128, 128, 128, itemsize=2) == 164_352
 
 
 def test_flash_attention_moves_a_fourth_of_what_standard_attention_moves():
     length, head_dim, rows, columns, itemsize = 4096, 64, 128, 64, 2
-    standard = cost.attention_memory_bytes(length, head_dim, itemsize)
-    flash = cost.attention_memory_bytes(length, head_dim, itemsize, rows=rows)
+    # Scores stored and read twice each; or Q read and the output written once, and K and V read once for each block of
+    # queries (Dao et al., FlashAttention, 2022).
+    standard = (4 * length * head_dim + 4 * length * length) * itemsize
+    flash = (2 * length * head_dim + 2 * length * head_dim * length // rows) * itemsize
     assert standard == pytest.approx(136.3e6, rel=1e-3)
     assert flash == pytest.approx(34.6e6, rel=1e-3)
     # The same from the model's own counting: Q once, K and V in every step of every block of queries.
@@ -119,17 +118,17 @@ def test_flash_attention_moves_a_fourth_of_what_standard_attention_moves():
         ),
         flops=one * 4 * rows * columns * head_dim,
         bytes_written=one * rows * head_dim * itemsize,
-        onchip_bytes=one * cost.attention_onchip_bytes(rows, columns, head_dim, itemsize),
+        onchip_bytes=one * (2 * rows + 2 * columns) * head_dim * itemsize,
         steps=steps,
         special_ops=one * rows * columns,
     )
-    moved = cost.traffic(footprint, A100, alpha=0.5)
+    moved = traffic.traffic(footprint, A100, l2_share=0.5)
     assert moved.cache_bytes[0] + length * head_dim * itemsize == flash
     assert moved.compulsory_bytes == 4 * length * head_dim * itemsize
     assert moved.memory_bytes[0] < moved.cache_bytes[0] / 10, "K and V of one head stay in the cache"
     terms = CostModel(A100).terms(footprint)
     # At head_dim 64 an A100 needs for the exponentials a good part of the time of the products.
-    assert 0.3 < terms["special"][0] / terms["mma"][0] < 3
+    assert 0.3 < terms["mufu"][0] / terms["mma"][0] < 3
 
 
 # --- physics --------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ problems = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(problem=problems, hardware=st.sampled_from([H200, A100, CPU]))
 def test_no_prediction_is_below_the_roofline_or_the_floor(problem, hardware):
-    model, kernel = CostModel(hardware), PortableMatmul()
+    model, kernel = CostModel(hardware), InterpretMatmul()
     points, _ = kernel.space(problem, CPU.target).legal()
     footprint = kernel.footprint(problem, points, CPU.target)
     seconds = model.seconds(footprint)
@@ -170,7 +169,7 @@ def test_no_prediction_is_below_the_roofline_or_the_floor(problem, hardware):
 def test_a_chip_that_supplies_more_is_never_slower(problem, supply, factor):
     value = getattr(H200, supply)
     more = {name: rate * factor for name, rate in value.items()} if supply == "flops_per_s" else value * factor
-    kernel = PortableMatmul()
+    kernel = InterpretMatmul()
     points, _ = kernel.space(problem, CPU.target).legal()
     footprint = dataclasses.replace(kernel.footprint(problem, points, CPU.target), onchip_bytes_read=4096.0)
     before = CostModel(H200).seconds(footprint)
@@ -188,18 +187,18 @@ def test_one_block_more_than_cores_costs_a_second_wave(persistent):
     assert 1.8 < spills / fits < 2.1
 
 
-def test_blocks_that_exchange_sums_wait_for_each_other_and_for_their_bytes():
-    model = CostModel(H200, Constants(exchange_s=1e-6, exchange_bytes_per_s=1e10))
+def test_ctas_that_exchange_accumulators_wait_for_each_other_and_for_their_bytes():
+    model = CostModel(H200, Constants(dsmem_s=1e-6, dsmem_bytes_per_s=1e10))
     alone, exchanging = (blocks(100, cluster=2, exchanged_bytes=size) for size in (0, 20_000))
-    assert model.terms(alone)["exchange"] == 0
-    assert model.terms(exchanging)["exchange"] == pytest.approx(1e-6 + 2e-6)
+    assert model.terms(alone)["dsmem"] == 0
+    assert model.terms(exchanging)["dsmem"] == pytest.approx(1e-6 + 2e-6)
     assert model.seconds(exchanging) == pytest.approx(model.seconds(alone) + 3e-6)
 
 
 def test_a_cluster_that_does_not_divide_the_cores_leaves_some_idle():
     hardware = dataclasses.replace(H200, cores=131)
-    assert cost.concurrent(blocks(1000, cluster=2), hardware) == 130
-    assert cost.concurrent(blocks(1000, cluster=1), hardware) == 131
+    assert traffic.concurrent(blocks(1000, cluster=2), hardware) == 130
+    assert traffic.concurrent(blocks(1000, cluster=1), hardware) == 131
 
 
 @pytest.mark.parametrize(
@@ -214,59 +213,42 @@ def test_a_cluster_that_does_not_divide_the_cores_leaves_some_idle():
     ],
 )
 def test_blocks_per_core_follow_from_the_scarcest_supply(demand, expected):
-    assert cost.resident(blocks(1000, **demand), H200) == expected
+    assert traffic.resident(blocks(1000, **demand), H200) == expected
 
 
 def test_more_stages_hide_more_latency_until_nothing_is_left_to_hide():
-    model = CostModel(H200, Constants(slot_s=0))
+    model = CostModel(H200, Constants(stage_s=0))
     times = [model.seconds(blocks(132, stages=stages))[0] for stages in (1, 2, 3, 4, 8, 16)]
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.5 * times[3]
     assert times[3] < 1.05 * times[5]
 
 
-def test_blocks_that_load_the_same_at_the_same_time_all_wait_for_memory():
-    once, often = (
-        cost.traffic(tiled(MatmulProblem(m=m, n=1024, k=1024), 128, 128, 64), H200, alpha=0.5) for m in (1024, 8192)
-    )
-    assert once.memory_bytes < 0.2 * once.cache_bytes
-    assert once.hit_rate == pytest.approx(0), "one wave: whoever is not the first waits for what the first asked for"
-    assert 0.2 < often.hit_rate < 1, "later waves find the same columns of b"
-
-
-def test_operands_that_are_a_small_part_of_the_cache_are_met_there():
+def test_operands_that_are_a_small_part_of_the_cache_are_resident_there():
     """512^3 took 2.63 us of an H200, no more than an empty launch and what the cache delivers."""
     sizes = (512, 1024)
-    small, large = (cost.traffic(tiled(MatmulProblem(m, m, m), 128, 128, 64), H200, alpha=0.5) for m in sizes)
-    assert (small.in_cache, small.memory_bytes) == (True, 0)
-    assert (large.in_cache, large.memory_bytes) == (False, 2 * 1024 * 1024 * 2)
+    small, large = (traffic.traffic(tiled(MatmulProblem(m, m, m), 128, 128, 64), H200, l2_share=0.5) for m in sizes)
+    assert (small.l2_resident, small.memory_bytes) == (True, 0)
+    assert (large.l2_resident, large.memory_bytes) == (False, 2 * 1024 * 1024 * 2)
 
 
-def test_a_ring_without_a_second_load_has_no_latency_beyond_the_first():
-    """What is loaded once waits for its first byte alone; with one slot less, the last load waits for a slot."""
-    model = CostModel(H200, Constants(slot_s=0))
-    whole, short = (model.terms(blocks(132, steps=8, stages=stages)) for stages in (8, 7))
-    assert whole["latency"] == 0 < short["latency"]
-    assert whole["prologue"] == short["prologue"] > H200.memory_latency_s
-
-
-def test_a_step_that_still_runs_hides_the_gap_before_the_next():
+def test_a_wgmma_that_still_runs_hides_the_bubble_before_the_next():
     """64 x 64 x 64 on an H200 multiplies 0.07 us, and pauses 0.1 us: of 512^3, each step took 0.09 us less."""
     small = {"flops": np.array([2.0 * 64**3]), "multipliers": 1}
     waiting, ahead, nobody = (
-        CostModel(H200).terms(blocks(64, **small | more))["gap"][0] / 64
+        CostModel(H200).terms(blocks(64, **small | more))["wgmma_bubble"][0] / 64
         for more in ({}, {"ahead": 1}, {"multipliers": 0})
     )
-    assert waiting == pytest.approx(Constants().gap_s)
+    assert waiting == pytest.approx(Constants().wgmma_bubble_s)
     assert waiting - ahead == pytest.approx(0.09e-6, rel=0.2)
     assert nobody == 0
 
 
-def test_two_groups_of_threads_hide_gaps_behind_each_others_products():
+def test_two_consumer_warpgroups_hide_bubbles_behind_each_others_wgmma():
     one, two = (CostModel(H200).terms(blocks(132, multipliers=groups)) for groups in (1, 2))
-    assert two["gap"] < one["gap"]
+    assert two["wgmma_bubble"] < one["wgmma_bubble"]
     large = {"flops": np.array([2.0 * 128 * 256 * 64]), "multipliers": 2}
-    assert CostModel(H200).terms(blocks(132, **large))["gap"] == 0
+    assert CostModel(H200).terms(blocks(132, **large))["wgmma_bubble"] == 0
 
 
 @pytest.mark.parametrize(("start_bytes", "times"), [(0, 1), (128, 1), (32, 1), (16, 2)])
@@ -274,36 +256,36 @@ def test_rows_that_start_within_a_sector_take_twice_as_long(start_bytes, times):
     """128 x 64 of 1000^3, whose rows start at multiples of 16 bytes, took 2.1 ns a row; of 512 x 4096 x 4096, 1.0."""
     operand = dataclasses.replace(blocks(1).operands[0], copy_bytes=128)
     aligned, other = (
-        CostModel(H200).terms(blocks(132, operands=(dataclasses.replace(operand, start_bytes=start),)))["rows"]
+        CostModel(H200).terms(blocks(132, operands=(dataclasses.replace(operand, start_bytes=start),)))["tma_rows"]
         for start in (0, start_bytes)
     )
     assert other / aligned == pytest.approx(times, rel=0.1)
 
 
-def test_lanes_that_finish_sums_hide_only_behind_another_groups_products():
+def test_an_epilogue_hides_only_behind_the_wgmma_of_the_other_ping_pong_warpgroup():
     plain = {"persistent": True, "multipliers": 2, "operands": (Operand(bytes=np.array([8 * KIB]), axes=()),)}
-    lanes = plain | {"vector_ops": 80.0 * 128 * 128 / 64}
+    lanes = plain | {"vector_ops": 100.0 * 128 * 128 / 64}
     model = CostModel(H200)
     slower = [
-        model.seconds(blocks(1320, **lanes, alternating=turns))[0] / model.seconds(blocks(1320, **plain))[0]
-        for turns in (False, True)
+        model.seconds(blocks(1320, **lanes, alternating=ping_pong))[0] / model.seconds(blocks(1320, **plain))[0]
+        for ping_pong in (False, True)
     ]
     assert slower[0] > 1.1
-    assert slower[1] < 1.03
-    waiting, hiding = (model.terms(blocks(132, **lanes, alternating=turns)) for turns in (False, True))
-    assert hiding["vector"] == 0, "nothing follows the last block"
-    assert hiding["epilogue"] - waiting["epilogue"] == pytest.approx(waiting["turns"])
+    assert slower[1] < 1.04
+    waiting, hiding = (model.terms(blocks(132, **lanes, alternating=ping_pong)) for ping_pong in (False, True))
+    assert hiding["fp32"] == 0, "nothing follows the last block"
+    assert hiding["epilogue"] - waiting["epilogue"] == pytest.approx(waiting["tile_bubble"])
 
 
 def test_clusters_wait_for_each_other_once():
     alone, paired = (CostModel(H200).terms(blocks(132, cluster=cluster)) for cluster in (1, 2))
-    assert (alone["cluster"], paired["cluster"]) == (0, Constants().cluster_s)
+    assert (alone["cluster_sync"], paired["cluster_sync"]) == (0, Constants().cluster_sync_s)
 
 
 def test_multicast_spares_the_cache_and_leaves_the_memory_as_it_is():
     single = blocks(1320)
     shared = dataclasses.replace(single, operands=(dataclasses.replace(single.operands[0], multicast=2),))
-    one, two = (cost.traffic(f, H200, alpha=0.5) for f in (single, shared))
+    one, two = (traffic.traffic(f, H200, l2_share=0.5) for f in (single, shared))
     assert two.cache_bytes == one.cache_bytes / 2
     assert two.memory_bytes == one.memory_bytes
 
@@ -312,17 +294,17 @@ def test_a_shared_load_is_issued_in_parts_and_fills_every_core_that_it_serves():
     single = dataclasses.replace(blocks(1320).operands[0], copy_bytes=128)
     shared = dataclasses.replace(single, multicast=2)
     one, two = (CostModel(H200).terms(blocks(1320, operands=(o,))) for o in (single, shared))
-    assert two["rows"] == pytest.approx(one["rows"] / 2)
+    assert two["tma_rows"] == pytest.approx(one["tma_rows"] / 2)
     assert two["l2"] == one["l2"]
 
 
-def test_narrow_copies_take_twice_as_long_and_lose_bandwidth_between_rows():
+def test_narrow_copies_take_twice_as_long():
     wide, narrow = (
         CostModel(H200).terms(blocks(1320, operands=(dataclasses.replace(blocks(1).operands[0], copy_bytes=width),)))
         for width in (128, 64)
     )
-    assert narrow["rows"] == pytest.approx(2 * wide["rows"])
-    assert narrow["hbm"] > wide["hbm"]
+    assert narrow["tma_rows"] == pytest.approx(2 * wide["tma_rows"])
+    assert narrow["hbm"] == wide["hbm"]
     assert narrow["l2"] == wide["l2"]
 
 
@@ -340,38 +322,25 @@ def test_what_lies_beyond_an_edge_is_filled_and_never_leaves_memory():
     ("faster", "slower", "measured"),
     [
         # Of 1 x 128256 x 4096 on one H200, microseconds: 233 with 8 rows a tile, 327 with 64.
-        ({"tile_m": 8, "swap": True}, {"tile_m": 64}, 327 / 233),
+        ({"tile_m": 8, "swap_ab": True}, {"tile_m": 64}, 327 / 233),
         # A shared copy stops both blocks that it serves: 398.
         ({"tile_m": 64}, {"tile_m": 64, "cluster": "n", "tile_k": 64, "stages": 12}, 398 / 327),
     ],
 )
 def test_rows_beyond_an_edge_stop_the_loads_of_every_core_that_they_are_filled_in(faster, slower, measured):
     kernel, problem = MATMUL.kernel("mosaic_gpu"), MatmulProblem(m=1, n=128256, k=4096)
-    common = {"tile_n": 64, "tile_k": 128, "stages": 6, "split": "none", "cluster": "none", "raster": "n"}
-    common |= {"raster_width": 1, "epilogue_n": 64}
+    common = {"tile_n": 64, "tile_k": 128, "stages": 6, "consumers": "one", "cluster": "none", "grid_minor_dim": "n"}
+    common |= {"grid_tile_width": 1, "epi_tile_n": 64}
     points = Columns.of([HopperSchedule(**common | fields) for fields in (faster, slower)])
     one, two = CostModel(H200).seconds(kernel.footprint(problem, points, H200.target))
     assert two / one == pytest.approx(measured, rel=0.15)
 
 
-def test_a_core_that_loads_beside_few_others_loads_faster_and_none_of_its_schedules_is_excluded():
+def test_a_core_that_loads_beside_few_others_is_not_excluded():
     """128 x 64 took 41.5 us of 2048 x 576 x 7168: its busiest core got 4 % more than its share of the bandwidth."""
-    few, all_of_them = (CostModel(H200).terms(blocks(count)) for count in (33, 132))
-    assert few["l2"] < 0.75 * all_of_them["l2"]
     kernel, problem = MATMUL.kernel("mosaic_gpu"), MatmulProblem(m=2048, n=576, k=7168)
-    points = Columns.of([HopperSchedule(128, 64, 128, 4, "m", "none", "n", 16, 64)])
+    points = Columns.of([HopperSchedule(128, 64, 128, 4, "cooperative_m", "none", "n", 16, 64)])
     assert CostModel(H200).floor(kernel.footprint(problem, points, H200.target)) < 41.5e-6
-
-
-def test_what_a_core_does_between_two_blocks_hides_behind_loads_and_not_behind_arithmetic():
-    loading, computing = {"flops": np.ones(1)}, {"operands": (Operand(bytes=np.ones(1), axes=()),)}
-    for demand, least, most in ((loading, -0.01, 0.1), (computing, 0.4, 1.0)):
-        without, seconds = (
-            CostModel(H200, Constants(tile_s=tile_s)).seconds(blocks(1320, persistent=True, steps=8, **demand))[0]
-            for tile_s in (0.0, 1e-6)
-        )
-        # That of the first block shows whole, and of the nine that follow it at most the exposed half.
-        assert least <= (seconds - without - 1e-6) / (9 * 0.5e-6) <= most
 
 
 def test_few_busy_cores_compute_at_the_highest_clock_and_all_of_them_at_what_power_allows():
@@ -389,11 +358,11 @@ def test_a_borrowed_chip_bounds_nothing():
 
 def test_operands_that_fit_into_the_cache_are_read_from_memory_once():
     problem = MatmulProblem(m=2048, n=2048, k=2048)
-    moved = cost.traffic(tiled(problem, 128, 128, 64), H200, alpha=0.5)
+    moved = traffic.traffic(tiled(problem, 128, 128, 64), H200, l2_share=0.5)
     assert moved.memory_bytes == 2 * 2048 * 2048 * 2
     assert moved.memory_bytes < 0.1 * moved.cache_bytes
     large = tiled(MatmulProblem(m=16384, n=16384, k=16384), 128, 128, 64)
-    again = cost.traffic(large, H200, alpha=0.5)
+    again = traffic.traffic(large, H200, l2_share=0.5)
     assert again.memory_bytes > 2 * 16384 * 16384 * 2
 
 
@@ -401,7 +370,7 @@ def test_copies_and_launches_add_up():
     model, plain = CostModel(H200), blocks(132)
     copied = dataclasses.replace(plain, copied_bytes=4.8e9, launches=3)
     extra = model.seconds(copied)[0] - model.seconds(plain)[0]
-    assert extra == pytest.approx(1e-3 / model.fitted.e_hbm + 2 * model.fitted.launched * H200.launch_s)
+    assert extra == pytest.approx(1e-3 / model.in_force.e_hbm + 2 * model.in_force.launch_share * H200.launch_s)
 
 
 def test_terms_bracket_the_prediction():
@@ -422,7 +391,7 @@ def test_interpreted_on_a_cpu_fewer_steps_are_faster():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"e_hbm": 1.2}, {"e_mma": 0}, {"p": 0.5}, {"library_p": 0}, {"row_s": -1e-9}, {"exchange_bytes_per_s": 0}]
+    "wrong", [{"e_hbm": 1.2}, {"l2_share": 0}, {"p": 0.5}, {"library_p": 0}, {"tma_row_s": -1e-9}, {"scale": 0}]
 )
 def test_constants_that_would_break_the_bounds_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -18,10 +18,10 @@ from scheduler.measure.verification import mismatch
 from search_spaces import Columns, Library, Target
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter, plgpu
 from search_spaces.matmul import MATMUL, MatmulProblem, epilogue
-from search_spaces.matmul.portable import PortableSchedule
+from search_spaces.matmul.interpret import InterpretSchedule
 
 CPU = Target("cpu", "cpu", "cpu", 1)
-PORTABLE = MATMUL.kernel("portable")
+INTERPRET = MATMUL.kernel("interpret")
 THEIRS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 NAMES = ["", *epilogue.ACTIVATIONS]
 
@@ -49,7 +49,7 @@ def test_an_activation_and_its_slope_are_those_of_jax(name):
 
 def test_the_bias_comes_before_the_activation_and_the_residual_after_it():
     sums, bias, residual = normal(0, 4, 6), normal(1, 1, 6), normal(2, 4, 6)
-    finished = epilogue.finish(sums, bias=bias, activation="relu", residual=residual)
+    finished = epilogue.apply(sums, bias=bias, activation="relu", residual=residual)
     np.testing.assert_array_equal(finished, jax.nn.relu(sums + bias) + residual)
 
 
@@ -76,7 +76,7 @@ def gpu_kernel(name: str):
             plgpu.layout_cast(copy[...], layout if len(copy.shape) == 2 else layout.reduce(0)) for copy in loaded
         )
         rows = plgpu.layout_cast(lax.broadcast_in_dim(row, shape, (1,)), layout)
-        finished[...] = epilogue.finish(tile, bias=rows, activation=name, residual=more).astype(out.dtype)
+        finished[...] = epilogue.apply(tile, bias=rows, activation=name, residual=more).astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(finished, out)
         plgpu.wait_smem_to_gmem(0)
@@ -106,7 +106,7 @@ def test_a_gpu_kernel_finishes_its_tile_by_the_same_formula(name):
     if HAS_GPU_INTERPRETER:
         with gpu_interpreter():
             actual = jax.jit(kernel)(sums, bias, residual)
-        expected = epilogue.finish(sums, bias=bias[None], activation=name, residual=residual)
+        expected = epilogue.apply(sums, bias=bias[None], activation=name, residual=residual)
         np.testing.assert_allclose(actual.astype(jnp.float32), expected, rtol=2**-8, atol=1e-5)
 
 
@@ -202,13 +202,13 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("p", "minor"), list(zip(PROBLEMS, "mnmnm", strict=True)), ids=str)
-def test_the_library_and_the_portable_kernel_agree_with_the_reference(p, minor):
+def test_the_library_and_the_interpret_kernel_agree_with_the_reference(p, minor):
     args = drawn(p)
 
     @jax.jit
     def answers(*args):
-        tiles = PortableSchedule(16, min(p.n, 32), 16, minor)
-        return MATMUL.library.run(p, Library(), CPU, *args), PORTABLE.run(p, tiles, CPU, *args), p.reference(*args)
+        tiles = InterpretSchedule(16, min(p.n, 32), 16, minor)
+        return MATMUL.library.run(p, Library(), CPU, *args), INTERPRET.run(p, tiles, CPU, *args), p.reference(*args)
 
     *actual, expected = (np.asarray(x) for x in answers(*args))
     allowed = p.tolerance()
@@ -221,17 +221,17 @@ def test_the_sums_are_not_rounded_before_what_follows_them():
     """A sum of 257 has no bfloat16: rounded to 256 first, it would leave nothing where 256 is taken away."""
     p = MatmulProblem(16, 16, 257, "bfloat16", bias="float32")
     args = jnp.ones((16, 257), "bfloat16"), jnp.ones((257, 16), "bfloat16"), jnp.full(16, -256.0)
-    for kernel, schedule in ((MATMUL.library, Library()), (PORTABLE, PortableSchedule(16, 16, 64, "m"))):
+    for kernel, schedule in ((MATMUL.library, Library()), (INTERPRET, InterpretSchedule(16, 16, 64, "m"))):
         np.testing.assert_array_equal(kernel.run(p, schedule, CPU, *args), jnp.ones((16, 16), "bfloat16"))
 
 
-def test_a_portable_footprint_counts_what_an_epilogue_reads():
-    whole = Columns.of([PortableSchedule(40, 50, 10, "m")])
+def test_an_interpret_footprint_counts_what_an_epilogue_reads():
+    whole = Columns.of([InterpretSchedule(40, 50, 10, "m")])
     p = dataclasses.replace(PROBLEMS[2], k=20)
-    f = PORTABLE.footprint(p, whole, CPU)
+    f = INTERPRET.footprint(p, whole, CPU)
     loaded = f.steps * sum(operand.bytes for operand in f.operands)
     np.testing.assert_allclose(loaded + f.bytes_written, p.bytes_moved)
-    bare = PORTABLE.footprint(p.plain, whole, CPU)
+    bare = INTERPRET.footprint(p.plain, whole, CPU)
     assert f.onchip_bytes - bare.onchip_bytes == 2 * (50 + 40 * 50)
     assert f.special_ops * f.steps == 40 * 50
     assert bare.special_ops == 0

@@ -13,7 +13,7 @@ from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 pytestmark = pytest.mark.one_jax
 
 PROBLEM = MatmulProblem(64, 48, 100, "float32")
-TODAY = MATMUL.kernel("portable").version
+TODAY = MATMUL.kernel("interpret").version
 TIME = Measurement(1e-3, (1e-3,), "wall", "warm")
 
 
@@ -22,7 +22,7 @@ def of_backend(backend, trials=(), problem=PROBLEM, hardware=CPU, **options):
 
 
 def trial(number, schedule, outcome=TIME, version=TODAY):
-    return Trial(number, "portable", version, schedule, outcome, 1e-3)
+    return Trial(number, "interpret", version, schedule, outcome, 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"])
@@ -34,22 +34,22 @@ def test_every_schedule_of_every_kernel_is_accounted_for(kind, problem):
 
 
 def test_trials_move_schedules_from_untried_to_tried():
-    before = of_backend("portable")
+    before = of_backend("interpret")
     schedules = [ranked.schedule for ranked in before.first[:2]]
     failure = Failure("verify", "max error 1")
-    after = of_backend("portable", [trial(0, schedules[0]), trial(1, schedules[1], failure), trial(2, schedules[0])])
+    after = of_backend("interpret", [trial(0, schedules[0]), trial(1, schedules[1], failure), trial(2, schedules[0])])
     assert (len(after.tried), after.untried) == (2, before.untried - 2)
     assert [t.number for t in after.tried if isinstance(t.outcome, Failure)] == [1]
 
 
 def test_trials_of_another_version_or_of_no_legal_schedule_do_not_count():
-    best = of_backend("portable").first[0].schedule
+    best = of_backend("interpret").first[0].schedule
     odd = dict(best) | {"tile_m": 7}
-    assert of_backend("portable", [trial(0, best, version=0), trial(1, odd)]).tried == ()
+    assert of_backend("interpret", [trial(0, best, version=0), trial(1, odd)]).tried == ()
 
 
 def test_the_models_first_come_best_first_with_what_their_time_is_made_of():
-    first = of_backend("portable", top=4).first
+    first = of_backend("interpret", top=4).first
     assert len(first) == 4
     assert [ranked.predicted_s for ranked in first] == sorted(ranked.predicted_s for ranked in first)
     for ranked in first:
@@ -65,5 +65,5 @@ def test_a_kernel_that_tells_how_it_reaches_memory_is_shown_with_it():
     odd = next(a for a in explain(SOFTMAX, SoftmaxProblem(4096, 4095), h200, [], top=1)).first[0]
     assert odd.access.bytes == 2
     assert odd.access.transactions > 7 * first.access.transactions
-    assert of_backend("portable").first[0].access is None
+    assert of_backend("interpret").first[0].access is None
     assert of_backend("xla").first[0].schedule == {}

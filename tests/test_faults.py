@@ -11,7 +11,9 @@ from operations import FAULTS, FAULTY, RIGHT, FaultyProblem
 from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import Gpu, Pool, Task
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import Pool
+from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
@@ -24,7 +26,7 @@ CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", *RIGHT)
 @pytest.fixture(scope="module")
 def pool():
     gpu = Gpu(index="", uuid="faults", driver="", free_bytes=4 * GIB)
-    with Pool(gpu, slots=2, compile_timeout_s=600, run_timeout_s=5) as pool:
+    with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=600, run_timeout_s=5)) as pool:
         yield pool
 
 
@@ -70,7 +72,7 @@ def test_every_trial_ends_once_no_innocent_is_blamed_and_the_fastest_right_one_w
 
 def test_a_compiler_that_does_not_end_is_given_up():
     gpu = Gpu(index="", uuid="stuck", driver="", free_bytes=GIB)
-    with Pool(gpu, slots=1, compile_timeout_s=5) as pool:
+    with Pool(gpu, RunnerOptions(workers=1, compile_timeout_s=5)) as pool:
         pool.measure(task("ok"))  # imports and prepares
         assert pool.measure(task("ok stuck", 1)) == Failure("timeout", "lower did not end within 5 s")
         assert isinstance(pool.measure(task("ok stuck", 0)), Measurement)
@@ -87,7 +89,7 @@ def test_who_waits_for_a_neighbour_that_hangs_is_not_blamed_for_waiting(pool):
 def test_an_answer_is_wrong_only_if_it_is_wrong_on_operands_that_nobody_else_had(pool):
     # The first overwrites the operand that all candidates of a worker share.
     problem = FaultyProblem(8, "vandal ok ok")
-    with Pool(Gpu(index="", uuid="vandal", driver="", free_bytes=GIB), slots=1) as alone:
+    with Pool(Gpu(index="", uuid="vandal", driver="", free_bytes=GIB), RunnerOptions(workers=1)) as alone:
         for number in range(3):
             outcome = alone.measure(Task(FAULTY, problem, "scripted", {"number": number}, 3))
             assert isinstance(outcome, Measurement), outcome

@@ -1,12 +1,19 @@
 """Chips: a table whose figures agree with each other, and what is found where no row is."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from scheduler.core import hardware
-from scheduler.core.hardware import CPU, GIB, KIB, TABLE, describe, detect, find
+from scheduler.core.errors import NoCandidate, UnknownChip
+from scheduler.core.hardware import CPU, GIB, KIB, TABLE, Abilities, describe, detect, find
+from scheduler.dispatch import dispatch
+from scheduler.inspect.doctor import examine
+from search_spaces.kernel import Target
+from search_spaces.matmul import MATMUL, MatmulProblem
 
 EVERY = [pytest.param(row, id=row.kind) for row in (*TABLE, CPU)]
 
@@ -16,7 +23,9 @@ def test_figures_of_a_chip_agree_with_each_other(row):
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
         numbers = value.values() if field.name == "flops_per_s" else [value]
-        assert all(n > 0 or field.name == "onchip_reserved_bytes" for n in numbers if not isinstance(n, str | bool))
+        assert all(
+            n > 0 or field.name == "onchip_reserved_bytes" for n in numbers if not isinstance(n, str | bool | Abilities)
+        )
     assert row.onchip_bytes + row.onchip_reserved_bytes <= row.onchip_bytes_per_core
     assert row.l2_bytes < row.memory_bytes
     assert row.hbm_bytes_per_s < row.l2_bytes_per_s
@@ -84,7 +93,7 @@ def test_an_unknown_name_is_answered_with_those_known():
 
 
 def test_a_slice_has_its_share_of_the_peak():
-    whole, half = find("NVIDIA H200"), describe("cuda", "NVIDIA H200", "sm_90", 66)
+    whole, half = find("NVIDIA H200"), describe(Target("cuda", "NVIDIA H200", "sm_90", 66))
     assert half.cores == 66
     assert half.peak("bfloat16") == whole.peak("bfloat16") / 2
     assert half.id != whole.id
@@ -92,17 +101,60 @@ def test_a_slice_has_its_share_of_the_peak():
 
 @pytest.mark.parametrize(
     ("architecture", "cores", "kin"),
-    [("sm_90", 114, "NVIDIA H100 80GB HBM3"), ("sm_80", 56, "NVIDIA A100-SXM4-80GB"), ("sm_75", 40, TABLE[-1].kind)],
+    [("sm_90", 114, "NVIDIA H100 80GB HBM3"), ("sm_80", 56, "NVIDIA A100-SXM4-80GB")],
 )
 def test_a_chip_without_a_row_borrows_the_figures_of_its_kin_under_its_own_name(architecture, cores, kin):
-    row, found = find(kin), describe("cuda", "NVIDIA Unheard-of", architecture, cores)
+    row, found = find(kin), describe(Target("cuda", "NVIDIA Unheard-of", architecture, cores))
     assert (found.kind, found.architecture, found.cores) == ("NVIDIA Unheard-of", architecture, cores)
     assert found.onchip_bytes == row.onchip_bytes
     assert found.peak("float32") == pytest.approx(row.peak("float32") * cores / row.cores)
 
 
+UNKNOWN = [
+    SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", core_count=1),
+    SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148),
+    SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5", core_count=40),
+    SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce RTX 4090", compute_capability="8.9", core_count=128),
+]
+
+
+@pytest.mark.parametrize("device", UNKNOWN, ids=lambda device: device.device_kind)
+def test_a_chip_without_a_row_never_borrows_the_figures_of_another_architecture(device):
+    with pytest.raises(UnknownChip, match=rf"{device.device_kind} .* is not in the table of chips"):
+        detect(device)
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """On which a call finds itself."""
+    dispatch.reload()
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [UNKNOWN[0]])
+    yield UNKNOWN[0]
+    dispatch.reload()
+
+
+@pytest.mark.parametrize("on_miss", dispatch.ON_MISS)
+def test_on_an_unknown_chip_xla_answers_and_says_why(unknown, on_miss, caplog):
+    problem = MatmulProblem(64, 64, 64)
+    with caplog.at_level("INFO", "scheduler"):
+        found = dispatch.decide(MATMUL, problem, "tpu", dispatch.options(MATMUL, on_miss=on_miss))
+    assert found.kernel is MATMUL.library
+    assert "TPU v5 lite" in found.reason
+
+
+def test_on_an_unknown_chip_nobody_answers_for_xla(unknown):
+    with pytest.raises(NoCandidate, match=r"TPU v5 lite .* is not in the table"):
+        dispatch.decide(MATMUL, MatmulProblem(64, 64, 64), "tpu", dispatch.options(MATMUL, backends="pallas"))
+
+
+def test_doctor_says_why_xla_answers_on_an_unknown_chip(unknown):
+    (finding,) = (finding for finding in examine(lambda: detect(unknown)) if finding.what == "hardware")
+    assert finding.state == "note"
+    assert re.search("TPU v5 lite .* is not in the table of chips.*XLA answers every call", finding.detail)
+
+
 def test_a_cpu_is_one_constant_row_whatever_it_is():
-    assert describe("cpu", "whatever", "x86", 64) is CPU
+    assert describe(Target("cpu", "whatever", "x86", 64)) is CPU
     assert detect(SimpleNamespace(platform="cpu", device_kind="cpu")) is CPU
 
 

@@ -10,7 +10,7 @@ from operations import DOUBLE, DoubleProblem
 
 from scheduler.core.errors import WorkerError
 from scheduler.core.records import Measurement
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.search import jobs
 from scheduler.search.jobs import Malformed, Task, parse, parse_backends
 from scheduler.store.store import Store
@@ -59,7 +59,7 @@ def test_a_problem_has_what_the_job_shares_unless_it_says_otherwise():
     [
         ("mm = 1", "did you mean 'm'"),
         ("m = 8\nn = 8\nk = 8\nbudgt = 3", "no field 'budgt'; did you mean 'budget'"),
-        ("m = 1.5", "m=1.5 is no whole number"),
+        ("m = 1.5", "m=1.5 is no integer"),
         ("m = 1", "missing n, k"),
         ("m = 8\nn = 8\nk = 8\nbudget = 0", "budget=0 is not a positive number"),
         ("m = 8\nn = 8\nk = 8\nbudget = true", "budget=True is not a positive number"),
@@ -91,7 +91,7 @@ def test_what_is_wrong_with_the_whole_job_stops_it(text, complaint):
 
 def test_backends_are_all_or_pallas_or_named():
     assert parse_backends(MATMUL, None) is None
-    assert parse_backends(MATMUL, "xla, portable") == {"xla", "portable"}
+    assert parse_backends(MATMUL, "xla, interpret") == {"xla", "interpret"}
     assert parse_backends(DOUBLE, "pallas") == {"scripted"}
 
 
@@ -150,7 +150,7 @@ def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
 
 
 def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothing(runner, tmp_path, monkeypatch):
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"portable"}))
+    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"interpret"}))
     with contextlib.closing(Store(tmp_path / "shipped.db")) as store:
         record = next(jobs.run([task], store=store, runner=runner)).record
         # A schedule that neither the search nor the model would have named first.
@@ -163,9 +163,9 @@ def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothi
 
 
 def test_the_entry_of_a_result_keeps_to_the_backends_asked_for(runner):
-    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"portable"}))
+    task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3, backends=frozenset({"interpret"}))
     result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
-    assert result.entry.backend == "portable"
+    assert result.entry.backend == "interpret"
     assert result.library is not None
 
 

@@ -14,7 +14,7 @@ from scheduler.core.hardware import CPU
 from scheduler.core.records import Entry, Failure, Measurement
 from scheduler.dispatch import dispatch
 from scheduler.measure import replay
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.pruning import prune

@@ -15,9 +15,12 @@ from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import verification
 from scheduler.measure.bench import Bench, least_bytes, needed_bytes
-from scheduler.measure.pool import CONTEXT_BYTES, Gpu, InProcess, Pool, Task
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import Pool
+from scheduler.measure.runner import InProcess, RunnerOptions, Task
+from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.search.tuner import tune
-from search_spaces.kernel import Problem
+from search_spaces.kernel import Problem, nbytes
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RmsNormProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
@@ -87,7 +90,7 @@ def test_of_a_large_result_a_wrong_tile_and_a_row_that_was_not_written_are_found
 def test_a_bench_of_a_large_result_keeps_a_small_reference_and_measures():
     problem = MatmulProblem(256, 64, 16, dtype="float32")
     bench = Bench(MATMUL, problem, CPU)
-    assert bench._draw.expected.shape == (8, 64)
+    assert bench._draw.expected[0].shape == (8, 64)
     assert isinstance(bench.measure("xla", {}, 2), Measurement)
     assert bench.confirm("xla", {}) is None
 
@@ -129,6 +132,16 @@ def test_what_memory_holds_once_fits_at_least_one_worker(problem):
     assert least_bytes(problem) < needed_bytes(problem, H200) < 140 * GIB - CONTEXT_BYTES
 
 
+def test_one_worker_holds_a_product_whose_results_each_need_the_next_power_of_two_where_xla_autotunes():
+    """65536 x 65536 x 4096 in int8: results of 2^34 bytes, in regions of 2^35."""
+    share = 140 * GIB // 2 - CONTEXT_BYTES
+    exact = MatmulProblem(65536, 65536, 4096, dtype="int8", out_dtype="int32")
+    assert nbytes(exact.result()) == 2**34
+    assert needed_bytes(exact, H200) > share
+    smaller = dataclasses.replace(exact, m=65024)
+    assert 2 * needed_bytes(smaller, H200) < 1.2 * needed_bytes(exact, H200)
+
+
 def noted(place, **fields):
     place.mkdir(exist_ok=True)
     return Task(CROWDED, CrowdedProblem(place=str(place), **fields), "scripted", {}, 2)
@@ -136,14 +149,14 @@ def noted(place, **fields):
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(Gpu(index="", uuid="memory", driver="", free_bytes=2 * GIB), slots=2) as pool:
+    with Pool(Gpu(index="", uuid="memory", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
         yield pool
 
 
 def large(pool):
     """A problem that two workers of `pool` cannot hold at once, and one can."""
     problem = DoubleProblem(2**24)
-    assert pool._share(2) < needed_bytes(problem, CPU) < pool._share(1)
+    assert pool._shares.bytes(2) < needed_bytes(problem, CPU) < pool._shares.bytes(1)
     return Task(DOUBLE, problem, "scripted", {"tile": 1, "behave": "ok"}, 2)
 
 
@@ -155,11 +168,11 @@ def small(tile):
 def test_as_many_workers_hold_a_problem_as_fit_and_the_next_problem_has_them_all_again(pool):
     for _ in range(2):
         with ThreadPoolExecutor(2) as threads:
-            assert pool.room(DOUBLE, DoubleProblem(8)) == 2
+            assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
             assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [small(1), small(2)]))
             assert sum(worker.pid is not None for worker in pool._workers) == 2
             task = large(pool)
-            assert pool.room(task.operation, task.problem) == 1
+            assert pool.capacity(task.operation, task.problem) == 1
             library = dataclasses.replace(task, backend="xla", schedule={})
             assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [task, library]))
             assert sum(worker.pid is not None for worker in pool._workers) == 1
@@ -180,8 +193,8 @@ def test_what_finds_no_memory_beside_others_is_tried_alone(pool, tmp_path):
         library = dataclasses.replace(noted(tmp_path), backend="xla")
         assert isinstance(pool.measure(library), Measurement)
         assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [noted(tmp_path)] * 2))
-    assert pool.room(CROWDED, noted(tmp_path).problem) == 1, "it needs more than was estimated"
-    assert pool.room(DOUBLE, DoubleProblem(8)) == 2
+    assert pool.capacity(CROWDED, noted(tmp_path).problem) == 1, "it needs more than was estimated"
+    assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
 
 
 @pytest.mark.one_jax
@@ -191,8 +204,30 @@ def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, t
         outcome = pool.measure(greedy)
         assert isinstance(outcome, Failure)
         assert outcome.stage == "memory"
-    assert pool.room(CROWDED, greedy.problem) == 2
+    assert pool.capacity(CROWDED, greedy.problem) == 2
     assert isinstance(pool.measure(dataclasses.replace(greedy, backend="xla")), Measurement)
+
+
+def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(pool, tmp_path, monkeypatch):
+    """As XLA's allocator on a GPU: in a run, whose limit follows from what ran before."""
+    monkeypatch.setattr("scheduler.measure.limits.RUN_LIMIT_S", 1.0)
+    monkeypatch.setattr("scheduler.measure.limits.ALLOCATOR_RETRY_S", 2.0)
+    waiting = noted(tmp_path, waits_s=2)
+    assert isinstance(pool.measure(dataclasses.replace(waiting, backend="xla")), Measurement)
+    with ThreadPoolExecutor(2) as threads:
+        assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [waiting] * 2))
+    assert pool.capacity(CROWDED, waiting.problem) == 1
+
+
+def test_a_librarys_compilation_that_does_not_end_beside_others_is_tried_alone(tmp_path):
+    """As XLA's autotuner, which waits for memory for each algorithm."""
+    gpu = Gpu(index="", uuid="autotuned", driver="", free_bytes=2 * GIB)
+    with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=10)) as pool:
+        kernel = noted(tmp_path, autotuned=True)
+        library = dataclasses.replace(kernel, backend="xla")
+        assert isinstance(pool.measure(kernel), Measurement)
+        assert isinstance(pool.measure(library), Measurement)
+        assert pool.capacity(CROWDED, kernel.problem) == 1, "it needs more than was estimated"
 
 
 def test_what_no_memory_holds_is_said_before_anything_runs(pool):
@@ -204,9 +239,9 @@ def test_what_no_memory_holds_is_said_before_anything_runs(pool):
 
 @pytest.mark.one_jax
 def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an_error(monkeypatch):
-    with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), slots=2) as pool:
+    with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
         first, second = pool._workers
-        monkeypatch.setattr("scheduler.measure.pool.RESTART_PAUSES_S", (0.0,))
+        monkeypatch.setattr("scheduler.measure.worker_process.RESTART_PAUSES_S", (0.0,))
 
         def refused(share_bytes):
             return WorkerError("the device is full")
@@ -215,7 +250,7 @@ def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an
         first._child.kill()
         outcomes = [pool.measure(small(tile)) for tile in (1, 2, 4)]
         assert all(isinstance(outcome, Measurement) for outcome in outcomes)
-        assert pool._living == {second}
+        assert pool._division.living == {second}
         with monkeypatch.context() as patch:
             patch.setattr(second, "begin", refused)
             second._child.kill()
@@ -226,7 +261,7 @@ def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an
 
 def test_the_memory_that_a_worker_may_take_is_its_share(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # for the user's programs
-    with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), slots=2) as pool:
+    with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), RunnerOptions(workers=2)) as pool:
         with open(f"/proc/{pool._workers[0].pid}/environ", "rb") as file:
             told = dict(line.split(b"=", 1) for line in file.read().split(b"\0") if b"=" in line)
         assert float(told[b"XLA_CLIENT_MEM_FRACTION"]) == pytest.approx((4 - 0.5) / 16, abs=1e-4)

@@ -35,7 +35,7 @@ def test_sums_of_int8_do_not_fit_float16():
 
 
 @pytest.mark.parametrize(("dtype", "out"), PAIRS)
-@pytest.mark.parametrize("backends", ["xla", "portable"])
+@pytest.mark.parametrize("backends", ["xla", "interpret"])
 def test_a_call_gives_what_jnp_matmul_gives(dtype, out, backends):
     a, b = operands(dtype)
     wanted = jnp.matmul(a, b.T, preferred_element_type=jnp.int32 if dtype == "int8" else jnp.float32)

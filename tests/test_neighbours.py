@@ -25,9 +25,17 @@ pytestmark = pytest.mark.one_jax
 PALLAS = frozenset({"mosaic_gpu"})
 TODAY = MATMUL.kernel("mosaic_gpu").version
 WIDE = MatmulProblem(128, 8192, 8192)
-# Legal for 128 rows, and neither the model's first choice there nor far behind it.
-WON = {"tile_m": 64, "tile_n": 128, "tile_k": 128, "stages": 4, "split": "n", "cluster": "m", "raster": "n"}
-WON |= {"raster_width": 1, "epilogue_n": 64}
+# Legal for 128 rows, and neither the top prediction there nor far behind it.
+WON = {
+    "tile_m": 64,
+    "tile_n": 128,
+    "tile_k": 128,
+    "stages": 4,
+    "consumers": "cooperative_n",
+    "cluster": "m",
+    "grid_minor_dim": "n",
+}
+WON |= {"grid_tile_width": 1, "epi_tile_n": 64}
 
 
 def record(problem=WIDE, schedule=WON, ours_s=30e-6, library_s=40e-6, version=TODAY, operation=MATMUL):
@@ -61,10 +69,10 @@ def test_a_schedule_that_won_next_door_and_was_not_checked_for_rows_like_these_i
     monkeypatch.setattr(
         type(SOFTMAX.kernel("mosaic_gpu")),
         "verified",
-        lambda kernel, problem, schedules, target: (schedules.hold == "registers") | (problem.columns % 256 == 0),
+        lambda kernel, problem, schedules, target: (schedules.residency == "registers") | (problem.columns % 256 == 0),
     )
     whole, ragged = SoftmaxProblem(4096, 8192), SoftmaxProblem(4096, 8193)
-    won = {"hold": "onchip", "warps": 4, "vector": 8, "rows": 1, "pieces": 4, "slots": 0, "ahead": 0, "held": 1}
+    won = {"residency": "smem", "warps": 4, "vector": 8, "accesses": 4, "register_chunks": 1}
     rows = SOFTMAX.kernel("mosaic_gpu")
     assert [illegal(rows, problem, H200, won) for problem in (whole, ragged)] == [None, None]
     told = record(whole, won, ours_s=30e-6, library_s=60e-6, version=rows.version, operation=SOFTMAX)

@@ -1,8 +1,10 @@
-"""The package as others meet it: its version, its types, and who else is named `scheduler`."""
+"""The package as others meet it (its version, its types, who else is named `scheduler`) and as its readers do."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -154,3 +156,107 @@ def test_a_package_in_its_place_says_nothing():
     assert tile_scheduler.trouble() is None
     status, said = ran(sys.executable, "-W", "error", "-c", "import scheduler, search_spaces", PYTHONPATH=str(ROOT))
     assert (status, said) == (0, "")
+
+
+# What readers meet: files and functions of a size that one can follow, and the field's words.
+
+SOURCES = [path for package in ("scheduler", "search_spaces") for path in sorted((ROOT / package).rglob("*.py"))]
+MOST_LINES = 400
+MOST_NESTED = 4
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.ClassDef)
+
+
+def nested(node):
+    """How many blocks lie within each other below `node`; an `elif` is no block of its own."""
+    deepest = 0
+    for name, value in ast.iter_fields(node):
+        children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        chained = (
+            isinstance(node, ast.If) and name == "orelse" and len(children) == 1 and isinstance(children[0], ast.If)
+        )
+        for child in children:
+            deepest = max(deepest, nested(child) + (isinstance(child, BLOCKS) and not chained))
+    return deepest
+
+
+@pytest.mark.parametrize(
+    ("body", "levels"),
+    [
+        ("return 1", 0),
+        ("if a:\n  b\nelif c:\n  d\nelse:\n  e", 1),
+        ("if a:\n  b\nelse:\n  if c:\n    d\n  e", 2),
+        ("for a in b:\n  with c:\n    try:\n      d\n    except E:\n      if f:\n        g", 4),
+        ("def inner():\n  while a:\n    match b:\n      case 1:\n        c", 3),
+    ],
+)
+def test_blocks_within_each_other_are_counted(body, levels):
+    (function,) = ast.parse("def f():\n" + "".join(f"  {line}\n" for line in body.splitlines())).body
+    assert nested(function) == levels
+
+
+def test_no_function_is_nested_deeper_than_four():
+    deep = {
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and nested(node) > MOST_NESTED
+    }
+    assert not deep
+
+
+# Being parted now.
+LONG = {
+    "scheduler/api.py",
+    "scheduler/dispatch/dispatch.py",
+    "scheduler/measure/pool.py",
+    "scheduler/model/cost.py",
+    "search_spaces/kernel.py",
+}
+
+
+def test_no_file_is_longer_than_400_lines():
+    long = {str(path.relative_to(ROOT)) for path in SOURCES if len(path.read_text().splitlines()) > MOST_LINES}
+    assert long <= LONG
+
+
+# Words of our own for what the field has words for, as far as they mean nothing else; `search_spaces/aliases.py` reads
+# the old spellings of schedules and backends.
+OWN_WORDS = re.compile(
+    r"\b(multipliers?|copiers?|copy units?|blocks? that stays?|to and fro|fills? the cores|tiles shared along k"
+    r"|what follows|whole numbers?|in_groups|mailed|(?-i:Board|Team|Everyone)|askew|met in the cache|portable"
+    r"|model said|of bound|the model's first|unconfirmed|paid answer|free answer|doubtful|suspect|judges?"
+    r"|raster_width|epilogue_n|in_flight|hold=|split=|swap=)(?!\w)",
+    re.IGNORECASE,
+)
+# Being renamed now.
+OLD_WORDS = {
+    "README.md",
+    "docs/add-a-kernel.md",
+    "docs/architecture.md",
+    "docs/measuring.md",
+    "docs/performance.md",
+    "docs/rows.md",
+    "docs/search-quality.md",
+    "scheduler/api.py",
+    "scheduler/core/records.py",
+    "scheduler/measure/bench.py",
+    "scheduler/measure/pool.py",
+    "scheduler/measure/worker.py",
+    "scheduler/model/calibration.py",
+    "scheduler/model/cost.py",
+    "scheduler/search/search.py",
+    "search_spaces/kernel.py",
+    "search_spaces/matmul/hopper/footprint.py",
+    "search_spaces/matmul/hopper/kernel.py",
+    "search_spaces/matmul/hopper/tiling.py",
+}
+
+
+def test_the_words_are_those_of_the_field():
+    read = [*SOURCES, ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {
+        str(path.relative_to(ROOT)): sorted({match[0] for match in OWN_WORDS.finditer(path.read_text())})
+        for path in read
+        if path != ROOT / "search_spaces" / "aliases.py" and OWN_WORDS.search(path.read_text())
+    }
+    assert not {path: words for path, words in found.items() if path not in OLD_WORDS}

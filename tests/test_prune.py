@@ -12,7 +12,7 @@ from scheduler.core.hardware import CPU, find
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces import Columns, Footprint, Kernel, Operand, Space
-from search_spaces.matmul.portable import PortableMatmul
+from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
@@ -87,7 +87,7 @@ def schedules(pruned):
     onchip_bytes=st.integers(1_000, 4_000_000),
 )
 def test_every_point_of_the_space_is_kept_or_dropped_for_a_reason(problem, keep, incumbent_s, onchip_bytes):
-    hardware, kernel = dataclasses.replace(CPU, onchip_bytes=onchip_bytes), PortableMatmul()
+    hardware, kernel = dataclasses.replace(CPU, onchip_bytes=onchip_bytes), InterpretMatmul()
     model = CostModel(hardware)
     pruned = prune(kernel, problem, hardware, model, keep=keep, incumbent_s=incumbent_s)
     space = kernel.space(problem, hardware.target)
@@ -177,7 +177,7 @@ def test_only_what_was_checked_on_the_architecture_is_kept_on_request():
 
 def test_the_kept_ones_are_the_best_of_all():
     model = CostModel(CPU)
-    every, few = (prune(PortableMatmul(), SMALL, CPU, model, keep=keep) for keep in (None, 7))
+    every, few = (prune(InterpretMatmul(), SMALL, CPU, model, keep=keep) for keep in (None, 7))
     assert schedules(few) == schedules(every)[:7]
     assert few.dropped["ranked below the first 7"] == len(every.points) - 7
 
@@ -202,7 +202,7 @@ def test_a_library_kernel_passes_with_its_one_point(hardware):
 
 def test_nothing_fits_a_chip_without_memory():
     hardware = dataclasses.replace(CPU, onchip_bytes=1)
-    pruned = prune(PortableMatmul(), SMALL, hardware, CostModel(hardware))
+    pruned = prune(InterpretMatmul(), SMALL, hardware, CostModel(hardware))
     assert pruned.candidates() == []
     assert sum(pruned.dropped.values()) == pruned.size
 

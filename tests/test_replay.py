@@ -21,13 +21,12 @@ from typer.testing import CliRunner
 import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.hardware import CPU, find
-from scheduler.core.identity import key_of
+from scheduler.core.identity import key_of, schedule_to_text
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import InProcess, Task
 from scheduler.measure.replay import Recorder, Replay, read, read_again
+from scheduler.measure.runner import InProcess, Task
 from scheduler.search.sweep import file_name, sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
@@ -246,7 +245,7 @@ def test_a_malformed_trial_is_refused_with_its_line(recorded):
     path, *_ = recorded
     lines = gzip.decompress(path.read_bytes()).splitlines()
     path.write_bytes(gzip.compress(b"\n".join([*lines[:3], b'{"number": 1.5}', *lines[3:], b""])))
-    with pytest.raises(RecordingError, match="line 4: number: a whole number"):
+    with pytest.raises(RecordingError, match="line 4: number: an integer"):
         read(path)
 
 

@@ -7,7 +7,7 @@ import pytest
 from values import VERDICT, record
 
 from scheduler.cli.layout import difference
-from scheduler.cli.verdict_report import gain_text, interval_text, library, standing, verdict
+from scheduler.cli.verdict_report import gain_text, interval_text, standing, verdict
 from scheduler.core.records import Entry, Measurement, Verdict
 from scheduler.search.final_comparison import Rival, race
 from scheduler.store.store import shipped
@@ -75,7 +75,7 @@ def test_no_interval_has_a_negative_end(low, more):
 def test_what_is_said_of_a_shipped_record_agrees_with_itself(one):
     told, gain = verdict(one), gain_text(one)
     assert " -" not in " ".join(told)
-    if one.winner.backend != "xla" and (xla := library(one)) is not None:
+    if one.winner.backend != "xla" and (xla := one.library_entry) is not None:
         assert ("times as fast as XLA" in told[0]) == gain.endswith("x")
         assert standing(one, xla).ratio > 0.99
     assert one.undecided == ("undecided" in told[-1])

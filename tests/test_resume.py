@@ -21,7 +21,7 @@ from scheduler.core.hardware import CPU, find
 from scheduler.core.identity import key_of
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import bench
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Operation

@@ -16,7 +16,7 @@ from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
 from scheduler.search.reverify import reverify
@@ -199,11 +199,11 @@ def test_records_of_other_chips_and_unknown_operations_are_told_apart():
 
 def test_the_command_settles_a_stale_record_on_a_cpu():
     problem = MatmulProblem(32, 32, 32, "float32")
-    answer = predict(MATMUL, problem, CPU, backends=frozenset({"portable"}))
+    answer = predict(MATMUL, problem, CPU, backends=frozenset({"interpret"}))
     slow = Measurement(9.0, (9.0,), "wall", "warm")
     stale = Record(
         key_of(MATMUL, problem, CPU),
-        (Entry("portable", 1, answer.schedule, slow, 1e-3), Entry("xla", 1, {}, slow, 1e-3)),
+        (Entry("interpret", 1, answer.schedule, slow, 1e-3), Entry("xla", 1, {}, slow, 1e-3)),
         {kernel.backend: kernel.version for kernel in MATMUL.kernels},
         OLD,
         budget=2,
@@ -219,7 +219,7 @@ def test_the_command_settles_a_stale_record_on_a_cpu():
     assert (said["state"], said["then_s"]) == ("holds", 9.0)
     assert 0 < said["now_s"] < 1
     assert store.get(stale.key).environment.jax == importlib.metadata.version("jax")
-    assert {entry.backend for entry in store.get(stale.key).entries} == {"portable", "xla"}
+    assert {entry.backend for entry in store.get(stale.key).entries} == {"interpret", "xla"}
 
 
 def test_the_command_ends_with_status_1_where_a_record_does_not_hold():

@@ -81,7 +81,7 @@ def test_a_large_problem_without_a_pallas_schedule_counts_as_nothing():
     assert benchmark.summary([row("softmax", 1024), missing])["softmax_tb_per_s_worst"] == 0.0
 
 
-def test_a_rehearsal_searches_judges_and_writes_every_figure(tmp_path):
+def test_a_rehearsal_searches_times_and_writes_every_figure(tmp_path):
     where = ["--work", str(tmp_path / "work"), "--results", str(tmp_path)]
     benchmark.main(["--cache", str(tmp_path / "cache.db"), "--budget", "2", "--rounds", "1", *where])
     (file,) = tmp_path.glob("rows-cpu*.json")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.core import codec
+from scheduler.store import text_files
 from scheduler.store.store import shipped
 
 pytestmark = pytest.mark.one_jax
@@ -27,20 +27,20 @@ def test_cache_db_and_records_agree():
     store = shipped()
     assert store is not None
     assert Path(store.location) == ROOT / "cache.db"
-    assert list(store.records()) == codec.read_records(ROOT / "records"), "run: python -m scheduler build-cache"
+    assert list(store.records()) == text_files.read_records(ROOT / "records"), "run: python -m scheduler build-cache"
 
 
 def test_cache_db_and_the_constants_in_records_agree():
     store = shipped()
     assert store is not None
-    kept = codec.read_calibrations(ROOT / "records")
+    kept = text_files.read_calibrations(ROOT / "records")
     assert store.calibrations() == kept, "run: python -m scheduler build-cache"
     assert {c.backend for c in kept if c.operation == "matmul"} == {"mosaic_gpu", "xla"}
 
 
 def test_every_file_of_records_is_sorted_and_in_its_place(tmp_path):
-    written = codec.add_records(tmp_path, codec.read_records(ROOT / "records"))
-    written = sorted([*written, *codec.add_calibrations(tmp_path, codec.read_calibrations(ROOT / "records"))])
+    written = text_files.add_records(tmp_path, text_files.read_records(ROOT / "records"))
+    written = sorted([*written, *text_files.add_calibrations(tmp_path, text_files.read_calibrations(ROOT / "records"))])
     assert [file.relative_to(tmp_path) for file in written] == [
         file.relative_to(ROOT / "records") for file in sorted((ROOT / "records").glob("*/*"))
     ]
@@ -60,4 +60,4 @@ def test_a_wheel_finds_its_cache_db_when_installed(tmp_path):
     subprocess.run(pip, **run)
     environment = os.environ | {"PYTHONPATH": str(site)}
     found = subprocess.run([sys.executable, "-c", FIND], cwd=tmp_path, env=environment, **run).stdout.splitlines()
-    assert found == [str(site / "scheduler" / "cache.db"), str(len(codec.read_records(ROOT / "records")))]
+    assert found == [str(site / "scheduler" / "cache.db"), str(len(text_files.read_records(ROOT / "records")))]

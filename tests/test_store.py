@@ -22,8 +22,10 @@ from modes import frozen, with_modes
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.records import Calibration, Failure, Key
-from scheduler.store import store as store_module
-from scheduler.store.store import MIGRATIONS, Store, build_shipped, default_url, file_system
+from scheduler.store import database, text_files
+from scheduler.store.database import file_system
+from scheduler.store.schema import MIGRATIONS
+from scheduler.store.store import Store, build_shipped, default_url
 
 pytestmark = pytest.mark.one_jax
 
@@ -124,7 +126,7 @@ def test_trials_come_back_in_the_order_they_ended(any_store):
 
 
 def test_a_lease_is_its_owners_until_it_is_released_or_expires(any_store):
-    if not any_store._shared:
+    if not any_store._database.shared:
         assert [any_store.lease(values.KEY, owner, 60) for owner in "ab"] == ["a", "b"]
         return
     other = other_key(problem="{}")
@@ -403,7 +405,7 @@ def test_pages_that_are_overwritten_are_an_error_not_an_answer(path):
 
 
 def test_a_lock_that_stays_is_an_error_that_says_so(path, monkeypatch):
-    monkeypatch.setattr(store_module, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
     store = Store(path)
     store.put(values.record())
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -414,7 +416,7 @@ def test_a_lock_that_stays_is_an_error_that_says_so(path, monkeypatch):
 
 def test_a_full_disk_is_an_error_that_says_so(memory):
     memory.put(values.record())
-    with memory._engine.connect() as connection:
+    with memory._database._engine.connect() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
     trial = values.trial(outcome=Failure("compile", "x" * 10**6))
@@ -504,7 +506,10 @@ def test_readonly_answers_and_refuses_writes(path):
 
 def test_readonly_holds_in_the_database_too(path):
     Store(path).put(values.record())
-    with Store(path, readonly=True)._engine.connect() as connection, pytest.raises(Exception, match="readonly"):
+    with (
+        Store(path, readonly=True)._database._engine.connect() as connection,
+        pytest.raises(Exception, match="readonly"),
+    ):
         connection.exec_driver_sql("DELETE FROM schedules")
 
 
@@ -537,7 +542,7 @@ def test_readonly_of_nothing_is_an_error(path):
 
 def test_the_shipped_file_is_one_file_with_the_same_bytes_each_time(tmp_path):
     records = [values.record(other_key(problem=f'{{"m":{m}}}')) for m in range(30)]
-    codec.add_records(tmp_path / "records", records)
+    text_files.add_records(tmp_path / "records", records)
     first, second = tmp_path / "a" / "first.db", tmp_path / "a" / "second.db"
     first.parent.mkdir()
     assert build_shipped(tmp_path / "records", first) == 30
@@ -546,13 +551,13 @@ def test_the_shipped_file_is_one_file_with_the_same_bytes_each_time(tmp_path):
     assert first.read_bytes() == second.read_bytes()
     assert sorted(file.name for file in first.parent.iterdir()) == ["first.db", "second.db"]
     assert first.read_bytes()[18:20] == b"\x01\x01"  # No write-ahead log (SQLite, "Database File Format", 1.3.3).
-    assert list(Store(first, readonly=True).records()) == codec.read_records(tmp_path / "records")
+    assert list(Store(first, readonly=True).records()) == text_files.read_records(tmp_path / "records")
 
 
 def test_the_shipped_file_opens_in_a_directory_that_cannot_be_written(tmp_path):
     place = tmp_path / "frozen"
     place.mkdir()
-    codec.add_records(tmp_path / "records", [values.record()])
+    text_files.add_records(tmp_path / "records", [values.record()])
     build_shipped(tmp_path / "records", place / "cache.db")
     (place / "cache.db").chmod(0o444)
     place.chmod(0o555)
@@ -730,7 +735,7 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(tmp_path):
 
 @pytest.mark.parametrize(("kind", "mode"), [("ext4", "wal"), ("nfs4", "delete"), ("", "delete")])
 def test_the_log_is_written_ahead_only_where_that_is_safe(path, kind, mode, monkeypatch):
-    monkeypatch.setattr(store_module, "file_system", lambda _: kind)
+    monkeypatch.setattr(database, "file_system", lambda _: kind)
     Store(path).put(values.record())
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone() == (mode,)

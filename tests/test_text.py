@@ -11,7 +11,8 @@ from hypothesis import given
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
-from scheduler.core.records import Calibration, Key, Verdict
+from scheduler.core.records import Calibration, Failure, Key, Verdict
+from scheduler.store import text_files
 
 pytestmark = pytest.mark.one_jax
 
@@ -38,17 +39,25 @@ def test_calibrations_are_kept_by_chip_and_kernel_and_the_newer_one_replaces_the
     def fitted(hardware, backend, error):
         return Calibration(hardware, "matmul", backend, 1, {"p": 5.0}, 7, 900, error, values.ENVIRONMENT)
 
-    codec.add_calibrations(tmp_path, [fitted("one", "xla", 0.1), fitted("one", "mosaic_gpu", 0.1)])
-    codec.add_calibrations(tmp_path, [fitted("one", "xla", 0.2), fitted("two", "xla", 0.3)])
-    found = {(c.hardware, c.backend): c.error for c in codec.read_calibrations(tmp_path)}
+    text_files.add_calibrations(tmp_path, [fitted("one", "xla", 0.1), fitted("one", "mosaic_gpu", 0.1)])
+    text_files.add_calibrations(tmp_path, [fitted("one", "xla", 0.2), fitted("two", "xla", 0.3)])
+    found = {(c.hardware, c.backend): c.error for c in text_files.read_calibrations(tmp_path)}
     assert found == {("one", "mosaic_gpu"): 0.1, ("one", "xla"): 0.2, ("two", "xla"): 0.3}
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "constants.json").write_text((tmp_path / "two" / "constants.json").read_text())
     with pytest.raises(StoreError, match="two matmul xla; keep one"):
-        codec.read_calibrations(tmp_path)
+        text_files.read_calibrations(tmp_path)
     (tmp_path / "three" / "constants.json").write_text("{}")
     with pytest.raises(StoreError, match="a list is wanted"):
-        codec.read_calibrations(tmp_path)
+        text_files.read_calibrations(tmp_path)
+
+
+def test_a_failure_in_an_old_spelling_is_read_in_todays_and_a_stage_that_never_was_is_refused():
+    failed = values.trial(outcome=Failure("implausible", "takes 0 s"))
+    text = codec.trial_to_text(failed)
+    assert codec.trial_from_text(text.replace("implausible", "suspect")) == failed
+    with pytest.raises(ValueError, match=r"stage: one of lower,.* is wanted, found 'guilty'"):
+        codec.trial_from_text(text.replace("implausible", "guilty"))
 
 
 def test_a_bool_and_a_number_of_a_schedule_stay_what_they_are():
@@ -70,9 +79,9 @@ def test_a_canonical_problem_is_written_as_an_object():
 
 def test_export_sorts_and_import_restores():
     records = [values.record(Key(o, h, "{}")) for o, h in (("b", "x"), ("a", "y"), ("a", "x"))]
-    exported = codec.export_text(records)
-    assert codec.import_text(exported) == [records[2], records[1], records[0]]
-    assert codec.export_text(reversed(records)) == exported
+    exported = text_files.export_text(records)
+    assert text_files.import_text(exported) == [records[2], records[1], records[0]]
+    assert text_files.export_text(reversed(records)) == exported
 
 
 @pytest.mark.parametrize(
@@ -85,10 +94,10 @@ def test_export_sorts_and_import_restores():
         (("entries", 0, "measurement", "samples_s", 1), True, "samples_s: item 1: a finite number"),
         (("entries", 0, "measurement", "clock"), "sundial", "clock: one of cupti, wall is wanted, found 'sundial'"),
         (("entries", 0, "measurement", "clock"), ["cupti"], "clock: one of cupti, wall"),
-        (("entries", 1, "schedule"), {"tile_m": 1.5}, "entries: item 1: schedule: tile_m: a whole number, true, false"),
-        (("versions",), {"xla": True}, "versions: xla: a whole number"),
+        (("entries", 1, "schedule"), {"tile_m": 1.5}, "entries: item 1: schedule: tile_m: an integer, true, false"),
+        (("versions",), {"xla": True}, "versions: xla: an integer"),
         (("environment",), None, "environment: a JSON object is wanted, found None"),
-        (("budget",), -1, "budget: a whole number"),
+        (("budget",), -1, "budget: an integer"),
         (("problem",), 7, "problem: text is wanted"),
         (("confidence", "drift"), None, "confidence: drift: a finite number is wanted, found None"),
         (("confidence", "margin_low"), "1 %", "confidence: margin_low: a finite number or null is wanted"),
@@ -136,7 +145,7 @@ def test_a_time_that_is_not_finite_is_never_written():
 def test_import_has_a_sentence_for_every_bad_line():
     good = codec.record_to_text(values.record())
     with pytest.raises(StoreError) as caught:
-        codec.import_text(f"{good}\n\nnonsense\n{good}\n{{}}\n", source="mine.jsonl")
+        text_files.import_text(f"{good}\n\nnonsense\n{good}\n{{}}\n", source="mine.jsonl")
     message = str(caught.value)
     assert "mine.jsonl" in message
     assert "line 3: no JSON" in message
@@ -147,33 +156,33 @@ def test_import_has_a_sentence_for_every_bad_line():
 def test_records_are_filed_by_hardware_and_operation_and_replace_older_ones(tmp_path):
     old, other = values.record(), values.record(Key("softmax", values.KEY.hardware, "{}"))
     new = values.record(measurement=values.SLOW)
-    codec.add_records(tmp_path, [old, other])
-    files = codec.add_records(tmp_path, [new])
+    text_files.add_records(tmp_path, [old, other])
+    files = text_files.add_records(tmp_path, [new])
     assert [file.relative_to(tmp_path).as_posix() for file in files] == ["nvidia-h200-132-cores-140-gib/matmul.jsonl"]
-    assert codec.read_records(tmp_path) == [new, other]
+    assert text_files.read_records(tmp_path) == [new, other]
 
 
 def test_one_key_in_two_files_is_refused(tmp_path):
-    [file] = codec.add_records(tmp_path, [values.record()])
+    [file] = text_files.add_records(tmp_path, [values.record()])
     (file.parent / "copy.jsonl").write_bytes(file.read_bytes())
     with pytest.raises(StoreError, match="both hold matmul"):
-        codec.read_records(tmp_path)
+        text_files.read_records(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"nonsense\n"])
 def test_a_damaged_file_of_records_is_named(tmp_path, content):
-    [file] = codec.add_records(tmp_path, [values.record()])
+    [file] = text_files.add_records(tmp_path, [values.record()])
     file.write_bytes(content)
     with pytest.raises(StoreError, match=r"matmul\.jsonl"):
-        codec.read_records(tmp_path)
+        text_files.read_records(tmp_path)
 
 
 def test_records_that_two_branches_add_merge_by_the_line(tmp_path):
     base, *sides = (tmp_path / name for name in ("base", "ours", "theirs"))
     keys = [Key("matmul", "chip", f'{{"m":{m}}}') for m in range(4)]
-    codec.add_records(base, [values.record(keys[0])])
+    text_files.add_records(base, [values.record(keys[0])])
     for side, key in zip(sides, keys[1:3], strict=True):
-        codec.add_records(side, [values.record(keys[0]), values.record(key)])
+        text_files.add_records(side, [values.record(keys[0]), values.record(key)])
     files = [str(side / "chip" / "matmul.jsonl") for side in (sides[0], base, sides[1])]
     merged = subprocess.run(["git", "merge-file", "-p", "--union", *files], capture_output=True, text=True, check=True)
-    assert codec.import_text(merged.stdout) == [values.record(key) for key in keys[:3]]
+    assert text_files.import_text(merged.stdout) == [values.record(key) for key in keys[:3]]

@@ -9,7 +9,7 @@ from scheduler.core.errors import NoCandidate, StoreError
 from scheduler.core.hardware import CPU, find
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Failure, Measurement
-from scheduler.measure.pool import InProcess
+from scheduler.measure.runner import InProcess
 from scheduler.model.feasibility import illegal
 from scheduler.prediction.predict import explain, predict
 from scheduler.prediction.validation import recheck
@@ -124,14 +124,14 @@ def test_without_measuring_the_library_answers_unless_it_is_left_out():
     problem = MatmulProblem(256, 256, 256, dtype="float32")
     free = predict(MATMUL, problem, CPU)
     assert free.backend == "xla"
-    kept = predict(MATMUL, problem, CPU, backends=frozenset({"portable"}))
-    assert kept.backend == "portable"
-    assert illegal(MATMUL.kernel("portable"), problem, CPU, kept.schedule) is None
+    kept = predict(MATMUL, problem, CPU, backends=frozenset({"interpret"}))
+    assert kept.backend == "interpret"
+    assert illegal(MATMUL.kernel("interpret"), problem, CPU, kept.schedule) is None
 
 
 def test_an_operation_whose_kernels_cannot_do_a_problem_says_why():
-    with pytest.raises(NoCandidate, match="portable: runs in Pallas's interpreter"):
-        predict(MATMUL, MatmulProblem(64, 64, 64), find("NVIDIA A100-SXM4-80GB"), backends=frozenset({"portable"}))
+    with pytest.raises(NoCandidate, match="interpret: runs in Pallas's interpreter"):
+        predict(MATMUL, MatmulProblem(64, 64, 64), find("NVIDIA A100-SXM4-80GB"), backends=frozenset({"interpret"}))
 
 
 def test_an_explanation_accounts_for_every_schedule():
@@ -172,7 +172,7 @@ def test_a_record_from_before_a_kernel_existed_reopens_the_race(searched):
 def test_a_schedule_that_does_not_fit_on_chip_is_illegal_with_the_bytes():
     tiny = dataclasses.replace(CPU, onchip_bytes=1000)
     said = illegal(
-        MATMUL.kernel("portable"),
+        MATMUL.kernel("interpret"),
         MatmulProblem(64, 64, 64),
         tiny,
         {"tile_m": 64, "tile_n": 64, "tile_k": 64, "minor": "m"},

@@ -15,15 +15,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem
+from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem, _parent, _serves
 from processes import gone
 
 from scheduler import tuned_matmul
-from scheduler.core.errors import WorkerError
+from scheduler.core import hardware
+from scheduler.core.errors import UnknownChip, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import Gpu, InProcess, Pool, Task, _Limits
-from scheduler.search.tuner import start_runner
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.limits import ALLOCATOR_RETRY_S, Limits
+from scheduler.measure.pool import Pool, start_runner
+from scheduler.measure.runner import InProcess, RunnerOptions, Task
+from scheduler.measure.worker_process import Result
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -44,7 +48,7 @@ LIBRARY = Task(DOUBLE, PROBLEM, "xla", {}, 5)
 @pytest.fixture(scope="module")
 def pool():
     # No GPU answers to an empty index: these workers run on the CPU, through the same pipes.
-    with Pool(Gpu(index="", uuid="test", driver="0", free_bytes=4 * GIB), slots=2) as pool:
+    with Pool(Gpu(index="", uuid="test", driver="0", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
         yield pool
 
 
@@ -109,10 +113,10 @@ def test_a_library_goes_on_where_another_process_has_no_memory_for_it(pool, monk
     library = Task(DOUBLE, DoubleProblem(n=24), "xla", {}, 5)
     assert isinstance(pool.measure(library), Measurement)
     asked = []
-    (holder,) = next(holders for what, holders in pool._holders.items() if what[1] == library.problem)
+    (holder,) = pool._compiled.holders(library)
     for worker in pool._workers:
         if worker is not holder:
-            full = {"failure": ["memory", "RESOURCE_EXHAUSTED"]}
+            full = Result(Failure("memory", "RESOURCE_EXHAUSTED"))
             monkeypatch.setattr(worker, "request", lambda *words, full=full: asked.append(words) or full)
     assert all(isinstance(pool.measure(library, again=True), Measurement) for _ in range(3))
     assert len(asked) == 1
@@ -130,14 +134,32 @@ def test_a_gpu_without_free_memory_is_refused_with_what_to_do():
 
 def test_workers_that_cannot_start_end_in_one_sentence_with_their_own_words():
     with pytest.raises(WorkerError) as caught:
-        Pool(Gpu(index="no such GPU", uuid="test", driver="0", free_bytes=4 * GIB), slots=2)
+        Pool(Gpu(index="no such GPU", uuid="test", driver="0", free_bytes=4 * GIB), RunnerOptions(workers=2))
     assert str(caught.value).startswith("a worker process found no device: ")
     assert "cuda" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
+    started = []
+
+    def unknown(target):
+        children = (Path("/proc") / pid for pid in os.listdir("/proc") if pid.isdecimal())
+        started.extend(int(path.name) for path in children if _parent(path) == os.getpid() and _serves(path))
+        raise UnknownChip(f"{target.kind} is not in the table of chips")
+
+    monkeypatch.setattr(hardware, "describe", unknown)
+    with pytest.raises(UnknownChip, match="cpu is not in the table"):
+        Pool(Gpu(index="", uuid="unknown", driver="", free_bytes=GIB), RunnerOptions(workers=1))
+    assert started
+    assert all(gone(pid) for pid in started)
+
+
 def test_closing_a_pool_ends_what_is_under_way():
-    with Pool(Gpu(index="", uuid="closing", driver="", free_bytes=GIB), slots=1) as pool, ThreadPoolExecutor(1) as one:
+    with (
+        Pool(Gpu(index="", uuid="closing", driver="", free_bytes=GIB), RunnerOptions(workers=1)) as pool,
+        ThreadPoolExecutor(1) as one,
+    ):
         hanging = one.submit(pool.measure, faulty("hang"))
         time.sleep(1)
         process = pool._workers[0]._child._process
@@ -148,24 +170,23 @@ def test_closing_a_pool_ends_what_is_under_way():
 
 
 def test_limits_adapt_to_what_was_seen_unless_they_are_told():
-    adapting, candidate = _Limits(None, None), task("ok")
+    adapting, candidate = Limits(RunnerOptions(), CPU), task("ok")
     limit_s = adapting.of(dataclasses.replace(candidate, repetitions=5))
     assert (limit_s("compile"), limit_s("run"), limit_s("wait")) == (120, 60, None)
     for seconds in (1.0, 10.0, 300.0):
         adapting.ended("compile", seconds)
     adapting.saw(LIBRARY, Measurement(0.2, (0.2,), "wall", "warm"))
-    assert (limit_s("compile"), limit_s("lower"), limit_s("run")) == (40, 40, 20 * 0.2 * 5)
+    assert (limit_s("compile"), limit_s("lower"), limit_s("run")) == (40, 40, ALLOCATOR_RETRY_S + 20 * 0.2 * 5)
     adapting.saw(LIBRARY, Measurement(1e-6, (1e-6,), "wall", "warm"))
-    assert limit_s("run") == 10
-    told = _Limits(3.0, 4.0).of(LIBRARY)
+    assert limit_s("run") == ALLOCATOR_RETRY_S + 10
+    told = Limits(RunnerOptions(compile_timeout_s=3.0, run_timeout_s=4.0), CPU).of(LIBRARY)
     assert (told("prepare"), told("run"), told("wait")) == (3, 4, None)
 
 
 def test_xla_may_try_its_algorithms_out_for_as_long_as_a_large_problem_takes():
-    adapting = _Limits(None, None)
+    adapting = Limits(RunnerOptions(), find("NVIDIA H200"))
     for _ in range(20):
         adapting.ended("compile", 0.5)
-    adapting.hardware = find("NVIDIA H200")
     library = Task(MATMUL, MatmulProblem(98304, 98304, 8192), "xla", {}, 10)
     assert adapting.of(dataclasses.replace(library, backend="mosaic_gpu"))("compile") == 30
     assert adapting.of(library)("lower") == 30
@@ -176,8 +197,10 @@ def test_xla_may_try_its_algorithms_out_for_as_long_as_a_large_problem_takes():
 ORPHANS = """
 import sys, threading, time
 from scheduler.core.hardware import GIB
-from scheduler.measure.pool import Gpu, Pool
-pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), slots=2)
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import Pool, start_runner
+from scheduler.measure.runner import RunnerOptions
+pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
 print(*(worker._child._process.pid for worker in pool._workers), flush=True)
 {then}
 """
@@ -209,7 +232,7 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
     jax.config.update("jax_platforms", "cuda,cpu")
     try:
         with pytest.warns(RuntimeWarning, match=r"is not tuned: the GPU has 0.1 GiB free.*the model answers") as warned:
-            ours = jax.jit(lambda a: tuned_matmul(a, a, on_miss="tune", backends="portable"))(a)
+            ours = jax.jit(lambda a: tuned_matmul(a, a, on_miss="tune", backends="interpret"))(a)
     finally:
         jax.config.update("jax_platforms", platforms)
     assert float(ours[0, 0]) == 24
@@ -238,13 +261,13 @@ def test_a_gpu_that_is_not_there_is_an_error_unless_it_is_the_first(count, there
     monkeypatch.setattr(Gpu, "query", query)
     assert Gpu.wanted(0) == query(0)
     with pytest.raises(WorkerError, match=rf"no GPU 9 is visible \({there}\)"):
-        start_runner(DOUBLE, device=9)
+        start_runner(DOUBLE, RunnerOptions(device=9))
 
 
 def test_where_jax_uses_no_gpu_only_the_first_device_is_the_cpu():
     assert isinstance(start_runner(DOUBLE), InProcess)
     with pytest.raises(WorkerError, match=r"no GPU 1 is visible \(there is none\)"):
-        start_runner(DOUBLE, device=1)
+        start_runner(DOUBLE, RunnerOptions(device=1))
 
 
 def test_turns_on_a_gpu_are_open_to_every_user_whatever_the_umask(tmp_path, monkeypatch):

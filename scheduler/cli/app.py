@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typer.core import TyperGroup
 
 from scheduler.cli import inspecting, measuring, storing
 from scheduler.core.errors import CandidateFailed, SchedulerError
+from scheduler.core.frames import calls
 from scheduler.core.threads import left_behind
 from search_spaces.errors import DeclarationError
 from tile_scheduler import __version__
@@ -56,20 +56,11 @@ class _Commands(TyperGroup):
 
 
 def _of_a_user(error: BaseException) -> str | None:
-    """File, line and function of an operation of one's own that raised this; None where it is a defect of this program.
-
-    Libraries raise for whoever called them: to blame is the innermost function that is in none of them.
-    """
-    root = Path(__file__).parents[2]
-    ours = [root / "scheduler", root / "search_spaces"]
-    libraries = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib", "scripts")]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename)
-        if any(file.is_relative_to(package) for package in ours):
-            return None
-        if not frame.filename.startswith("<") and not any(file.is_relative_to(library) for library in libraries):
-            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
-    return None
+    """File, line and function of an operation of one's own that raised this; None where this program is to blame."""
+    innermost = next(calls(error), None)
+    if innermost is None or innermost.owner != "user":
+        return None
+    return f"{innermost.file}:{innermost.line}, in {innermost.function}"
 
 
 app = typer.Typer(

@@ -137,10 +137,12 @@ def read_text(file: Path) -> str:
 def hardware_here(device: int) -> Hardware:
     """The chip, learnt from another process where it is a GPU, which this one then need not hold."""
     from scheduler.core import hardware as chips
-    from scheduler.measure.pool import Gpu, Pool
+    from scheduler.measure.gpu import Gpu
+    from scheduler.measure.pool import Pool
+    from scheduler.measure.runner import RunnerOptions
 
     if (gpu := Gpu.wanted(device)) is not None:
-        with Pool(gpu, slots=1) as pool:
+        with Pool(gpu, RunnerOptions(workers=1)) as pool:
             return pool.hardware
     return chips.detect()
 

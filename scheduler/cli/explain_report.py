@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import Json, labelled, schedule_rows, seconds_text, table, texts
+from scheduler.cli.layout import Json, compared, labelled, seconds_text, table, texts
 from scheduler.cli.record_report import record_json
 from scheduler.cli.search_report import failures
 from scheduler.core.records import Entry, Record
@@ -56,7 +56,7 @@ def explanation_json(
 
 
 def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> Iterator[RenderableType]:
-    """One kernel's schedules, counted down from all of them, and the model's first with its terms.
+    """One kernel's schedules, counted down from all of them, and the top predictions with their terms.
 
     Args:
       trials_kept: whether the trials of the problem's record are here; else nobody can tell which were tried.
@@ -80,13 +80,13 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
     yield counts
     if any(ranked.terms for ranked in account.first):
         yield ""
-        yield from _first_choices(account.first, width)
+        yield from _first_choices(account.backend, account.first, width)
     if account.fitted:
         yield account.fitted
 
 
-def _first_choices(first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:
-    """The model's first, a column each, with what their times are made of; then their schedules."""
+def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:
+    """The top predictions, a column each, with what their times are made of; then their schedules."""
     rows: dict[str, Sequence[str]] = {
         "predicted": [seconds_text(ranked.predicted_s) for ranked in first],
         "on-chip": [f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in first],
@@ -96,7 +96,7 @@ def _first_choices(first: Sequence[Ranked], width: int) -> Iterator[RenderableTy
     if any(ranked.access for ranked in first):
         accesses = [_access_texts(ranked.access) if ranked.access else ("", "", "") for ranked in first]
         rows |= dict(zip(("accesses", "wanted", "each"), zip(*accesses, strict=True), strict=True))
-    title = "the model's first"
+    title = "top predictions"
     widest = max(len(cell) for cells in rows.values() for cell in cells)
     fitting = max(1, (width - len(title)) // (widest + 3))
     for start in range(0, len(first), fitting):
@@ -105,7 +105,9 @@ def _first_choices(first: Sequence[Ranked], width: int) -> Iterator[RenderableTy
         for name, cells in rows.items():
             made.add_row(*texts(name, *cells[start : start + fitting]))
         yield made
-    yield labelled(schedule_rows((number + 1, "", ranked.schedule) for number, ranked in enumerate(first)))
+    choices = compared([(backend, ranked.schedule) for ranked in first])
+    yield labelled((number + 1, text) for number, text in enumerate(choices.texts))
+    yield from choices.note
 
 
 def _access_texts(access: Access) -> tuple[str, str, str]:

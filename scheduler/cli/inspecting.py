@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from scheduler.core.records import Key, Record, Trial
     from scheduler.store.store import Store
 
+# For whoever asks about a problem, which a call may not pose.
+_NOT_EVERY_CALL = (
+    "Whatever is stored, XLA answers calls on a mesh outside of jax.shard_map, and those that pose no such problem "
+    '(other or mixed dtypes, empty arrays, another axis): the logger "scheduler" says why (DEBUG), and '
+    'backends="pallas" makes it an error.'
+)
+
 
 def list_(
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
@@ -103,11 +110,10 @@ def explain(
     fields: Fields,
     hardware: HardwareName = None,
     device: Device = 0,
-    top: Annotated[int, typer.Option(min=1, help="How many of the model's first to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="How many top predictions to show.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler import front_end
     from scheduler.cli import explain_report, record_report, verdict_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
@@ -145,7 +151,7 @@ def explain(
     else:
         output(f"Winner, from {found[0][0]}:", *record_report.record_head(record, trials_kept=bool(found[0][2])), "")
         output(*record_report.entries(record, problem, chip), "", *verdict_report.verdict(record))
-    output("", front_end.NOT_EVERY_CALL)
+    output("", _NOT_EVERY_CALL)
 
 
 def doctor(device: Device = 0, as_json: AsJson = False) -> None:
@@ -173,7 +179,7 @@ def _print_goes_on(key: Key, command: str | None = None) -> None:
     if command is None:
         output("the command that began it goes on from there")
     else:
-        if (chip := chip_of(key.hardware)) is not None and chip.platform == "cpu":
+        if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
             from scheduler.search.tuner import LONGEST_INTERPRETED_S
 
             command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"  # one that takes longer may have been begun so only

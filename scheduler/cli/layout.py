@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -45,44 +44,40 @@ def difference(schedule: Schedule, base: Schedule) -> str:
     return schedule_text(told | dict.fromkeys(base.keys() - schedule.keys(), "default")) or "the same"
 
 
-def schedule_rows(choices: Iterable[tuple[object, str, Schedule]]) -> Iterator[tuple[object, str]]:
-    """Label and schedule: of each backend the first in full, the others by what differs from it."""
-    first: dict[str, tuple[object, Schedule]] = {}
-    for label, backend, schedule in choices:
-        if backend in first:
-            base, of = first[backend]
-            yield label, f"{difference(schedule, of)} (else as {base})"
-        elif schedule:
-            first[backend] = label, schedule
-            yield label, schedule_text(schedule)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Abbreviated:
-    """Choices as text; `base` says what their schedules have in common where the texts leave that out."""
+class Compared:
+    """Candidates as text.
+
+    Attributes:
+      texts: one of each.
+      note: by what those are shown that are not in full: a line, or none.
+    """
 
     texts: Sequence[str]
-    base: Sequence[str] = ()
+    note: Sequence[str]
 
 
-def abbreviated(choices: Sequence[tuple[str, Schedule]], width: int) -> _Abbreviated:
-    """In full, or, if one of them is wider than `width`, without what most schedules of its backend have in common."""
-    full = [choice_text(backend, schedule) for backend, schedule in choices]
-    if max(map(len, full), default=0) <= width - 2:
-        return _Abbreviated(full)
-    usual: dict[str, Schedule] = {}
-    for backend in dict.fromkeys(backend for backend, _ in choices):
-        of = [schedule for name, schedule in choices if name == backend]
-        counts = {name: collections.Counter(schedule.get(name) for schedule in of) for name in of[0]}
-        common = {name: count.most_common(1)[0] for name, count in counts.items() if None not in count}
-        if shared := {name: value for name, (value, count) in common.items() if value is not None and count > 1}:
-            usual[backend] = shared
-    short = [
-        f"{backend} {difference(schedule, usual[backend])}" if backend in usual else choice_text(backend, schedule)
-        for backend, schedule in choices
-    ]
-    base = "; ".join(choice_text(backend, schedule) for backend, schedule in usual.items())
-    return _Abbreviated(short, [f"where a schedule is silent: {base}"])
+def compared(
+    choices: Sequence[tuple[str, Schedule]], bases: Mapping[str, tuple[str, Schedule]] | None = None
+) -> Compared:
+    """Each backend and schedule: of a backend the first in full, the others by what differs from it.
+
+    Args:
+      bases: backend -> a schedule that is shown elsewhere, and its name: all of that backend show what differs from it.
+    """
+    known = dict(bases or {})
+    texts, named = [], []
+    for backend, schedule in choices:
+        if backend in known and schedule:
+            name, base = known[backend]
+            texts.append(f"{backend} {difference(schedule, base)}")
+            named.append(name)
+        else:
+            texts.append(choice_text(backend, schedule))
+            if schedule:
+                known.setdefault(backend, (f"the first of {backend}", schedule))
+    names = " and ".join(dict.fromkeys(named))
+    return Compared(texts, [f"schedules are shown by what differs from {names}"] if names else [])
 
 
 def table(*columns: str, numbers: Sequence[str] = ()) -> Table:

@@ -74,6 +74,7 @@ def tune(
     if job is not None and (budget, seconds, backends) != (None, None, None):
         raise typer.BadParameter("budget, seconds and backends of a job are written in its file")
     from scheduler.measure.replay import Replay
+    from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
 
     if part is not None and job is None:
@@ -98,14 +99,11 @@ def tune(
                 tasks,
                 store=store,
                 runner=recording,
-                device=device,
+                options=RunnerOptions(device, workers, compile_timeout, run_timeout),
                 seed=seed,
                 l2="warm" if l2 == "warm" else "cold",
                 force=force,
                 first_error=first_error,
-                workers=workers,
-                compile_timeout_s=compile_timeout,
-                run_timeout_s=run_timeout,
                 progress=progress,
             ):
                 results.append(result)
@@ -158,9 +156,10 @@ def sweep(
     if job is not None and backends is not None:
         raise typer.BadParameter("backends of a job are written in its file")
     from scheduler.cli import search_report
+    from scheduler.measure.pool import start_runner
+    from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
     from scheduler.search import sweep as sweeps
-    from scheduler.search.tuner import start_runner
 
     with usage_errors():
         if job is not None:
@@ -177,9 +176,7 @@ def sweep(
                 failed += 1
                 continue
             if runner is None:
-                runner = start_runner(
-                    task.operation, device=device, compile_timeout_s=compile_timeout, run_timeout_s=run_timeout
-                )
+                runner = start_runner(task.operation, RunnerOptions(device, None, compile_timeout, run_timeout))
                 stack.callback(runner.close)
             path = out if job is None else out / sweeps.file_name(task.operation, task.problem)
             with shown_progress() as progress:
@@ -217,10 +214,10 @@ def calibrate(
     Later predictions there use them; what is stored already is not touched.
     """
     from scheduler.cli import search_report
-    from scheduler.core import codec
     from scheduler.core import hardware as chips
     from scheduler.model.calibration import calibrate as fit
     from scheduler.search import dataset
+    from scheduler.store import text_files
     from search_spaces import load
 
     with usage_errors():
@@ -234,7 +231,7 @@ def calibrate(
     found = dataset.merged([*sweeps, *kept])
     fitted = fit(op, found.hardware, found.trials, found.environments)
     if ship is not None:
-        where = ", ".join(map(str, codec.add_calibrations(ship, fitted)))
+        where = ", ".join(map(str, text_files.add_calibrations(ship, fitted)))
     else:
         store = user_store()
         for calibration in fitted:
@@ -268,6 +265,7 @@ def verify(
     that is here can be timed.
     """
     from scheduler.cli import search_report
+    from scheduler.measure.runner import RunnerOptions
     from scheduler.search.reverify import reverify
     from scheduler.store.store import shipped as shipped_store
     from search_spaces import load
@@ -287,9 +285,7 @@ def verify(
     for verdict in reverify(
         records,
         operation=op,
-        device=device,
-        compile_timeout_s=compile_timeout,
-        run_timeout_s=run_timeout,
+        options=RunnerOptions(device, None, compile_timeout, run_timeout),
         within=within / 100,
         seed=seed,
     ):

@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from scheduler.cli.layout import (
-    WIDEST,
     Json,
     Row,
-    abbreviated,
-    difference,
+    compared,
     digits,
     first_line,
     labelled,
     ledger,
-    schedule_rows,
     seconds_text,
     table,
     texts,
 )
-from scheduler.cli.verdict_report import gain_text, library
+from scheduler.cli.verdict_report import gain_text
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Schedule, Trial, choice_text
 from search_spaces import spelled
 
@@ -49,7 +46,7 @@ def stale_line() -> str:
     )
 
 
-def bound_s(problem: Problem, hardware: Hardware) -> float:
+def roofline_s(problem: Problem, hardware: Hardware) -> float:
     """The time that arithmetic and compulsory traffic allow at best, seconds."""
     from scheduler.model.cost import CostModel
 
@@ -71,17 +68,17 @@ def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware 
     if problem is not None:
         values["flops_per_s"] = problem.flops / entry.measurement.median_s
     if problem is not None and hardware is not None:
-        values["share_of_bound"] = bound_s(problem, hardware) / entry.measurement.median_s
+        values["share_of_roofline"] = roofline_s(problem, hardware) / entry.measurement.median_s
     return values
 
 
 def record_json(record: Record, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:
-    other = library(record)
+    other = record.library_entry
     return {
         "operation": record.key.operation,
         "problem": json.loads(record.key.problem),
         "hardware": record.key.hardware,
-        "unconfirmed": stale(record),
+        "stale": stale(record),
         "undecided": record.undecided,
         "winner": entry_json(record.winner, problem, hardware),
         "entries": [entry_json(entry, problem, hardware) for entry in record.entries],
@@ -126,10 +123,10 @@ def kept_json(
     hardware: Hardware | None,
 ) -> Json:
     """What a store keeps of a problem: without a record, only the trials of a search that did not end."""
-    told = {"operation": key.operation, "problem": json.loads(key.problem), "hardware": key.hardware}
+    names = {"operation": key.operation, "problem": json.loads(key.problem), "hardware": key.hardware}
     return {
         "where": where,
-        **(told if record is None else record_json(record, problem, hardware)),
+        **(names if record is None else record_json(record, problem, hardware)),
         "trials": [trial_json(trial) for trial in trials],
         "unfinished": len(unfinished),
     }
@@ -138,11 +135,11 @@ def kept_json(
 def entries(record: Record, problem: Problem | None, hardware: Hardware | None) -> Iterator[RenderableType]:
     """The winner, the runner-up and the best of each other backend, side by side, and their schedules."""
     made = table(
-        "", "backend", "time", "spread", "TFLOP/s", "of bound", "model said",
-        numbers=("time", "spread", "TFLOP/s", "of bound", "model said"),
+        "", "backend", "time", "spread", "TFLOP/s", "% of roofline", "predicted",
+        numbers=("time", "spread", "TFLOP/s", "% of roofline", "predicted"),
     )  # fmt: skip
     # One constant row stands for every CPU: a share of its peaks tells a person nothing.
-    rated = hardware is not None and hardware.platform != "cpu"
+    rated = hardware is not None and not hardware.abilities.interpreted
     names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
     for name, entry in zip(names, record.entries, strict=False):
         seen, time = entry_json(entry, problem, hardware), entry.measurement.median_s
@@ -153,15 +150,17 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None) 
                 seconds_text(time),
                 seconds_text(entry.measurement.spread_s),
                 digits(seen["flops_per_s"] / 1e12) if "flops_per_s" in seen else "",
-                f"{seen['share_of_bound']:.1%}" if "share_of_bound" in seen and rated else "",
+                f"{100 * seen['share_of_roofline']:.1f}" if "share_of_roofline" in seen and rated else "",
                 seconds_text(entry.predicted_s),
             )
         )
     yield made
-    told = [(name or entry.backend, entry) for name, entry in zip(names, record.entries, strict=False)]
-    if rows := list(schedule_rows((name, entry.backend, entry.schedule) for name, entry in told)):
+    shown = [(name, entry) for name, entry in zip(names, record.entries, strict=False) if entry.schedule]
+    choices = compared([(entry.backend, entry.schedule) for _, entry in shown])
+    if shown:
         yield ""
-        yield labelled(rows)
+        yield labelled(zip((name for name, _ in shown), choices.texts, strict=True))
+        yield from choices.note
 
 
 def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[RenderableType]:
@@ -174,16 +173,16 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     groups = []
     for (where, operation, hardware, jax), rows in itertools.groupby(sorted(of, key=place), place):
         group = [record for _, record in rows]
-        told = abbreviated([(r.winner.backend, r.winner.schedule) for r in group], min(width, WIDEST))
+        choices = compared([(r.winner.backend, r.winner.schedule) for r in group])
         word = f"stale (tuned with jax {jax})" if stale(group[0]) else f"tuned with jax {jax}"
-        heading = [f"{operation}, {hardware}, {where}: {word}", *told.base]
+        heading = [f"{operation}, {hardware}, {where}: {word}", *choices.note]
         lines = [
             Row(
                 spelled(operation, record.key.problem),
                 (seconds_text(record.winner.measurement.median_s), gain_text(record)),
                 [schedule],
             )
-            for record, schedule in zip(group, told.texts, strict=True)
+            for record, schedule in zip(group, choices.texts, strict=True)
         ]
         groups.append((heading, lines))
     yield from ledger("problem, and its schedule", ("time", "vs XLA"), groups, width)
@@ -217,21 +216,16 @@ def unfinished_text(trials: Sequence[Trial]) -> str:
 
 def trials_told(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
     """Every trial; of each backend the record's schedule, or the first, is what the others are told by."""
-    base: dict[str, tuple[str, Schedule]] = {}
+    bases: dict[str, tuple[str, Schedule]] = {}
     for entry in record.entries if record is not None else ():
         name = "the winner" if record is not None and entry == record.winner else f"the best {entry.backend}"
-        base.setdefault(entry.backend, (name, entry.schedule))
+        if entry.schedule:
+            bases.setdefault(entry.backend, (name, entry.schedule))
+    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases)
     rows = []
-    for trial in trials:
+    for trial, choice in zip(trials, choices.texts, strict=True):
         failed = isinstance(trial.outcome, Failure)
         time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
-        choice = choice_text(trial.backend, trial.schedule)
-        if trial.backend not in base:
-            base[trial.backend] = f"trial {trial.number}", trial.schedule
-        elif trial.schedule:
-            choice = f"{trial.backend} {difference(trial.schedule, base[trial.backend][1])}"
         why = [first_line(str(trial.outcome))] if failed else []
         rows.append(Row(f"{trial.number:>3}  {choice}", (time, seconds_text(trial.predicted_s)), why))
-    names = [name for name, schedule in base.values() if schedule]
-    heading = [f"schedules are told by what differs from {' and '.join(names)}"] if names else []
-    yield from ledger("trial", ("time", "model said"), [(heading, rows)], width)
+    yield from ledger("trial", ("time", "predicted"), [(choices.note, rows)], width)

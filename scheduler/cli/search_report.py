@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import WIDEST, Json, Row, abbreviated, first_line, ledger, seconds_text, table, texts
+from scheduler.cli.layout import Json, Row, compared, first_line, ledger, seconds_text, table, texts
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.cli.verdict_report import standing
+from scheduler.core.identity import point_of
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
 from search_spaces import spelled
 
@@ -43,8 +44,8 @@ def result_json(result: Result) -> Json:
 
 def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     """Before and after, a row for each problem of a job."""
-    told = abbreviated([(r.entry.backend, r.entry.schedule) for r in of if r.entry is not None], width)
-    schedules = iter(told.texts)
+    choices = compared([(r.entry.backend, r.entry.schedule) for r in of if r.entry is not None])
+    schedules = iter(choices.texts)
     rows = []
     for result in of:
         figures = [result.state, "", "", "", ""]
@@ -57,7 +58,9 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
                 figures[3] = seconds_text(result.library.measurement.median_s)
         under = [next(schedules)] if result.entry is not None else []
         rows.append(Row(str(result.task), figures, [*under, *map(str, result.broken), result.reason]))
-    yield from ledger("problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(told.base, rows)], width)
+    yield from ledger(
+        "problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(choices.note, rows)], width
+    )
     if any(row.figures[1].startswith("~") for row in rows):
         yield "~: a prediction"
 
@@ -67,7 +70,7 @@ def _gain(result: Result) -> str:
     before, record, after = result.before, result.record, result.entry
     if before is None or record is None or after is None or not before.measured:
         return ""
-    same = [e for e in record.entries if (e.backend, dict(e.schedule)) == (before.backend, dict(before.schedule))]
+    same = [e for e in record.entries if point_of(e.backend, e.schedule) == point_of(before.backend, before.schedule)]
     if after != record.winner or not same:  # measured apart
         ratio = before.seconds / after.measurement.median_s
         return f"{ratio:.2f}x" if ratio >= 1 else "undecided"
@@ -135,9 +138,9 @@ def reverified_json(verdict: Reverified) -> Json:
 def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
     """What became of each stored winner, a row each."""
     states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
-    told = abbreviated([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts], min(width, WIDEST))
+    choices = compared([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts])
     rows = []
-    for verdict, schedule in zip(verdicts, told.texts, strict=True):
+    for verdict, schedule in zip(verdicts, choices.texts, strict=True):
         record = verdict.record
         then, now = seconds_text(record.winner.measurement.median_s), verdict.now
         rows.append(
@@ -147,7 +150,7 @@ def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[Renderabl
                 [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
             )
         )
-    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(told.base, rows)], width)
+    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(choices.note, rows)], width)
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:

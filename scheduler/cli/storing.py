@@ -22,27 +22,27 @@ def export(
     hardware: Chips = None,
 ) -> None:
     """Write the user's own records as text, a JSON object a line; into a directory, a file per chip and operation."""
-    from scheduler.core import codec
+    from scheduler.store import text_files
 
     records = records_of(user_store(), operation, hardware)
     if file is None:
-        sys.stdout.write(codec.export_text(records))
+        sys.stdout.write(text_files.export_text(records))
     elif file.is_dir():
-        for path in codec.add_records(file, records):
+        for path in text_files.add_records(file, records):
             say(f"wrote {path}")
     else:
         with file_errors(file):
-            file.write_text(codec.export_text(records), encoding="utf-8")
+            file.write_text(text_files.export_text(records), encoding="utf-8")
         say(f"wrote {len(records)} records to {file}")
 
 
 def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is standard input.")]) -> None:
     """Put exported records into the user's own cache, in place of those of the same problems."""
-    from scheduler.core import codec
+    from scheduler.store import text_files
 
     with file_errors(file):
         content = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    records = codec.import_text(content, source=str(file))
+    records = text_files.import_text(content, source=str(file))
     store = user_store()
     for record in records:
         store.put(record)

@@ -10,11 +10,6 @@ from scheduler.cli.layout import seconds_text
 from scheduler.core.records import Entry, Record
 
 
-def library(record: Record) -> Entry | None:
-    """XLA's entry in the record, None where it did not run; a record does not say which kernel is the library."""
-    return record.best(frozenset({"xla"}))
-
-
 @dataclasses.dataclass(frozen=True)
 class Standing:
     """A winner beside another entry of its record.
@@ -38,7 +33,8 @@ class Standing:
 
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
-    from scheduler.search.final_comparison import TIE, label_of, margin
+    from scheduler.core.identity import label_of
+    from scheduler.search.final_comparison import TIE, margin
 
     sure, winner = record.confidence, record.winner
     tied = label_of(other.backend, other.schedule) in sure.tied
@@ -69,7 +65,7 @@ def interval_text(low: float, high: float) -> str:
 
 def gain_text(record: Record) -> str:
     """XLA's time over the winner's in short: a ratio only where it is beyond doubt."""
-    xla = library(record)
+    xla = record.library_entry
     if xla is None:
         return "no XLA"
     rival = _rival(record) if record.winner == xla else xla
@@ -83,7 +79,7 @@ def gain_text(record: Record) -> str:
 
 def _rival(record: Record) -> Entry | None:
     """The best entry that is not the library's."""
-    return next((entry for entry in record.entries if entry is not library(record)), None)
+    return next((entry for entry in record.entries if entry is not record.library_entry), None)
 
 
 def verdict(record: Record) -> list[str]:
@@ -100,7 +96,7 @@ def _ended(record: Record) -> str:
 
 
 def _against_xla(record: Record) -> str:
-    other = library(record)
+    other = record.library_entry
     if other is None:
         return "XLA did not run."
     if record.winner == other:

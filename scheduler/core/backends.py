@@ -29,6 +29,24 @@ def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None
     )
 
 
+def backends_of_another(
+    other: Operation[Any], operation: Operation[Any], allowed: frozenset[str] | None
+) -> frozenset[str] | None:
+    """What a caller of `operation` who allows these backends allows of `other`, which a rule of `operation` calls.
+
+    The library's answers where it may here, alone where it alone may, and of the rest those that are not left out by
+    their names.
+    """
+    if allowed is None:
+        return None
+    if allowed == {operation.library.backend}:
+        return frozenset({other.library.backend})
+    left_out = set(operation.backends) - allowed
+    kernels = {kernel.backend for kernel in other.kernels if not kernel.library} - left_out
+    libraries = {other.library.backend} if operation.library.backend in allowed else set()
+    return frozenset(kernels | libraries)
+
+
 def allowed_backends(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
     """`backends` by name, where None stands for all of the operation."""
     return frozenset(operation.backends) if backends is None else backends

@@ -48,5 +48,9 @@ class MalformedRecord(StoreError):
     """A record that a cache holds and that cannot be read; all others can."""
 
 
+class UnknownChip(SchedulerError):
+    """A chip of whose architecture nothing is known."""
+
+
 class WorkerError(SchedulerError):
     """Worker processes that could not be started or went away."""

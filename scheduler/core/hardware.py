@@ -9,12 +9,37 @@ from types import MappingProxyType
 
 import jax
 
-from scheduler.core.errors import SchedulerError
+from scheduler.core.errors import SchedulerError, UnknownChip
+from scheduler.core.records import Clock, Sweep
 from search_spaces.kernel import Target
 
 KIB = 1024
 GIB = 1024**3
 MB = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Abilities:
+    """What a kind of device offers those who measure on it.
+
+    Attributes:
+      clock: by what its times are taken.
+      repetitions: of a candidate, and of one in each round of a final comparison: times settle soon on a device's own
+        clock.
+      cold: operands can be made to come from its memory, by rotating through more of them than its caches hold.
+      host_memory: its memory is that of the host.
+      interpreted: Pallas kernels are interpreted there, which only rehearses: a search may take hours, a final
+        comparison as few rounds as can be, and shares of the peaks tell nothing.
+    """
+
+    clock: Clock
+    repetitions: tuple[int, int]
+    cold: bool = True
+    host_memory: bool = False
+    interpreted: bool = False
+
+
+_GPU = Abilities("cupti", repetitions=(10, 10))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +63,8 @@ class Hardware:
       special_per_clock, lanes_per_core: exponentials per clock and float32 lanes of one core.
       memory_latency_s, l2_latency_s: of a loaded machine.
       launch_s: an empty launch, as a kernel's own duration shows it.
-      borrowed: the figures are those of the nearest chip of the table: good for ranking, no bound on anything.
+      borrowed: the figures are those of another chip of its architecture: good for ranking, no bound on anything.
+      abilities: what measuring on it can count on.
     """
 
     kind: str
@@ -67,6 +93,7 @@ class Hardware:
     sector_bytes: int = 32
     boost: float = 1.0
     borrowed: bool = False
+    abilities: Abilities = _GPU
 
     @property
     def id(self) -> str:
@@ -183,6 +210,7 @@ CPU = Hardware(
     memory_latency_s=1e-7,
     l2_latency_s=2e-8,
     launch_s=1e-3,
+    abilities=Abilities("wall", repetitions=(3, 2), cold=False, host_memory=True, interpreted=True),
 )
 
 CHIPS = (*TABLE, CPU)
@@ -208,27 +236,28 @@ def named(text: str, kinds: Iterable[str]) -> list[str]:
     return [kind for kind in kinds if text.lower() in kind.lower()]
 
 
-def describe(platform: str, kind: str, architecture: str, cores: int) -> Hardware:
+def describe(target: Target) -> Hardware:
     """The row for a chip as its driver describes it.
 
-    A chip without a row of its own borrows the figures of the nearest of its architecture (or the A100's), scaled to
-    its cores, under its own name: predictions are then rough, while measurements and keys are its own.
+    A chip without a row of its own borrows the figures of one of its architecture, scaled to its cores, under its own
+    name: predictions are then rough, while measurements and keys are its own.
+
+    Raises:
+      UnknownChip: no row is of its architecture. Capacities of another one would be wrong in kind.
     """
-    if platform == "cpu":
+    if target.platform == CPU.platform:
         return CPU
-    row = next((row for row in TABLE if row.kind == kind), None)
-    if row is None:
-        row = next((row for row in TABLE if row.architecture == architecture), TABLE[-1])
-    share = cores / row.cores
+    kin = [row for row in TABLE if (row.platform, row.architecture) == (target.platform, target.architecture)]
+    if not kin:
+        raise UnknownChip(
+            f"{target.kind} ({target.architecture}) is not in the table of chips, nor is another of its architecture: "
+            "what it can hold and how fast it is are not known, so no Pallas kernel is chosen or tuned for it"
+        )
+    row = next((row for row in kin if row.kind == target.kind), kin[0])
+    share = target.cores / row.cores
     peaks = MappingProxyType({name: rate * share for name, rate in row.flops_per_s.items()})
     return dataclasses.replace(
-        row,
-        kind=kind,
-        platform=platform,
-        architecture=architecture,
-        cores=cores,
-        flops_per_s=peaks,
-        borrowed=row.kind != kind,
+        row, kind=target.kind, cores=target.cores, flops_per_s=peaks, borrowed=row.kind != target.kind
     )
 
 
@@ -236,15 +265,24 @@ def detect(device: jax.Device | None = None) -> Hardware:
     """The chip of `device`, by default the one JAX would use.
 
     Raises:
-      SchedulerError: JAX finds no device at all.
+      SchedulerError: JAX finds no device at all; an `UnknownChip` where the table tells nothing of the one it finds.
     """
-    device = device or _first_device()
-    if device.platform == "cpu":
-        return CPU
+    return describe(target_of(device or _first_device()))
+
+
+def swept(sweep: Sweep) -> Hardware:
+    """The chip of a recording; raises as `describe` does."""
+    return describe(Target(sweep.platform, sweep.kind, sweep.architecture, sweep.cores))
+
+
+def target_of(device: jax.Device) -> Target:
+    """The chip of `device` as its driver describes it."""
+    if device.platform == CPU.platform:
+        return CPU.target
     platform = "cuda" if "NVIDIA" in device.device_kind else device.platform
     capability = str(getattr(device, "compute_capability", ""))
     architecture = f"sm_{capability.replace('.', '')}" if platform == "cuda" else device.device_kind
-    return describe(platform, device.device_kind, architecture, int(getattr(device, "core_count", None) or 1))
+    return Target(platform, device.device_kind, architecture, int(getattr(device, "core_count", None) or 1))
 
 
 def _first_device() -> jax.Device:

@@ -11,10 +11,12 @@ from search_spaces.space import Choice
 
 Clock = Literal["cupti", "wall"]
 L2 = Literal["cold", "warm"]
-# "suspect": a time that no kernel can take; "timeout": a step did not end in time; "memory": the device had none left;
-# "worker": the process was lost.
-Stage = Literal["lower", "compile", "verify", "time", "suspect", "timeout", "memory", "worker"]
+# "implausible": a time that no kernel can take; "timeout": a step did not end in time; "memory": the device had none
+# left; "worker": the process was lost.
+Stage = Literal["lower", "compile", "verify", "time", "implausible", "timeout", "memory", "worker"]
 Schedule = Mapping[str, Choice]
+# The library's backend, where a record or a recording does not name it.
+LIBRARY = "xla"
 
 
 def schedule_text(schedule: Schedule) -> str:
@@ -218,6 +220,7 @@ class Record:
       stopped: why the search ended, in words; "" where a record is older than that.
       failed: the backends that have no entry because each of their candidates failed; a record from before this was
         kept names none.
+      library: the backend whose programs are the answer to beat.
     """
 
     key: Key
@@ -231,10 +234,16 @@ class Record:
     excluded: int = 0
     stopped: str = ""
     failed: tuple[AllFailed, ...] = ()
+    library: str = LIBRARY
 
     @property
     def winner(self) -> Entry:
         return self.entries[0]
+
+    @property
+    def library_entry(self) -> Entry | None:
+        """The library's fastest program, None where none ran."""
+        return self.best(frozenset({self.library}))
 
     @property
     def undecided(self) -> bool:
@@ -267,6 +276,7 @@ class Sweep:
       repetitions: of each measurement.
       again: how many of the fastest, and the library's, are measured once more when all are done, in turns...
       rounds: ...of so many rounds.
+      library: the backend of the library's programs.
     """
 
     operation: str
@@ -286,3 +296,4 @@ class Sweep:
     repetitions: int
     again: int = 0
     rounds: int = 0
+    library: str = LIBRARY

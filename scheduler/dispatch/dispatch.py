@@ -26,6 +26,7 @@ from scheduler.core.errors import (
     NoCandidate,
     SchedulerError,
     TakesHours,
+    UnknownChip,
     WorkerError,
 )
 from scheduler.core.hardware import Hardware
@@ -37,7 +38,7 @@ from scheduler.model.feasibility import illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import __file__ as search_spaces_file
-from search_spaces import end_load, jax_compat
+from search_spaces import aliases, end_load, jax_compat
 from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
 from search_spaces.space import Choice
 
@@ -47,7 +48,6 @@ ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
 # Why no kernel can be asked on a mesh, whatever the operation.
 ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
-EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
 
 logger = logging.getLogger("scheduler")
 T = TypeVar("T")
@@ -99,7 +99,7 @@ def options(
     if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
         schedule = dataclasses.asdict(schedule)
     try:
-        items = None if schedule is None else tuple(sorted(dict(schedule).items()))
+        items = None if schedule is None else tuple(sorted(aliases.schedule(dict(schedule)).items()))
     except (TypeError, ValueError):
         raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
     policy, among = _policy(on_miss), named_backends(operation, backends)
@@ -223,9 +223,10 @@ class _Deciding:
     cache: Cache
 
     def decide(self) -> Decision:
-        hardware = _hardware(self.platform, self.options.target)
-        if hardware is None:
-            reason = f"no {self.platform} device is here and scheduler.target() names no chip of it"
+        try:
+            hardware = _hardware(self.platform, self.options.target)
+        except UnknownChip as unknown:
+            reason = str(unknown)
             leave_to_library(self.operation, self.options, reason)
             _say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
             target = Target(self.platform, self.platform, "", 1)
@@ -340,14 +341,14 @@ def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, sche
     return fields - space.defaults.keys() <= schedule.keys() <= fields
 
 
-def _hardware(platform: str, target: str) -> Hardware | None:
-    """The chip that a lowering for `platform` is for, or None where none is known."""
+def _hardware(platform: str, target: str) -> Hardware:
+    """The chip that a lowering for `platform` is for; an `UnknownChip` says why none is known."""
     if target and (named := chips.find(target)).platform == platform:
         return named
     try:
         return chips.detect(jax.local_devices(backend=platform)[0])
-    except RuntimeError:  # JAX's word for a platform that is not here
-        return None
+    except RuntimeError as error:  # JAX's word for a platform that is not here
+        raise UnknownChip(f"no {platform} device is here and scheduler.target() names no chip of it") from error
 
 
 @functools.cache

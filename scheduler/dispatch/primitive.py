@@ -5,36 +5,47 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from scheduler.core.backends import backends_of_another
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from search_spaces import jax_compat
-from search_spaces.kernel import Library, Operation, Problem, Target
+from search_spaces.front_end import EXPLICIT_AXES
+from search_spaces.kernel import Library, Operation, Params, Problem, Target, as_tuple
 
-Params = tuple[tuple[str, Any], ...]
-
+# It has as many results as its problem.
 tuned_call_p = Primitive("tuned_call")
+tuned_call_p.multiple_results = True
 
 # The library's answer is plain XLA: it asks no target.
 ANY_TARGET = Target(platform="any", kind="any", architecture="any", cores=1)
 
 
-def tuned_call(
-    operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options
-) -> jax.Array:
+def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options) -> Any:
     """`operation` on arrays shaped as `problem.operands()`, by the schedule that `options` allow and choose.
+
+    Returns:
+      An array, or a tuple of them, as in `problem.result()`.
 
     Raises:
       ValueError: the arrays are not those that the problem describes.
       NoCandidate, IllegalSchedule: as `dispatch.leave_to_library`, on a mesh with explicit axes.
     """
+    if operation.vjp_fwd is not None and not jax_compat.has_explicit_axes(args):
+        return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
+    return _bind(operation, problem, params, options, *args)
+
+
+def _bind(operation: Operation[Any], problem: Problem, params: Params, options: Options, /, *args: Any) -> Any:
+    """The same, differentiated by the primitive's own rules, whatever `Operation.vjp_fwd` says."""
     wanted = problem.operands()
     found = [(jnp.shape(x), jnp.result_type(x)) for x in args]
     if found != [(s.shape, s.dtype) for s in wanted]:
@@ -43,16 +54,16 @@ def tuned_call(
             f"and got {', '.join(map(_typed, found)) or 'nothing'}"
         )
     if jax_compat.has_explicit_axes(args):
-        dispatch.leave_to_library(operation, options, dispatch.EXPLICIT_AXES)
-        return library(operation, problem, params, *args)
+        dispatch.leave_to_library(operation, options, EXPLICIT_AXES)
+        return problem.pack(library(operation, problem, params, *args))
     args = jax_compat.alike(args)
     bound = tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
-    return cast("jax.Array", bound)
+    return problem.pack(bound)
 
 
-def library(operation: Operation[Any], problem: Problem, params: Params, /, *args: Any) -> jax.Array:
+def library(operation: Operation[Any], problem: Problem, params: Params, /, *args: Any) -> tuple[jax.Array, ...]:
     """The library kernel's answer."""
-    return operation.library.run(problem, Library(), ANY_TARGET, *args, **dict(params))
+    return operation.library.results(problem, Library(), ANY_TARGET, *args, **dict(params))
 
 
 def _typed(array: tuple[tuple[int, ...], Any]) -> str:
@@ -73,9 +84,8 @@ def _run(*args: Any, operation: Operation[Any], problem: Problem, params: Params
         return _compiled(operation, problem, params, options)(*args)
 
 
-def _type(*avals: Any, problem: Problem, **_: Any) -> Any:
-    result = problem.result()
-    return jax_compat.result_aval(result.shape, result.dtype, like=avals[0])
+def _types(*avals: Any, problem: Problem, **_: Any) -> Any:
+    return [jax_compat.result_aval(s.shape, s.dtype, like=avals[0]) for s in problem.results()]
 
 
 def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
@@ -86,7 +96,7 @@ def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, pa
 
     (platform,) = ctx.platforms or ctx.module_context.platforms
     found = dispatch.decide(operation, problem, platform, options)
-    run = functools.partial(found.kernel.run, problem, found.schedule, found.target, **dict(params))
+    run = functools.partial(found.kernel.results, problem, found.schedule, found.target, **dict(params))
     return jax_compat.lower(run, ctx, args)
 
 
@@ -97,15 +107,18 @@ def _differentiate(
     call = _caller(operation, problem, params, options)
     if operation.jvp is not None:
         result, tangent = operation.jvp(call, problem, primals, given)
+        results = as_tuple(result)
+        found = (None,) * len(results) if tangent is None else as_tuple(tangent)
     else:
-        result, tangent = call(problem, *primals), _library_tangent(operation, problem, params, primals, given)
-    return result, jnp.zeros_like(result) if tangent is None else tangent
+        results = as_tuple(_bind(operation, problem, params, options, *primals))
+        found = _library_tangents(operation, problem, params, primals, given)
+    return results, [jnp.zeros_like(x) if t is None else t for x, t in zip(results, found, strict=True)]
 
 
-def _library_tangent(operation: Operation[Any], problem: Problem, params: Params, primals: Any, given: Any) -> Any:
+def _library_tangents(operation: Operation[Any], problem: Problem, params: Params, primals: Any, given: Any) -> Any:
     moving = [i for i, tangent in enumerate(given) if tangent is not None]
 
-    def run(*some: Any) -> jax.Array:
+    def run(*some: Any) -> tuple[jax.Array, ...]:
         args = list(primals)
         for i, x in zip(moving, some, strict=True):
             args[i] = x
@@ -115,15 +128,41 @@ def _library_tangent(operation: Operation[Any], problem: Problem, params: Params
 
 
 def _transpose(
-    cotangent: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options
+    cotangents: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options
 ) -> Any:
     linear = [ad.is_undefined_primal(x) for x in args]
-    if isinstance(cotangent, ad.Zero):
+    given = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+    if all(ct is None for ct in given):
         return [ad.Zero(x.aval) if is_linear else None for x, is_linear in zip(args, linear, strict=True)]
     if operation.transpose is None:
         raise NotImplementedError(f"{operation.name} has no transpose; give its Operation one, or no jvp that needs it")
     known = [None if is_linear else x for x, is_linear in zip(args, linear, strict=True)]
-    return operation.transpose(_caller(operation, problem, params, options), problem, cotangent, known)
+    return operation.transpose(_caller(operation, problem, params, options), problem, problem.pack(given), known)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
+    """The call with the operation's own backward pass: a `jax.custom_vjp`, with what that means for forward mode."""
+    call = _caller(operation, problem, params, options)
+    forward, backward = operation.vjp_fwd, operation.vjp_bwd
+    assert forward is not None
+    assert backward is not None
+
+    def answer(*args: Any) -> Any:
+        return _bind(operation, problem, params, options, *args)
+
+    answer.__name__ = f"tuned_{operation.name}"  # which JAX's error names in forward mode
+    differentiable = jax.custom_vjp(answer)
+
+    def fwd(*primals: Any) -> Any:
+        return forward(call, problem, tuple(x.value for x in primals))
+
+    def bwd(residuals: Any, cotangent: Any) -> Any:
+        given = [None if isinstance(ct, SymbolicZero) else ct for ct in as_tuple(cotangent)]
+        return tuple(backward(call, problem, residuals, problem.pack(given)))
+
+    differentiable.defvjp(fwd, bwd, symbolic_zeros=True)
+    return differentiable
 
 
 def _batch(
@@ -131,31 +170,40 @@ def _batch(
 ) -> Any:
     sizes = [x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None]
     call = _caller(operation, problem, params, options)
+    wanted = problem.results()
     if sizes[0] == 0:
-        return jnp.zeros((0, *problem.result().shape), problem.result().dtype), 0
+        return [jnp.zeros((0, *s.shape), s.dtype) for s in wanted], [0] * len(wanted)
     if operation.batch is not None:
-        return operation.batch(call, problem, args, dims)
+        result, dim = operation.batch(call, problem, args, dims)
+        results = as_tuple(result)
+        return results, dim if isinstance(dim, tuple | list) else [dim] * len(results)
     moved = tuple(jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True) if dim is not None)
 
-    def one(elements: Any) -> jax.Array:
+    def one(elements: Any) -> tuple[jax.Array, ...]:
         rest = iter(elements)
-        return call(problem, *(x if dim is None else next(rest) for x, dim in zip(args, dims, strict=True)))
+        return as_tuple(call(problem, *(x if dim is None else next(rest) for x, dim in zip(args, dims, strict=True))))
 
-    return lax.map(one, moved), 0
+    return lax.map(one, moved), [0] * len(wanted)
 
 
-def _caller(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., jax.Array]:
-    """Poses another problem as part of this one; a schedule that the caller gave was meant for this one only."""
+def _caller(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
+    """Makes other calls as part of this one; a schedule that the caller gave was meant for this one only."""
 
-    def call(other: Problem, /, *args: Any) -> jax.Array:
-        own = options if other == problem else dataclasses.replace(options, schedule=None)
-        return tuned_call(operation, other, *args, params=params, options=own)
+    def call(*args: Any, **others_params: Any) -> Any:
+        if isinstance(args[0], Operation):
+            other, posed, *arrays = args
+            allowed = backends_of_another(other, operation, options.backends)
+            own = dataclasses.replace(options, schedule=None, backends=allowed)
+            return tuned_call(other, posed, *arrays, params=tuple(others_params.items()), options=own)
+        posed, *arrays = args
+        own = options if posed == problem else dataclasses.replace(options, schedule=None)
+        return _bind(operation, posed, params, own, *arrays)
 
     return call
 
 
 tuned_call_p.def_impl(_run)
-tuned_call_p.def_abstract_eval(_type)
+tuned_call_p.def_abstract_eval(_types)
 mlir.register_lowering(tuned_call_p, _lower)
 # A rule of its own for each of these makes JAX lower several platforms apart: Mosaic GPU kernels refuse company.
 for _platform in ("cpu", "cuda", "rocm", "tpu"):

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tile_scheduler
-from scheduler.core.errors import SchedulerError, StoreError
-from scheduler.core.hardware import CHIPS, GIB, Hardware
+from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
+from scheduler.core.hardware import GIB, Hardware
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
-from scheduler.measure.pool import Gpu
-from scheduler.store.store import CACHE_VARIABLE, Store, default_url, shipped
+from scheduler.measure.gpu import Gpu
+from scheduler.store.database import CACHE_VARIABLE
+from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import cuda_wanted
 from search_spaces.kernel import Operation, Problem
@@ -60,13 +61,17 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
         yield Finding("GPU", "ok", f"driver {gpu.driver}, {gpu.free_bytes / GIB:.0f} GiB free")
     try:
         hardware = detect()
+    except UnknownChip as unknown:
+        yield Finding("hardware", "note", f"{unknown}: XLA answers every call")
+        return
     except SchedulerError as error:
         yield Finding("hardware", "broken", str(error))
         return
-    if any(row.kind == hardware.kind for row in CHIPS):
-        yield Finding("hardware", "ok", hardware.id)
+    if hardware.borrowed:
+        rough = f"predictions, by the figures of another {hardware.architecture}, are rough"
+        yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: {rough}")
     else:
-        yield Finding("hardware", "note", f"{hardware.id} is not in the table of chips: predictions are rough")
+        yield Finding("hardware", "ok", hardware.id)
     for name in OPERATIONS:
         yield from _backends(load(name), hardware)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import fields_of
 from scheduler.core.records import Schedule, Trial
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned
@@ -95,9 +96,9 @@ def _account(
     trials: Sequence[Trial],
     top: int,
 ) -> Account:
-    legal = {frozenset(pruned.schedule(index).items()) for index in range(len(pruned.points))}
+    legal = {fields_of(pruned.schedule(index)) for index in range(len(pruned.points))}
     last = {
-        frozenset(trial.schedule.items()): trial
+        fields_of(trial.schedule): trial
         for trial in trials
         if (trial.backend, trial.version) == (kernel.backend, kernel.version)
     }

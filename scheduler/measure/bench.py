@@ -6,35 +6,33 @@ import collections
 import contextlib
 import math
 import os
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib
-import numpy as np
 
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import CandidateFailed
+from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import timer
-from scheduler.measure.verification import Rows, compared_rows, comparison, mismatch
-from scheduler.model.cost import MET_IN_CACHE, CostModel
+from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons, mismatches
+from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
+from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat
-from search_spaces.kernel import SLAB, Kernel, Operation, Problem, nbytes
+from search_spaces.kernel import SLAB, Kernel, Operation, Problem, as_tuple, nbytes
 
-Compiled = Callable[..., jax.Array]
+Results = tuple[jax.Array, ...]
+Compiled = Callable[..., Results]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
 # Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
 # the cache, as the model has it.
-MOST_SETS = round(2 / MET_IN_CACHE)
+MOST_SETS = round(2 / L2_RESIDENT)
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
 # No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
@@ -45,13 +43,16 @@ DOUBTED = 3
 SCRATCH_BYTES = 2**28
 # An allocator that grows by doubling its regions leaves part of them unused.
 FRAGMENTED = 1.25
+# XLA's autotuner guards each of its buffers on both sides (RedzoneAllocator, kDefaultRedzoneSize): what is a power of
+# two does not fit into a region of that size.
+REDZONE_BYTES = 2 * 2**23
 
 
 class Draw(NamedTuple):
-    """One draw of a problem's operands, and the right answer: of those `rows` alone, where it is large."""
+    """One draw of a problem's operands, and the right results: of those `rows` alone, where they are large."""
 
     inputs: tuple[jax.Array, ...]
-    expected: jax.Array
+    expected: Results
     rows: Rows | None
 
 
@@ -83,14 +84,14 @@ class Bench:
         # What is compiled here is not compiled later, while other processes wait for their turns.
         timer.attach(self._clock)
         self._references: dict[Problem, Compiled] = {}
-        self._comparisons: dict[Problem, Compiled] = {}
+        self._comparisons: dict[Problem, tuple[Any, ...]] = {}
         self._draw = self._drawn(problem, seed)
         self._sets = self._rotation()
         # Operands in a cache may come faster than memory gives them; no time at all is never right.
         bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
-        self._results: collections.deque[jax.Array] = collections.deque()
+        self._results: collections.deque[Results] = collections.deque()
         self._compiled: dict[tuple[str, tuple[Any, ...]], Compiled] = {}
 
     def measure(
@@ -117,12 +118,12 @@ class Bench:
             return compiled
         if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._draw):
             return Failure("verify", wrong)
-        self._compiled[_key(backend, schedule)] = compiled
+        self._compiled[point_of(backend, schedule)] = compiled
         return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
         """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
-        compiled = self._compiled.get(_key(backend, schedule))
+        compiled = self._compiled.get(point_of(backend, schedule))
         if compiled is None:
             return self.measure(backend, schedule, repetitions)
         return self._time(compiled, repetitions)
@@ -134,7 +135,7 @@ class Bench:
         schedule that is not legal there.
         """
         kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
-        compiled = self._compiled.get(_key(backend, schedule)) or self._build(kernel, self._problem, schedule)
+        compiled = self._compiled.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(compiled, Failure):
             return compiled
         again = self._drawn(self._problem, self._seed + 1)
@@ -152,27 +153,27 @@ class Bench:
     def _build(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
     ) -> Compiled | Failure:
-        """The candidate as a function of a buffer for its result, and of the operands.
+        """The candidate as a function of buffers for its results, and of the operands.
 
         While JAX traces, lowers and compiles, no code runs but the kernel's and the compiler's: whatever is raised then
         is the candidate's failure.
         """
-        target, wanted, operands = self._hardware.target, problem.result(), problem.operands()
+        target, wanted, operands = self._hardware.target, problem.results(), problem.operands()
         point = kernel.space(problem, target).decode(schedule)
 
         def failed(stage: Stage, error: Exception) -> Failure:
             failure = Failure(stage, blamed(error))
             if raising:
-                raise CandidateFailed(f"{kernel.backend} {schedule_to_text(schedule)}: {failure}") from error
+                raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error
             return failure
 
         self._announce("lower")
-        run = jax_compat.writing_over(lambda *args: kernel.run(problem, point, target, *args))
+        run = jax_compat.writing_over(lambda *args: kernel.results(problem, point, target, *args))
         try:
             traced = run.trace(wanted, *operands)
         except Exception as error:
             return failed("lower", error)
-        if (found := _described(traced.out_info)) != _described(wanted):
+        if (found := _described(as_tuple(traced.out_info))) != _described(wanted):
             return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
         try:
             lowered = traced.lower()
@@ -202,7 +203,8 @@ class Bench:
         with self._turn():
             try:
                 actual = compiled(poison, *draw.inputs)
-                wrong = mismatch(actual, draw.expected, tolerance, draw.rows, self._comparisons[problem])
+                compare = self._comparisons[problem]
+                wrong = mismatches(problem, actual, draw.expected, tolerance, draw.rows, compare)
             except jax.errors.JaxRuntimeError as error:
                 return first_line(error)
         if problem == self._problem:
@@ -210,7 +212,7 @@ class Bench:
         return wrong
 
     def _time(self, compiled: Compiled, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
-        def call() -> jax.Array:
+        def call() -> Results:
             self._calls += 1
             result = compiled(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
             self._results.append(result)
@@ -231,7 +233,9 @@ class Bench:
                 return Failure("time", first_line(error))
         if measured.median_s <= self._least_s:
             bound_s = self._least_s / BELIEVED
-            return Failure("suspect", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s")
+            return Failure(
+                "implausible", f"takes {measured.median_s:.3g} s, and no kernel can take under {bound_s:.3g} s"
+            )
         return measured
 
     @contextlib.contextmanager
@@ -253,7 +257,7 @@ class Bench:
         with self._turn():
             draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)
         if problem not in self._comparisons:
-            self._comparisons[problem] = comparison(problem.result(), draw.expected, rows)
+            self._comparisons[problem] = comparisons(problem, draw.expected, rows)
         return draw
 
     def _rotation(self) -> list[tuple[jax.Array, ...]]:
@@ -269,8 +273,8 @@ def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Cl
     """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
     exceeds = _operand_bytes(problem) * _rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
     return (
-        "cupti" if hardware.platform == "cuda" else "wall",
-        "cold" if l2 == "cold" and hardware.platform != "cpu" and exceeds else "warm",
+        hardware.abilities.clock,
+        "cold" if l2 == "cold" and hardware.abilities.cold and exceeds else "warm",
     )
 
 
@@ -281,65 +285,72 @@ def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
 
 def _rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
     """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
-    return 1 if nbytes(problem.result()) > 2 * hardware.l2_bytes else max(2, sets)
+    return 1 if _result_bytes(problem) > 2 * hardware.l2_bytes else max(2, sets)
 
 
 def least_bytes(problem: Problem) -> int:
-    """Device memory without which `problem` cannot run at all: its operands and its result."""
-    return _operand_bytes(problem) + nbytes(problem.result())
+    """Device memory without which `problem` cannot run at all: its operands and its results."""
+    return _operand_bytes(problem) + _result_bytes(problem)
 
 
 def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
     """Device memory that a bench of `problem` takes at most, an estimate from above.
 
     It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
-    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA
-    compares algorithms for its own program, it has two results of them.
+    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA's
+    autotuner compares algorithms for its own program, there are no results but two of its own, and its own operands,
+    which take less than that second draw.
     """
     sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
-    operands, result = _operand_bytes(problem), nbytes(problem.result())
+    operands, result = _operand_bytes(problem), _result_bytes(problem)
     elements = [math.prod(x.shape) for x in problem.operands()]
-    rows = compared_rows(problem)
-    shape = problem.result().shape
-    compared = 4 * (math.prod(shape) if rows is None else math.prod(shape) // shape[-2] * len(rows))
+    compared = 4 * compared_elements(problem)
     # Of a slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
-    # A large result gets a region of a power of two to itself.
-    region = 2 ** math.ceil(math.log2(max(result, 1)))
-    results = region + max(1, _rotating_results(problem, hardware, sets) - 1) * result
-    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + results + SCRATCH_BYTES
+    each = [nbytes(x) for x in problem.results()]
+    rotating = sum(map(_region, each)) + max(1, _rotating_results(problem, hardware, sets) - 1) * result
+    autotuned = 2 * sum(_region(size + REDZONE_BYTES) for size in each)
+    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + max(rotating, autotuned) + SCRATCH_BYTES
 
 
-def _reference(problem: Problem, rows: Rows | None) -> Callable[..., jax.Array]:
-    """The right answer as a function of all operands: of those rows alone, where they are given."""
+def _region(size: int) -> int:
+    """Bytes of the region that XLA's allocator (BFCAllocator::Extend) makes for an array of `size`: a power of two."""
+    return 2 ** math.ceil(math.log2(max(size, 1)))
+
+
+def _reference(problem: Problem, rows: Rows | None) -> Compiled:
+    """The right results as a function of all operands: of those rows alone, where they are given."""
     part = None if rows is None else problem.at_rows(rows)
     if part is None:
-        return problem.reference
+        return lambda *args: as_tuple(problem.reference(*args))
     below, take = part
-    return lambda *args: below.reference(*take(args))
+    return lambda *args: as_tuple(below.reference(*take(args)))
 
 
 def _operand_bytes(problem: Problem) -> int:
     return sum(map(nbytes, problem.operands()))
 
 
-def _poison(problem: Problem) -> jax.Array:
-    """A result in which nothing is right: NaN, or the least number of a dtype without one."""
-    wanted = problem.result()
+def _result_bytes(problem: Problem) -> int:
+    return sum(map(nbytes, problem.results()))
+
+
+def _poison(problem: Problem) -> Results:
+    """Results in which nothing is right: NaN, or the least number of a dtype without one."""
+    return tuple(map(_poisoned, problem.results()))
+
+
+def _poisoned(wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if jnp.issubdtype(wanted.dtype, jnp.inexact):
         return jnp.full(wanted.shape, jnp.nan, wanted.dtype)
     least = False if wanted.dtype == bool else jnp.iinfo(wanted.dtype).min
     return jnp.full(wanted.shape, least, wanted.dtype)
 
 
-def _described(result: Any) -> str:
-    return (
-        f"{result.dtype}{list(result.shape)}" if hasattr(result, "dtype") else f"no array but {type(result).__name__}"
+def _described(results: Sequence[Any]) -> str:
+    return " and ".join(
+        f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"no array but {type(x).__name__}" for x in results
     )
-
-
-def _key(backend: str, schedule: Schedule) -> tuple[str, tuple[Any, ...]]:
-    return backend, tuple(sorted(schedule.items()))
 
 
 def first_line(error: BaseException) -> str:
@@ -359,23 +370,12 @@ def blamed(error: Exception) -> str:
 
 
 def _place(error: BaseException | None) -> str:
-    """``file:line`` of the innermost call that is neither JAX's nor ours; "" where there is none."""
+    """``file:line`` of the innermost call of a kernel; "" where there is none."""
     while error is not None:
-        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-            file = frame.f_code.co_filename
-            if not file.startswith(_NO_KERNELS) and ("site-packages" in file or not file.startswith(_STANDARD)):
-                below = os.path.relpath(file)
-                return f"{file if below.startswith(os.pardir) else below}:{line}"
+        for call in calls(error):
+            if call.owner != "scheduler":
+                below = os.path.relpath(call.file)
+                return f"{call.file if below.startswith(os.pardir) else below}:{call.line}"
         # Of what it lowers JAX tells the place in an exception of its own (`JaxStackTraceBeforeTransformation`).
         error = error.__cause__ or error.__context__
     return ""
-
-
-# Whose calls stand in a traceback around a kernel's own, and below it; code without a file begins with "<".
-_NO_KERNELS = (
-    "<",
-    jax_compat.__file__,
-    f"{Path(__file__).parents[1]}{os.sep}",
-    *(f"{os.path.dirname(str(file))}{os.sep}" for file in (jax.__file__, jaxlib.__file__, np.__file__)),
-)
-_STANDARD = sysconfig.get_path("stdlib")

@@ -21,21 +21,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler.core import codec, hardware
 from scheduler.core.errors import NotRecorded, RecordingError
+from scheduler.core.identity import Point, point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial, choice_text
 from search_spaces import spelled
-from search_spaces.kernel import Library
 
 if TYPE_CHECKING:
-    from scheduler.measure.pool import Task
+    from scheduler.measure.runner import Task
     from search_spaces.kernel import Operation, Problem
 
 T = TypeVar("T")
-Point = tuple[str, tuple[tuple[str, Any], ...]]
-
-
-def point(backend: str, schedule: Schedule) -> Point:
-    """What tells the trials of a recording apart."""
-    return backend, tuple(sorted(schedule.items()))
 
 
 def read(path: Path) -> tuple[Sweep, list[Trial]]:
@@ -76,13 +70,9 @@ def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
 def second_pass(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
     """Those trials of a whole first pass that its second one measures once more: the fastest, and the library's."""
     ran = [trial for trial in trials if isinstance(trial.outcome, Measurement)]
-    fastest = sorted((trial for trial in ran if not _is_program(trial)), key=_median_s)[: sweep.again]
-    return [*filter(_is_program, ran), *fastest] if sweep.again else []
-
-
-def _is_program(trial: Trial) -> bool:
-    """Whether it is one of the library's."""
-    return trial.schedule.keys() <= {field.name for field in dataclasses.fields(Library)}
+    programs = [trial for trial in ran if trial.backend == sweep.library]
+    others = sorted((trial for trial in ran if trial.backend != sweep.library), key=_median_s)
+    return [*programs, *others[: sweep.again]] if sweep.again else []
 
 
 def _median_s(trial: Trial) -> float:
@@ -163,11 +153,9 @@ class Replay:
     def __init__(self, path: str | Path, *, seed: int | None = None, slots: int = 1) -> None:
         self.path, self.slots, self._seed = Path(path), slots, seed
         self.sweep, trials = read(self.path)
-        self.hardware = hardware.describe(
-            self.sweep.platform, self.sweep.kind, self.sweep.architecture, self.sweep.cores
-        )
+        self.hardware = hardware.swept(self.sweep)
         self.environment = self.sweep.environment
-        self._trials = {point(trial.backend, trial.schedule): trial for trial in trials}
+        self._trials = {point_of(trial.backend, trial.schedule): trial for trial in trials}
         self._asked: dict[Point, int] = {}
         self._lock = threading.Lock()
 
@@ -178,10 +166,10 @@ class Replay:
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
         """The kernel version that was measured with this schedule, or None where it was not."""
-        trial = self._trials.get(point(backend, schedule))
+        trial = self._trials.get(point_of(backend, schedule))
         return None if trial is None else trial.version
 
-    def room(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
@@ -196,7 +184,7 @@ class Replay:
                 f"{self.path} holds {held.operation} {spelled(held.operation, held.problem)}, "
                 f"not {task.operation.name} {task.problem}"
             )
-        which = point(task.backend, task.schedule)
+        which = point_of(task.backend, task.schedule)
         if which not in self._trials:
             raise NotRecorded(f"{self.path} does not hold the schedule {choice_text(task.backend, task.schedule)}")
         outcome = self._trials[which].outcome

@@ -1,9 +1,8 @@
-"""A process that answers one line with one line: it may hang or die, and it never outlives the one that started it."""
+"""A process that answers messages one by one: it may hang or die, and it never outlives the one that started it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import select
@@ -14,9 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from scheduler.core.threads import WAKE_S
+from scheduler.measure.protocol import Announcement, Message, decode, encode
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LAST_WORDS_BYTES = 8192
@@ -24,6 +23,18 @@ KILLED_WITHIN_S = 30.0  # a driver may keep a process that hangs on its device f
 
 Limit = Callable[[str], float | None]
 Ended = Callable[[str, float], None]
+
+
+class Overrun(TimeoutError):
+    """A step that took longer than it may.
+
+    Attributes:
+      step: its name.
+    """
+
+    def __init__(self, step: str, limit_s: float) -> None:
+        super().__init__(f"{step} did not end within {limit_s:.3g} s")
+        self.step = step
 
 
 class Children:
@@ -65,8 +76,8 @@ class Child:
         )
         self._unread = b""
 
-    def ask(self, message: Mapping[str, Any], first: str, limit_s: Limit, ended: Ended) -> dict[str, Any]:
-        """The answer to `message`. Lines ``{"step": name}`` before it announce what the process does next.
+    def ask(self, message: Message, first: str, limit_s: Limit, ended: Ended) -> Message:
+        """The answer to `message`; an `Announcement` before it tells what the process does next.
 
         Args:
           first: the step that begins with the message.
@@ -74,25 +85,26 @@ class Child:
           ended: told each step that came to its end, and its seconds.
 
         Raises:
-          TimeoutError: a step took longer than it may; the process still runs.
+          Overrun: a step took longer than it may; the process still runs.
           EOFError: the process is gone, in which step, and its last words.
         """
         assert self._process.stdin is not None
         step = first
         with contextlib.suppress(OSError):  # it is gone: reading tells
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(encode(message))
         while True:
             started, limit = time.monotonic(), limit_s(step)
             line = self._line(limit)
             if line is None:
-                raise TimeoutError(f"{step} did not end within {limit:.3g} s")
+                assert limit is not None
+                raise Overrun(step, limit)
             if not line:
                 raise EOFError(f"the process ended in {step}: {self._last_words()}")
             ended(step, time.monotonic() - started)
-            reply: dict[str, Any] = json.loads(line)
-            if "step" not in reply:
+            reply = decode(line)
+            if not isinstance(reply, Announcement):
                 return reply
-            step = reply["step"]
+            step = reply.step
 
     @property
     def pid(self) -> int:

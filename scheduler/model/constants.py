@@ -8,10 +8,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler.core.aliases import CONSTANTS
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
-from scheduler.model.cost import FITTED, Constants, CostModel
+from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
 from search_spaces.kernel import Kernel, Operation
 
 _log = logging.getLogger("scheduler")
@@ -30,7 +31,7 @@ def model_of(
     for backend in (operation.library.backend, kernel.backend):
         if backend in found:
             values |= known(found[backend])
-    start = FITTED.get(hardware.architecture, Constants())
+    start = BY_ARCHITECTURE.get(hardware.architecture, Constants())
     return CostModel(hardware, dataclasses.replace(start, **values))
 
 
@@ -42,9 +43,10 @@ def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = Fals
 
 
 def known(calibration: Calibration) -> dict[str, float]:
-    """Those of its constants that today's model has."""
+    """Those of its constants that today's model has, by today's names."""
     names = {field.name for field in dataclasses.fields(Constants)}
-    return {name: value for name, value in calibration.constants.items() if name in names}
+    today = {CONSTANTS.get(name, name): value for name, value in calibration.constants.items()}
+    return {name: value for name, value in today.items() if name in names}
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""The free answer: what the model says without measuring."""
+"""predict(): an answer without measuring, from the model and from what was measured of similar problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TIE = 1.02
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What the model says without measuring.
+    """A prediction.
 
     Attributes:
       backend, schedule: what to run.
@@ -72,7 +72,7 @@ def predict(
     records: Iterable[Record] = (),
     shared_only: bool = False,
 ) -> Answer:
-    """The model's first choice, without measuring anything, among the schedules that were verified on the architecture.
+    """The top prediction, without measuring anything, among the schedules that were verified on the architecture.
 
     Where one of `records` is of this problem and still holds, it is the answer, as it is for a call.
 
@@ -117,7 +117,7 @@ def predict(
     if library.backend not in allowed:
         if found is None:
             raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {_words(refused)}")
-        reason = f"the model's first choice{found.words}"
+        reason = f"the top prediction{found.words}"
         return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
     # What a neighbour's record corrects, the model need not be feared for.
     wanted = MODEL_GAIN * (1 - min(best.weight, found.weight if found is not None else 0.0))

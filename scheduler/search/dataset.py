@@ -10,9 +10,9 @@ from typing import Any
 from scheduler.core import hardware as chips
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import point_of
 from scheduler.core.records import Environment, Trial
 from scheduler.measure import replay
-from scheduler.measure.replay import point
 from scheduler.store.store import Store
 from search_spaces.kernel import Operation, Problem
 
@@ -41,8 +41,8 @@ def recorded(operation: Operation[Any], path: Path) -> Measured:
     head, trials = replay.read(path)
     if head.operation != operation.name:
         raise RecordingError(f"{path} holds a sweep of {head.operation}, not of {operation.name}")
-    chip = chips.describe(head.platform, head.kind, head.architecture, head.cores)
-    latest = {point(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
+    chip = chips.swept(head)
+    latest = {point_of(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
     return Measured(chip, {operation.problem.from_canonical(head.problem): list(latest.values())}, [head.environment])
 
 
@@ -59,9 +59,9 @@ def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measu
             problem = operation.problem.from_canonical(record.key.problem)
         except ValueError:  # written by another version of the operation
             continue
-        latest = {point(trial.backend, trial.schedule): trial for trial in store.trials(record.key)}
+        latest = {point_of(trial.backend, trial.schedule): trial for trial in store.trials(record.key)}
         for number, e in enumerate(record.entries):
-            latest[point(e.backend, e.schedule)] = Trial(
+            latest[point_of(e.backend, e.schedule)] = Trial(
                 number, e.backend, e.version, e.schedule, e.measurement, e.predicted_s
             )
         trials[problem] = list(latest.values())

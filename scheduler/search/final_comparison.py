@@ -8,8 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from scheduler.core.codec import schedule_to_text
-from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Verdict
+from scheduler.core.records import Failure, Measurement, Outcome, Verdict
 from scheduler.measure import timer
 
 # Times closer than this are one time: what differs between two measurements of one schedule.
@@ -36,11 +35,6 @@ class Rival:
     label: str
     library: bool
     onchip_bytes: int
-
-
-def label_of(backend: str, schedule: Schedule) -> str:
-    """What a candidate is called in a race, in `Verdict.tied` and in its notes; stored, so it stays as it is."""
-    return f"{backend} {schedule_to_text(schedule)}"
 
 
 @dataclasses.dataclass(frozen=True)

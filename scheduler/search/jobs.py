@@ -12,13 +12,15 @@ from typing import Any, Literal, TypeVar
 from scheduler.core.backends import named_backends
 from scheduler.core.errors import CandidateFailed, NoCandidate, SchedulerError, StoreError
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
+from scheduler.core.identity import key_of, point_of
 from scheduler.core.progress import Progress
-from scheduler.core.records import L2, AllFailed, Entry, Measurement, Record, Schedule, Trial
-from scheduler.measure.pool import Runner
+from scheduler.core.records import L2, AllFailed, Entry, Key, Measurement, Record, Schedule, Trial
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
-from scheduler.search.tuner import settled, start_runner, tune
+from scheduler.search.settled import settled
+from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 from search_spaces.errors import DeclarationError
@@ -104,9 +106,7 @@ class Result:
     @property
     def library(self) -> Entry | None:
         """The library's own entry in the record."""
-        if self.record is None or isinstance(self.task, Malformed):
-            return None
-        return self.record.best(frozenset({self.task.operation.library.backend}))
+        return None if self.record is None else self.record.library_entry
 
     @property
     def broken(self) -> tuple[AllFailed, ...]:
@@ -176,25 +176,22 @@ def run(
     *,
     store: Store,
     runner: Runner | None = None,
-    device: int = 0,
+    options: RunnerOptions | None = None,
     seed: int = 0,
     l2: L2 = "cold",
     force: bool = False,
     first_error: bool = False,
-    workers: int | None = None,
-    compile_timeout_s: float | None = None,
-    run_timeout_s: float | None = None,
     progress: Callable[[Task, Progress], None] | None = None,
 ) -> Iterator[Result]:
     """Tunes what is not tuned yet, and yields what became of each task as it ends, in order.
 
     Args:
       store: knows what is tuned, and gets every trial and record.
-      runner: where candidates run; by default one is started on `device` for all tasks and closed at the end.
+      runner: where candidates run; by default one is started for all tasks and closed at the end.
+      options: of a runner that is started here.
       l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
       force: tune again what is tuned already.
       first_error: as in `tuner.tune`; it ends the job.
-      workers, compile_timeout_s, run_timeout_s: of a runner that is started here, as in `tuner.start_runner`.
       progress: called after each trial, from the calling thread.
 
     Raises:
@@ -207,13 +204,7 @@ def run(
                 yield Result(task, "failed", task.reason)
                 continue
             if runner is None:
-                runner = start_runner(
-                    task.operation,
-                    device=device,
-                    workers=workers,
-                    compile_timeout_s=compile_timeout_s,
-                    run_timeout_s=run_timeout_s,
-                )
+                runner = start_runner(task.operation, options)
                 stack.callback(runner.close)
             started = time.perf_counter()
             try:
@@ -288,18 +279,24 @@ def _entry(task: Task, record: Record) -> Entry | None:
 
 def _served(task: Task, hardware: Hardware, store: Store) -> Entry | None:
     """What a call gets now: from the user's own records, or from those that come with this package."""
+    key = key_of(task.operation, task.problem, hardware)
     with contextlib.ExitStack() as stack:
         stores = [store]
         with contextlib.suppress(StoreError):
             if (other := shipped()) is not None:
                 stores.append(stack.enter_context(contextlib.closing(other)))
-        for kept in stores:
-            with contextlib.suppress(StoreError):
-                record = kept.get(key_of(task.operation, task.problem, hardware))
-                if record is not None:
-                    held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
-                    if isinstance(held, Entry):
-                        return held
+        records = [_readable(kept, key) for kept in stores]
+    for record in records:
+        if record is not None:
+            held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
+            if isinstance(held, Entry):
+                return held
+    return None
+
+
+def _readable(store: Store, key: Key) -> Record | None:
+    with contextlib.suppress(StoreError):
+        return store.get(key)
     return None
 
 
@@ -320,9 +317,9 @@ def _before(
             return None
         backend, schedule, fallback_s, measured = answer.backend, answer.schedule, answer.predicted_s, False
     # Times of the run-off compare best with the winner's; a trial's is the next best.
-    times = {(t.backend, *sorted(t.schedule.items())): t.outcome for t in trials}
-    times |= {(e.backend, *sorted(e.schedule.items())): e.measurement for e in record.entries}
-    match times.get((backend, *sorted(schedule.items()))):
+    times = {point_of(t.backend, t.schedule): t.outcome for t in trials}
+    times |= {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
+    match times.get(point_of(backend, schedule)):
         case Measurement(median_s=median_s):
             return Before(backend, schedule, median_s, measured=True)
         case _:
@@ -347,7 +344,7 @@ def _task(job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str,
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
             if not isinstance(value, (int, str)):
-                raise ValueError(f"{field}={value!r} is no whole number, truth value or string")
+                raise ValueError(f"{field}={value!r} is no integer, truth value or string")
         return Task(
             operation,
             operation.problem.parse({field: str(value) for field, value in both.items()}),

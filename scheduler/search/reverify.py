@@ -9,13 +9,15 @@ from typing import Any, Literal
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import label_of
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
 from scheduler.core.threads import Threads
-from scheduler.measure.pool import Runner, Task
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.feasibility import illegal, onchip_bytes
 from scheduler.prediction import predict, validation
-from scheduler.search import final_comparison, tuner
+from scheduler.search import final_comparison, finalists
 from scheduler.search.final_comparison import Result
 from search_spaces import load
 from search_spaces.kernel import Operation, Problem
@@ -73,9 +75,7 @@ def reverify(
     *,
     operation: Operation[Any] | None = None,
     runner: Runner | None = None,
-    device: int = 0,
-    compile_timeout_s: float | None = None,
-    run_timeout_s: float | None = None,
+    options: RunnerOptions | None = None,
     within: float = WITHIN,
     seed: int = 0,
 ) -> Iterator[Verdict]:
@@ -84,8 +84,8 @@ def reverify(
     Args:
       records: to verify; those of other chips than the runner's cannot be.
       operation: theirs; None loads each by its name.
-      runner: where they run; by default one is started on `device` for all of them and closed at the end.
-      compile_timeout_s, run_timeout_s: of a runner that is started here, as in `pool.Pool`.
+      runner: where they run; by default one is started for all of them and closed at the end.
+      options: of a runner that is started here.
       within: by which share the winner may be slower than the fastest and still hold.
       seed: of the order within each round.
 
@@ -100,9 +100,7 @@ def reverify(
                 yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
                 continue
             if runner is None:
-                runner = tuner.start_runner(
-                    named, device=device, compile_timeout_s=compile_timeout_s, run_timeout_s=run_timeout_s
-                )
+                runner = start_runner(named, options)
                 stack.callback(runner.close)
             if record.key.hardware != runner.hardware.id:
                 yield Verdict(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
@@ -155,7 +153,7 @@ def _timed(
     operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Rival], record: Record, seed: int
 ) -> tuple[tuple[Rival, ...], Result]:
     """`rivals` with their times from a race of those that build and are right, and how it ended."""
-    repetitions, repetitions_of_round = tuner.repetitions(runner.hardware)
+    repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
     def task(rival: Rival, repetitions: int) -> Task:
         l2 = record.winner.measurement.l2
@@ -171,7 +169,7 @@ def _timed(
         wrong = runner.confirm(task(rival, repetitions)) if isinstance(outcome, Measurement) else None
         return wrong or outcome
 
-    with Threads[str, Outcome](runner.room(operation, problem), runner.close) as threads:
+    with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
         now = dict(threads.map(first, by_label))
     racing = []
     for label, rival in by_label.items():
@@ -179,7 +177,7 @@ def _timed(
             kernel = operation.kernel(rival.backend)
             asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
             racing.append(final_comparison.Rival(label, kernel.library, asked))
-    ended = tuner.run_off(
+    ended = finalists.run_off(
         runner,
         racing,
         lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round), again=True),
@@ -209,7 +207,7 @@ def _refreshed(
 
 
 def _label(rival: Rival) -> str:
-    return final_comparison.label_of(rival.backend, rival.schedule)
+    return label_of(rival.backend, rival.schedule)
 
 
 def _words(rival: Rival) -> str:

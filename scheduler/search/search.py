@@ -1,18 +1,19 @@
 """Spend a budget of trials on a list of candidates: which one to measure next.
 
-A short list is enumerated, the model's favourites first. A longer one begins with what is known to be good, the model's
-favourites, a few more of them that differ, and a few drawn far from all these; then a Gaussian process of the logarithm
-of time proposes the candidate that promises the largest improvement. It sees the schedules' fields and the model's
-prediction, which it may trust as far as the measurements bear it out. What cannot beat the fastest time so far, by its
-lower bound, is left out.
+What is known to be good comes first, then the model's order, with a probe drawn from all candidates now and then: only
+far from its favourites can measurements contradict a model. Where they do, as they scatter about the prediction by more
+than its usual error, a Gaussian process of the logarithm of time proposes the candidate that promises the largest
+improvement, from the schedules' fields and the prediction. What cannot beat the fastest time so far, by its lower
+bound, is left out.
 
-Optuna keeps the trials; its own samplers do not fit: they repeat points, ignore failures and know no list of legal
-ones.
+Optuna keeps the trials and asks a sampler of ours: its own repeat points, ignore failures and know no list of legal
+candidates (its TPE finds less than drawing at random, benchmarks/search_quality.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,19 +21,17 @@ import numpy.typing as npt
 import optuna
 from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
-from scipy.spatial.distance import cdist
 
-from scheduler.search.gaussian_process import Process, expected_improvement
+from scheduler.search.gaussian_process import expected_improvement, predict
 from search_spaces.space import Choice
 
 Array = npt.NDArray[np.float64]
 
-_DESIGN = 14  # trials before the Gaussian process takes over, at a budget of 28 or more
-_FAVOURITES = 8  # of these, the model's first
-_DIFFERENT = 4  # and its first that differ from them and from each other
-_FEWEST = 3  # times that the process needs to say anything
-_REFIT = 6  # trials between two fits of the process's lengths
-_DRAWN = 64  # candidates drawn at random, of which the farthest is taken
+_PROBE = 5  # of so many trials one is a probe, drawn from all candidates
+# Standard deviation of the model's residuals, the logarithms of measured over predicted time, above which measurements
+# contradict it: its own error on the shapes that were swept.
+_ACCURATE = 0.07
+_FEWEST = 5  # times that can contradict it
 _NOTHING = 1e-3  # an expected improvement, as a share of the time, that is not worth a trial
 _CANDIDATE = "candidate"
 
@@ -83,7 +82,7 @@ class Search:
         self._floors = np.array([c.floor_s for c in candidates], dtype=np.float64)
         if outside := [index for index in first if not 0 <= index < self._count]:
             raise ValueError(f"first={outside} are no indices of {self._count} candidates")
-        self._sampler = PoolSampler(candidates, budget=budget, seed=seed, first=first)
+        self._sampler = PoolSampler(candidates, seed=seed, first=first)
         self._study = _quiet_study(self._sampler)
         self._running: dict[int, optuna.Trial] = {}
         self._seconds: dict[int, float | None] = dict(known or {})
@@ -123,7 +122,7 @@ class Search:
             return f"the budget of {self._budget} trials is spent"
         if self.asked + self.excluded == self._count:
             return "nothing untried can beat the fastest, by its lower bound"
-        if self._patience is not None and self._idle() >= self._patience and self._sampler.expected < _NOTHING:
+        if self._patience is not None and self._idle() >= self._patience and self._expected() < _NOTHING:
             return f"the last {self._patience} trials brought nothing, and less than {_NOTHING:.1%} is expected"
         return ""
 
@@ -136,6 +135,12 @@ class Search:
         if self.best is None:
             return 0
         return len(self._seconds) - 1 - list(self._seconds).index(self.best[0])
+
+    def _expected(self) -> float:
+        """The largest improvement that the surrogate expects of an untried candidate, as a share of the time."""
+        self._sampler.hopeless = self._hopeless()
+        known = Known.of(self._study.get_trials(deepcopy=False))
+        return float(self._sampler.improvement(known).max()) if known.log_s else np.inf
 
     def ask(self) -> int | None:
         """Index of the candidate to measure next, or None: the budget is spent or nothing is left."""
@@ -173,26 +178,15 @@ class PoolSampler(optuna.samplers.BaseSampler):
     Attributes:
       labels: what Optuna shows of each candidate.
       hopeless: candidates to leave out.
-      expected: the improvement expected of the last proposal, as a share of the time; infinite where none was computed.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], *, budget: int, seed: int, first: Sequence[int]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], *, seed: int, first: Sequence[int]) -> None:
         self.labels = [{"backend": c.backend, **c.schedule} for c in candidates]
-        self._predicted = np.array([c.predicted_s for c in candidates], dtype=np.float64)
-        self._x = _encode(self.labels, self._predicted)
-        self._random = np.random.default_rng(seed)
         self.hopeless = np.zeros(len(candidates), dtype=bool)
-        self.expected = np.inf
-        if len(candidates) <= budget:
-            # All of them, but the likely ones first: the time may end before the budget.
-            shuffled = self._random.permutation(len(candidates)).tolist()
-            self._design = [*first, *self._favourites(_DESIGN), *shuffled]
-        else:
-            size = min(_DESIGN, max(_FAVOURITES, budget // 2))
-            self._design = [*first, *self._favourites(size)]
-            self._design += self._scattered(self._design, max(0, size - len(set(self._design))))
-        self._process = Process.prior(self._x.shape[1])
-        self._fitted_at = 0
+        self._log_predicted = np.log(np.maximum([c.predicted_s for c in candidates], 1e-12))
+        self._x = _encode(self.labels, self._log_predicted)
+        ranked = np.argsort(self._log_predicted, kind="stable")
+        self._order = [*first, *_with_probes(ranked, np.random.default_rng(seed))]
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return {_CANDIDATE: IntDistribution(0, len(self._x) - 1)}
@@ -200,85 +194,83 @@ class PoolSampler(optuna.samplers.BaseSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        done, failed, running = [], [], []
-        for other in study.get_trials(deepcopy=False):
-            if other.number != trial.number:
-                index = other.params[_CANDIDATE]
-                match other.state:
-                    case TrialState.COMPLETE if other.value is not None:
-                        done.append((index, float(np.log(other.value))))
-                    case TrialState.RUNNING:
-                        running.append(index)
-                    case _:
-                        failed.append(index)
-        tried = [*(index for index, _ in done), *failed, *running]
-        free = ~self.hopeless
-        free[tried] = False
-        self.expected = np.inf
-        for index in self._design:
-            if free[index]:
-                return {_CANDIDATE: index}
-        if len(done) < _FEWEST:
-            return {_CANDIDATE: self._scattered(tried, 1, free)[0]}
-        return {_CANDIDATE: self._improve(done, failed, running, np.flatnonzero(free))}
+        known = Known.of(other for other in study.get_trials(deepcopy=False) if other.number != trial.number)
+        if self.contradicted(known):
+            return {_CANDIDATE: int(np.argmax(self.improvement(known)))}
+        free = self._free(known)
+        return {_CANDIDATE: next(index for index in self._order if free[index])}
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         raise ValueError(f"this sampler knows no parameter but {_CANDIDATE!r}, asked for {param_name!r}")
 
-    def _improve(
-        self, done: list[tuple[int, float]], failed: list[int], running: list[int], free: npt.NDArray[np.intp]
-    ) -> int:
-        """The free candidate with the largest expected improvement; those still running count as their mean."""
-        worst = max(value for _, value in done)
-        x = self._x[[index for index, _ in done] + failed]
-        y = np.array([value for _, value in done] + [worst] * len(failed))
-        if len(y) >= self._fitted_at + _REFIT or not self._fitted_at:
-            self._process, self._fitted_at = self._process.fit(x, y), len(y)
-        if running:
-            fantasies, _ = self._process.predict(x, y, self._x[running])
-            x, y = np.concatenate([x, self._x[running]]), np.concatenate([y, fantasies])
-        mean, deviation = self._process.predict(x, y, self._x[free])
-        improvement = expected_improvement(mean, deviation, min(value for _, value in done))
-        self.expected = float(np.max(improvement))  # of a logarithm: a share, while it is small
-        return int(free[np.argmax(improvement)])
+    def contradicted(self, known: Known) -> bool:
+        """Whether the model, but for one factor, misses the known times by more than its usual error."""
+        if len(known.log_s) < _FEWEST:
+            return False
+        log_s = np.array(list(known.log_s.values()))
+        residual = log_s - self._log_predicted[list(known.log_s)]
+        return bool(np.std(residual) > _ACCURATE)
 
-    def _favourites(self, most: int) -> list[int]:
-        """The best predicted candidates, then the best that differ from all chosen ones in two fields or more."""
-        ranked = np.argsort(self._predicted, kind="stable").tolist()
-        chosen = ranked[: min(most, _FAVOURITES)]
-        for index in ranked[len(chosen) :]:
-            if len(chosen) >= min(most, _FAVOURITES + _DIFFERENT):
-                break
-            label = self.labels[index]
-            if all(sum(label.get(n) != v for n, v in self.labels[other].items()) >= 2 for other in chosen):
-                chosen.append(index)
-        return chosen
+    def improvement(self, known: Known) -> Array:
+        """What the surrogate expects of each candidate, as a share of the time; -1 for those that are not free.
 
-    def _scattered(self, near: Sequence[int], count: int, free: npt.NDArray[np.bool_] | None = None) -> list[int]:
-        """`count` free candidates from the better half of the predictions, each far from `near` and from the others."""
-        ranked = np.argsort(self._predicted, kind="stable")
-        ranked = ranked if free is None else ranked[free[ranked]]
-        pool = ranked[: max(count, (len(ranked) + 1) // 2)]
-        chosen = list(near)
-        for _ in range(count):
-            pool = pool[~np.isin(pool, chosen)]
-            if not len(pool):
-                break
-            drawn = self._random.choice(pool, size=min(_DRAWN, len(pool)), replace=False)
-            distance = cdist(self._x[drawn], self._x[chosen]).min(axis=1) if chosen else np.zeros(len(drawn))
-            chosen.append(int(drawn[np.argmax(distance)]))
-        return chosen[len(near) :]
+        Failures count as the slowest known time, and candidates that still run as their mean.
+        """
+        log_s, free = list(known.log_s.values()), np.flatnonzero(self._free(known))
+        x = self._x[[*known.log_s, *known.failed]]
+        y = np.array([*log_s, *[max(log_s)] * len(known.failed)])
+        if known.running:
+            fantasies, _ = predict(x, y, self._x[known.running])
+            x, y = np.concatenate([x, self._x[known.running]]), np.concatenate([y, fantasies])
+        expected = np.full(len(self._x), -1.0)
+        expected[free] = expected_improvement(*predict(x, y, self._x[free]), min(log_s))
+        return expected
+
+    def _free(self, known: Known) -> npt.NDArray[np.bool_]:
+        free = ~self.hopeless
+        free[[*known.log_s, *known.failed, *known.running]] = False
+        return free
 
 
-def _encode(labels: Sequence[Mapping[str, Choice]], predicted_s: Array) -> Array:
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The trials of a study by candidate: logarithms of their times, those that failed, and those that still run."""
+
+    log_s: Mapping[int, float]
+    failed: Sequence[int]
+    running: Sequence[int]
+
+    @classmethod
+    def of(cls, trials: Iterable[FrozenTrial]) -> Known:
+        log_s, failed, running = {}, [], []
+        for trial in trials:
+            index = trial.params[_CANDIDATE]
+            match trial.state:
+                case TrialState.COMPLETE if trial.value is not None:
+                    log_s[index] = float(np.log(trial.value))
+                case TrialState.RUNNING:
+                    running.append(index)
+                case _:
+                    failed.append(index)
+        return cls(log_s, failed, running)
+
+
+def _with_probes(ranked: npt.NDArray[np.intp], random: np.random.Generator) -> list[int]:
+    """`ranked`, with every `_PROBE`-th place given to one of them drawn at random: a candidate may be there twice."""
+    places = np.arange(_PROBE - 1, len(ranked), _PROBE - 1)
+    order: list[int] = np.insert(ranked, places, random.permutation(ranked)[: len(places)]).tolist()
+    return order
+
+
+def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: Array) -> Array:
     """Candidates as points of the unit cube ``[candidate, coordinate]``: their fields, and the model's prediction.
 
-    Whole numbers count by their logarithms, other values by a coordinate each. A number that a backend lacks lies in
+    Integers count by their logarithms, other values by a coordinate each. A number that a backend lacks lies in
     the middle; which backend it is has coordinates of its own. Coordinates in which all agree are left out.
     """
-    columns = [np.log(np.maximum(predicted_s, 1e-12))]
+    columns = [log_predicted]
     for name in dict.fromkeys(name for label in labels for name in label):
         values = [label.get(name) for label in labels]
         kinds = {type(value) for value in values if value is not None}

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler.core.codec import schedule_to_text
 from scheduler.core.errors import NoCandidate
+from scheduler.core.identity import point_of, schedule_to_text
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.core.threads import Threads
-from scheduler.measure.pool import Runner, Task
-from scheduler.measure.replay import Recorder, point, second_pass
+from scheduler.measure.replay import Recorder, second_pass
+from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
 from search_spaces.kernel import Operation, Problem
@@ -52,7 +52,7 @@ def sweep(
     Legal is what is left after the rules, on-chip memory and registers. A file that is there already is gone on with.
 
     The fastest of so many are partly the luckiest. A second pass measures them, and the library's, once more in turns:
-    it chose nothing, so that whoever is judged by it is judged fairly.
+    it chose nothing, so that no choice is compared with times that chose it.
 
     Args:
       path: of the recording.
@@ -70,13 +70,13 @@ def sweep(
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
-    runner.room(operation, problem)  # or the memory holds none, and nothing need be planned
+    runner.capacity(operation, problem)  # or the memory holds none, and nothing need be planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder:
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
-        done = {point(trial.backend, trial.schedule) for trial in trials}
-        left = [candidate for candidate in chosen if point(candidate.backend, candidate.schedule) not in done]
+        done = {point_of(trial.backend, trial.schedule) for trial in trials}
+        left = [candidate for candidate in chosen if point_of(candidate.backend, candidate.schedule) not in done]
         times = [
             (trial.outcome.median_s, n) for n, trial in enumerate(trials) if isinstance(trial.outcome, Measurement)
         ]
@@ -94,7 +94,7 @@ def sweep(
         def measure(c: Candidate) -> Outcome:
             return pace.timed(lambda: runner.measure(Task(operation, problem, c.backend, c.schedule, repetitions)))
 
-        with Threads[Candidate, Outcome](runner.room(operation, problem), runner.close) as threads:
+        with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
                 trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
                 recorder.add(trials[-1])
@@ -191,5 +191,6 @@ def _plan(
         repetitions=repetitions,
         again=again,
         rounds=ROUNDS if again else 0,
+        library=operation.library.backend,
     )
     return head, chosen

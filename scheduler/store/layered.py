@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Cache:
-    """The user's own store and the shipped one. It keeps searches as a `Store` does (`tuner.Keeper`).
+    """The user's own store and the shipped one. It keeps searches as a `Store` does (`trials.Keeper`).
 
     What was put here is also remembered, so that an unwritable store does not cost a second search.
     """

@@ -1,19 +1,20 @@
 """The matrix product: ``MATMUL``, its problem and its kernels."""
 
 from search_spaces.kernel import Operation
-from search_spaces.matmul import calculus
-from search_spaces.matmul.mosaic_gpu import MosaicGpuMatmul
-from search_spaces.matmul.portable import PortableMatmul
+from search_spaces.matmul import front_end, rules
+from search_spaces.matmul.hopper import MosaicGpuMatmul
+from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
 
 MATMUL = Operation(
     name="matmul",
     problem=MatmulProblem,
-    kernels=(MosaicGpuMatmul(), PortableMatmul(), XlaMatmul()),
-    jvp=calculus.jvp,
-    transpose=calculus.transpose,
-    batch=calculus.batch,
+    kernels=(MosaicGpuMatmul(), InterpretMatmul(), XlaMatmul()),
+    jvp=rules.jvp,
+    transpose=rules.transpose,
+    batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["MATMUL", "MatmulProblem"]

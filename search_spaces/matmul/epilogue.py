@@ -1,4 +1,4 @@
-"""What follows the sums of a product: ``activation(sums + bias) + residual``, one formula for every kernel.
+"""The epilogue of a product: ``activation(acc + bias) + residual``, one formula for every kernel.
 
 The bias before the activation is the order of cuBLASLt (``cublasLtEpilogue_t``); the residual after it is that of
 CUTLASS's ``LinearCombinationResidualBlock``.
@@ -46,18 +46,18 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
 EXPONENTIALS: Mapping[str, int] = MappingProxyType({"": 0, "relu": 0, "gelu": 1, "silu": 1})
 
 
-def finish(
-    sums: jax.Array, *, bias: jax.Array | None = None, activation: str = "", residual: jax.Array | None = None
+def apply(
+    acc: jax.Array, *, bias: jax.Array | None = None, activation: str = "", residual: jax.Array | None = None
 ) -> jax.Array:
-    """``activation(sums + bias) + residual``, for a tile inside a kernel as for whole arrays.
+    """``activation(acc + bias) + residual``, for a tile inside a kernel as for whole arrays.
 
     Args:
-      sums: float32, or wider; the arithmetic is in its dtype, and so is the result: the caller rounds once.
-      bias, residual: of any dtype that converts to it, of the shape of `sums` or broadcasting to it with as many axes.
+      acc: float32, or wider; the arithmetic is in its dtype, and so is the result: the caller rounds once.
+      bias, residual: of any dtype that converts to it, of the shape of `acc` or broadcasting to it with as many axes.
       activation: a name in `ACTIVATIONS`; "" is none.
     """
     if bias is not None:
-        sums = sums + bias.astype(sums.dtype)
+        acc = acc + bias.astype(acc.dtype)
     if activation:
-        sums = ACTIVATIONS[activation](sums)
-    return sums if residual is None else sums + residual.astype(sums.dtype)
+        acc = ACTIVATIONS[activation](acc)
+    return acc if residual is None else acc + residual.astype(acc.dtype)

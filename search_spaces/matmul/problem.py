@@ -17,8 +17,8 @@ from search_spaces.kernel import Problem, TakeRows, Tolerance
 from search_spaces.matmul import epilogue
 
 _FLOATS = ("bfloat16", "float16", "float32")
-# Operands' dtype -> the dtypes that a result may have. Sums of 8-bit products exceed 8 bits: they are for the caller to
-# scale, not for a product to round. Five products of int8 may exceed what float16 holds.
+# Operands' dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: they are for the
+# caller to scale, not for a product to round. Five products of int8 may exceed what float16 holds.
 RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS) | {"int8": ("int32", "bfloat16", "float32")}
 )
@@ -45,7 +45,7 @@ class MatmulProblem(Problem):
     """``c[batch, m, n] = activation(a[batch, m, k] @ b[batch, k, n] + bias[batch, 1, n]) + residual[batch, m, n]``.
 
     Accumulated in float32, in which the rest is computed too: only the result is rounded. Products of int8 are
-    accumulated in int32; after those of 8-bit operands nothing else follows.
+    accumulated in int32; those of 8-bit operands have no epilogue.
 
     Attributes:
       m, n, k: extents, at least 1. The batch axis exists only where `batch` is above 1.
@@ -92,7 +92,7 @@ class MatmulProblem(Problem):
                 )
         if self.fused and jnp.dtype(self.dtype).itemsize == 1:
             raise ValueError(
-                f"{self.dtype} operands take no bias, activation or residual: their sums are to be scaled first"
+                f"{self.dtype} operands take no bias, activation or residual: their accumulators are to be scaled first"
             )
         # One problem has one spelling, or a cache would hold it twice.
         if self.out_dtype == self.dtype:
@@ -106,7 +106,7 @@ class MatmulProblem(Problem):
         cls,
         a: Any,
         b: Any,
-        *follows: Any,
+        *added: Any,
         transpose_a: bool = False,
         transpose_b: bool = False,
         out_dtype: Any = "",
@@ -123,7 +123,7 @@ class MatmulProblem(Problem):
         if a.dtype != b.dtype:
             raise TypeError(f"a is {a.dtype} and b is {b.dtype}; one dtype is needed")
         shapes = {"bias": (*a.shape[:-2], n), "residual": (*a.shape[:-2], m, n)}
-        left, dtypes = list(follows), {}
+        left, dtypes = list(added), {}
         for name, shape in shapes.items():
             if left and left[0].shape == shape:
                 dtypes[name] = str(left.pop(0).dtype)
@@ -160,17 +160,17 @@ class MatmulProblem(Problem):
 
     @property
     def plain(self) -> MatmulProblem:
-        """The product alone, without what follows it."""
+        """The product alone, without an epilogue."""
         return dataclasses.replace(self, bias="", activation="", residual="")
 
     @property
     def unrounded(self) -> MatmulProblem:
-        """The sums in float32, for what follows them to be computed elsewhere."""
+        """The accumulators in float32, for an epilogue that is applied elsewhere."""
         return dataclasses.replace(self.plain, out_dtype="float32")
 
     @property
     def fused(self) -> bool:
-        """Whether anything follows the product."""
+        """Whether the product has an epilogue."""
         return bool(self.bias or self.activation or self.residual)
 
     def result(self) -> jax.ShapeDtypeStruct:
@@ -178,8 +178,8 @@ class MatmulProblem(Problem):
         return jax.ShapeDtypeStruct((*lead, self.m, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
     @property
-    def sums_dtype(self) -> Any:
-        """In which products are summed."""
+    def acc_dtype(self) -> Any:
+        """Of accumulators."""
         return jnp.dtype(jnp.int32 if self.dtype == "int8" else jnp.float32)
 
     @property
@@ -196,18 +196,18 @@ class MatmulProblem(Problem):
 
     def reference(self, *args: jax.Array) -> jax.Array:
         a, b = (x.astype(jnp.float32) for x in args[:2])
-        return self.finish(lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST), args)
+        return self.apply_epilogue(lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST), args)
 
-    def finish(self, sums: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
-        """What follows the `sums` ``[batch, m, n]`` of the whole operands `args`, in the dtype of the sums."""
+    def apply_epilogue(self, acc: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
+        """The epilogue of accumulators ``[batch, m, n]``, in their dtype, with what the whole operands `args` add."""
         _, _, bias, residual = self.named(args)
         rows = None if bias is None else bias[..., None, :]
-        return epilogue.finish(sums, bias=rows, activation=self.activation, residual=residual)
+        return epilogue.apply(acc, bias=rows, activation=self.activation, residual=residual)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Standard normal; where something follows the sums, `a` is scaled so that they are standard normal, too.
+        """Standard normal; with an epilogue `a` is scaled so that the accumulators are standard normal, too.
 
-        It is near zero that activations differ, and that a bias and a residual of this size are not lost in the sums.
+        It is near zero that activations differ, and that a bias and a residual of this size are not lost in them.
         """
         a, *others = super().inputs(seed)
         return ((a * self.k**-0.5).astype(a.dtype) if self.fused else a), *others
@@ -242,24 +242,24 @@ class MatmulProblem(Problem):
         )
 
     def tolerance(self) -> Tolerance:
-        """Rounding of the result, plus rounding of products and sums that grows with k.
+        """Rounding of the result, plus that of products and of accumulation, which grows with k.
 
-        Operands are standard normal, so the sums' standard deviation is sqrt(k), or 1 where `inputs` says so, and 16 M
-        elements stay within 6 of them. A product of TF32 operands is off by up to 2^-10 of itself, and those errors add
-        like a random walk. Tensor cores truncate: each of the k / 16 sums of an instruction drops up to 2^-22 of the
-        running sum. An activation is nowhere steeper than 1.13, and the fast exponential and quotient of GPUs leave
-        some 2^-21 of it. Hopper keeps some 14 bits of sums of 8-bit floats (DeepSeek-V3, arXiv:2412.19437, 3.3.2), of
-        32 products each. Sums of int8 are exact, and in float32, in which answers are compared, they are so up to
-        2^24: `inputs` stay below.
+        Operands are standard normal, so the accumulators' standard deviation is sqrt(k), or 1 where `inputs` says so,
+        and 16 M elements stay within 6 of them. A product of TF32 operands is off by up to 2^-10 of itself, and those
+        errors add like a random walk. Tensor cores truncate: each of the k / 16 additions of an instruction drops up to
+        2^-22 of the accumulator. An activation is nowhere steeper than 1.13, and the fast exponential and quotient of
+        GPUs leave some 2^-21 of it. Hopper accumulates 8-bit floats with some 14 bits (DeepSeek-V3, arXiv:2412.19437,
+        3.3.2), of 32 products each. Those of int8 are exact, and in float32, in which answers are compared, they are so
+        up to 2^24: `inputs` stay below.
         """
         out = 2.0**-23 if self.out_dtype == "int32" else float(jnp.finfo(self.result().dtype).eps)
         product = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}.get(self.arithmetic, 0.0)
-        sums = max(1.0, self.k / 16) * 2.0**-22
+        accumulation = max(1.0, self.k / 16) * 2.0**-22
         if self.dtype.startswith("float8"):
-            sums = max(1.0, self.k / 32) * 2.0**-14
+            accumulation = max(1.0, self.k / 32) * 2.0**-14
         elif self.dtype == "int8":
-            sums = 0.0
+            accumulation = 0.0
         deviation = 1.0 if self.fused else self.k**0.5
         slope, curve = (1.13, 2.0**-20) if self.activation else (1.0, 0.0)
-        absolute = 6 * deviation * (slope * (product + sums) + curve)
+        absolute = 6 * deviation * (slope * (product + accumulation) + curve)
         return Tolerance(absolute=absolute, relative=out)

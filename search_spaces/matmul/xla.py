@@ -16,7 +16,7 @@ from search_spaces.matmul.problem import MatmulProblem, Operands
 
 
 class XlaMatmul(LibraryKernel[MatmulProblem]):
-    """A product, and what follows it in float32; or also as users write that, rounded at each step."""
+    """A product and its epilogue in float32; or also as users write that, rounded at each step."""
 
     version = 1
 
@@ -27,16 +27,16 @@ class XlaMatmul(LibraryKernel[MatmulProblem]):
         out = problem.result().dtype
         if schedule.program == "plain":
             return _plain(problem, args).astype(out)
-        # Whole numbers are summed as such, whatever they are then rounded to.
+        # Integers are accumulated as such, whatever they are then rounded to.
         unrounded = problem.fused or problem.dtype == "int8"
-        sums = lax.dot_general(
+        acc = lax.dot_general(
             args[0],
             args[1],
             problem.dimension_numbers,
             precision=problem.lax_precision,
-            preferred_element_type=problem.sums_dtype if unrounded else out,
+            preferred_element_type=problem.acc_dtype if unrounded else out,
         )
-        return problem.finish(sums, args).astype(out)
+        return problem.apply_epilogue(acc, args).astype(out)
 
 
 def _plain(problem: MatmulProblem, args: Sequence[jax.Array]) -> jax.Array:
@@ -61,7 +61,7 @@ def matmul(
 ) -> jax.Array:
     """``activation(jnp.matmul(a, b) + bias) + residual`` of whatever `jnp.matmul` takes, where no problem says it.
 
-    Floating and complex sums are in float32 or wider, and all that follows them is in the widest dtype of sums, bias
+    Floating and complex accumulators are in float32 or wider, and the epilogue is in the widest dtype of them, bias
     and residual; the result, rounded once, has the dtype of `jnp.matmul`.
 
     Args:
@@ -80,10 +80,10 @@ def matmul(
     with jax.numpy_dtype_promotion("standard"):  # it is promised, whatever mixtures the caller forbids
         wide = jnp.promote_types(out.dtype, jnp.float32) if jnp.issubdtype(out.dtype, jnp.inexact) else out.dtype
         widest = functools.reduce(jnp.promote_types, [x.dtype for x in (bias, residual) if x is not None], wide)
-    sums = product(a, b, preferred_element_type=wide)
-    rows = None if bias is None else jnp.broadcast_to(bias, sums.shape)
-    finished = epilogue.finish(sums.astype(widest), bias=rows, activation=activation or "", residual=residual)
-    return finished.astype(out.dtype)
+    acc = product(a, b, preferred_element_type=wide)
+    rows = None if bias is None else jnp.broadcast_to(bias, acc.shape)
+    value = epilogue.apply(acc.astype(widest), bias=rows, activation=activation or "", residual=residual)
+    return value.astype(out.dtype)
 
 
 def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
@@ -94,7 +94,7 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
             f"activation={activation!r} wants a floating result, not {out.dtype}: set preferred_element_type"
         )
     if jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize == 1:  # JAX promotes it to nothing by itself
-        raise TypeError(f"a result of {out.dtype} is too narrow for what follows: set preferred_element_type")
+        raise TypeError(f"a result of {out.dtype} is too narrow for an epilogue: set preferred_element_type")
     for name, (x, shape) in added.items():
         if not isinstance(x, jax.Array):
             raise TypeError(f"{name} must be an array, not {type(x).__name__}")
@@ -107,6 +107,6 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
 
 
 def _kind(dtype: Any) -> int:
-    """Truth values, whole numbers, floating ones, complex ones: each holds those before it."""
+    """Truth values, integers, floating-point numbers, complex ones: each holds those before it."""
     kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

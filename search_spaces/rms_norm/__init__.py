@@ -1,10 +1,11 @@
 """The root-mean-square norm: ``RMS_NORM``, its problem and its kernels."""
 
 from search_spaces.kernel import Operation
-from search_spaces.rms_norm.mosaic_gpu import MosaicGpuRmsNorm
+from search_spaces.rms_norm import front_end
+from search_spaces.rms_norm.hopper import HopperRmsNorm
 from search_spaces.rms_norm.problem import RmsNormProblem
-from search_spaces.rowwise import calculus
-from search_spaces.rowwise.portable import PortableRows
+from search_spaces.rowwise import rules
+from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
 
 # Derivatives are those of the library kernel: XLA's, of the formula. Users write that in float32, too, and round once,
@@ -12,9 +13,10 @@ from search_spaces.rowwise.xla import XlaRows
 RMS_NORM = Operation[RmsNormProblem](
     name="rms_norm",
     problem=RmsNormProblem,
-    kernels=(MosaicGpuRmsNorm(), PortableRows(), XlaRows()),
+    kernels=(HopperRmsNorm(), InterpretedRows(), XlaRows()),
     params=("eps",),
-    batch=calculus.batch,
+    batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["RMS_NORM", "RmsNormProblem"]

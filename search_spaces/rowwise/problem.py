@@ -80,7 +80,7 @@ class RowProblem(Problem):
         return dataclasses.replace(self, rows=len(rows)), take
 
     def neighbour(self) -> RowProblem | None:
-        """Fewer rows, and columns that still divide into the same vectors but no longer into the same pieces."""
+        """Fewer rows, and columns that still divide into the same vectors but no longer into the same chunks."""
         rows = (self.rows - 1) // 2 * 2 - 1 if self.rows > 8 else self.rows
         less = next((step for step in (256, 8) if self.columns > 4 * step), 0)
         below = dataclasses.replace(self, rows=rows, columns=self.columns - less)

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from search_spaces.kernel import Library, LibraryKernel, Target, Tolerance
+from search_spaces.kernel import Library, LibraryKernel, Target, Tolerance, as_tuple
 from search_spaces.rowwise.problem import RowProblem
 
 P = TypeVar("P", bound=RowProblem)
@@ -43,8 +43,8 @@ class XlaRows(LibraryKernel[P], Generic[P]):
         """Of what users write, that of a program which rounds at each step: it is what they would have without us."""
         return rounded_at_each_step(problem) if schedule.program == "plain" else problem.tolerance()
 
-    def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+    def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:
         if schedule.program == "plain" and self.plain is not None:
             return self.plain(*args, **params)
-        result = problem.compute(*(x.astype(jnp.float32) for x in args), **params)
-        return result.astype(problem.result().dtype)
+        results = as_tuple(problem.compute(*(x.astype(jnp.float32) for x in args), **params))
+        return problem.pack([x.astype(s.dtype) for x, s in zip(results, problem.results(), strict=True)])

@@ -1,18 +1,20 @@
 """SiLU of one half of each row times the other: ``SILU_AND_MUL``, its problem and its kernels."""
 
 from search_spaces.kernel import Operation
-from search_spaces.rowwise import calculus
-from search_spaces.rowwise.portable import PortableRows
+from search_spaces.rowwise import rules
+from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
-from search_spaces.silu_and_mul.mosaic_gpu import MosaicGpuSiluAndMul
+from search_spaces.silu_and_mul import front_end
+from search_spaces.silu_and_mul.hopper import HopperSiluAndMul
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
 # Derivatives are those of the library kernel: XLA's, of the formula.
 SILU_AND_MUL = Operation[SiluAndMulProblem](
     name="silu_and_mul",
     problem=SiluAndMulProblem,
-    kernels=(MosaicGpuSiluAndMul(), PortableRows(), XlaRows(SiluAndMulProblem.compute)),
-    batch=calculus.batch,
+    kernels=(HopperSiluAndMul(), InterpretedRows(), XlaRows(SiluAndMulProblem.compute)),
+    batch=rules.batch,
+    front_end=front_end.bind,
 )
 
 __all__ = ["SILU_AND_MUL", "SiluAndMulProblem"]

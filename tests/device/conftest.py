@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from scheduler.core.records import Measurement
-from scheduler.measure.pool import Gpu, Pool
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import Pool
 from search_spaces import jax_compat
 
 

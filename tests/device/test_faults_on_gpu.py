@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import Gpu, Pool, Task
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import Pool
+from scheduler.measure.runner import RunnerOptions, Task
 from search_spaces import jax_compat
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,7 +23,7 @@ def pool():
     gpu = Gpu.query() if jax_compat.cuda_wanted() else None
     if gpu is None:
         pytest.skip("needs an NVIDIA GPU and a jax with CUDA")
-    with Pool(gpu, slots=2, run_timeout_s=RUN_TIMEOUT_S) as pool:
+    with Pool(gpu, RunnerOptions(workers=2, run_timeout_s=RUN_TIMEOUT_S)) as pool:
         assert isinstance(pool.measure(task("right")), Measurement)
         yield pool
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scheduler.measure.pool import Task
+from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from scheduler.search.tuner import tune
@@ -65,14 +65,16 @@ PROBLEMS = [
 ]
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {
-    "plain": lambda s: not ({"swap", "split_k", "in_flight"} & set(s)) and s["split"] not in ("none", "tiles"),
-    "swapped": lambda s: "swap" in s,
-    "parts of k": lambda s: "split_k" in s,
-    "swapped, parts of k": lambda s: {"swap", "split_k"} <= set(s),
-    "one computing warpgroup": lambda s: s["split"] == "none",
-    "tiles in turns": lambda s: s["split"] == "tiles",
-    "steps in flight": lambda s: "in_flight" in s and s["split"] != "tiles",
-    "swapped, tiles that fill the cores": lambda s: "swap" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
+    "plain": lambda s: (
+        not ({"swap_ab", "split_k", "delay_release"} & set(s)) and s["consumers"] not in ("one", "ping_pong")
+    ),
+    "swap_ab": lambda s: "swap_ab" in s,
+    "split-K": lambda s: "split_k" in s,
+    "swap_ab, split-K": lambda s: {"swap_ab", "split_k"} <= set(s),
+    "one consumer": lambda s: s["consumers"] == "one",
+    "ping-pong": lambda s: s["consumers"] == "ping_pong",
+    "delay_release": lambda s: "delay_release" in s and s["consumers"] != "ping_pong",
+    "swap_ab, tiles that quantize": lambda s: "swap_ab" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
 }
 
 

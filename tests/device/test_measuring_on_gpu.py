@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.pool import Task
+from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.search.tuner import tune
 from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space

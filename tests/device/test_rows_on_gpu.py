@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from scheduler.measure.pool import Task
+from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem

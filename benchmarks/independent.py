@@ -1,0 +1,103 @@
+"""Candidates of one problem timed in turns on the same buffers, in processes that chose none of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from harness import told
+
+from scheduler.core.records import Entry, Failure, Measurement, Outcome, Trial
+from scheduler.core.threads import Threads
+from scheduler.measure import timer
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.pool import LIBRARY_COMPILATIONS, Pool
+from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task
+from search_spaces import Operation, Problem
+
+# Of each candidate in each round.
+REPETITIONS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What the rounds showed.
+
+    Attributes:
+      rounds: name -> its times in each round, of those that ran in all of them.
+      failures: name -> why it did not.
+    """
+
+    rounds: Mapping[str, tuple[Measurement, ...]]
+    failures: Mapping[str, Failure]
+
+    def times(self, name: str) -> Measurement | None:
+        """All its repetitions, or None where it failed or took no part."""
+        return timer.join(self.rounds[name]) if name in self.rounds else None
+
+
+def start_fresh() -> Runner:
+    """Fresh processes: as many as a library is compiled in, or this one where there is no GPU.
+
+    Raises:
+      WorkerError: the processes cannot start.
+    """
+    gpu = Gpu.wanted()
+    return InProcess() if gpu is None else Pool(gpu, RunnerOptions(workers=LIBRARY_COMPILATIONS))
+
+
+def conditions(
+    operation: Operation[Any], problem: Problem, candidates: Mapping[str, Entry | Trial], fresh: Runner, rounds: int
+) -> dict[str, Any]:
+    """All that such times depend on."""
+    return {
+        "operation": operation.name,
+        "problem": told(problem),
+        "device": fresh.hardware.id,
+        "jax": fresh.environment.jax,
+        "jaxlib": fresh.environment.jaxlib,
+        "driver": fresh.environment.driver,
+        "rounds": rounds,
+        "repetitions": REPETITIONS,
+        "candidates": {
+            name: {"backend": one.backend, "version": one.version, "schedule": dict(one.schedule)}
+            for name, one in candidates.items()
+        },
+    }
+
+
+def time_in_rounds(runner: Runner, tasks: Mapping[str, Task], rounds: int) -> Timed:
+    """Verifies the candidates, then times them in rounds, in another random order each.
+
+    Names of one and the same task share its measurements. Their operation and problem are one, so that a process never
+    has to make room for another's operands. A candidate that fails leaves; the others go on.
+    """
+    leaders: dict[str, str] = {}
+    for name, task in tasks.items():
+        leaders[name] = next((other for other in leaders.values() if tasks[other] == task), name)
+    running = list(dict.fromkeys(leaders.values()))
+    failures: dict[str, Failure] = {}
+
+    def failed(name: str, outcome: Outcome) -> bool:
+        if isinstance(outcome, Failure):
+            failures[name] = outcome
+            running.remove(name)
+        return isinstance(outcome, Failure)
+
+    with Threads[str, Outcome](runner.slots, runner.close) as threads:
+        for name, outcome in threads.map(lambda name: runner.measure(tasks[name]), list(running)):
+            failed(name, outcome)
+    samples: dict[str, list[Measurement]] = {name: [] for name in running}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(running, len(running)):
+            outcome = runner.measure(tasks[name], again=True)
+            if not failed(name, outcome):
+                assert isinstance(outcome, Measurement)
+                samples[name].append(outcome)
+    return Timed(
+        {name: tuple(samples[leader]) for name, leader in leaders.items() if leader not in failures},
+        {name: failures[leader] for name, leader in leaders.items() if leader in failures},
+    )

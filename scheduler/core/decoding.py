@@ -1,0 +1,139 @@
+"""Parsed JSON as frozen values: what a field must hold is told by its type, and a wrong value is named by its place.
+
+Why not a library: `msgspec` reads the same types, but says neither what it found nor which words it would have taken,
+and old spellings, problems and outcomes would each need a class of their own to be read through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+# Takes a parsed JSON value and returns it typed, or raises a ValueError that says what was wanted.
+Check = Callable[[object], T]
+
+
+def maker(cls: type[T], by_name: Mapping[str, Check[Any]], *, optional: Collection[str] = ()) -> Check[T]:
+    """A check that makes a `cls`, a dataclass, of a JSON object; names that are no fields of it are ignored.
+
+    Args:
+      by_name: checks of the fields of these names, here and in dataclasses within, whatever their types.
+      optional: fields of `cls` that text may lack, and that then have their defaults.
+    """
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    checks = {name: by_name.get(name) or _of_type(hints[name], name, by_name) for name in names}
+
+    def make(value: object) -> T:
+        fields = json_object(value)
+        present = (name for name in checks if name in fields or name not in optional)
+        return cls(**{name: field_of(fields, name, checks[name]) for name in present})
+
+    return make
+
+
+def field_of(fields: Mapping[str, object], name: str, check: Check[T]) -> T:
+    if name not in fields:
+        raise ValueError(f"{name} is missing")
+    return _at(name, check, fields[name])
+
+
+def list_of(check: Check[T]) -> Check[tuple[T, ...]]:
+    def check_list(value: object) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise _wanted("a list", value)
+        return tuple(_at(f"item {index}", check, item) for index, item in enumerate(value))
+
+    return check_list
+
+
+def map_of(check: Check[T]) -> Check[dict[str, T]]:
+    return lambda value: {name: _at(name, check, item) for name, item in json_object(value).items()}
+
+
+def one_of(literal: Any) -> Scalar[Any]:
+    """A check of one of the values of a `Literal`."""
+    values = typing.get_args(literal)
+    return Scalar(f"one of {', '.join(values)}", lambda value: value if value in values else None)
+
+
+def json_object(value: object) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise _wanted("a JSON object", value)
+    return value
+
+
+def made_already(value: object) -> Any:
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar(Generic[T]):
+    """A check of one value.
+
+    Attributes:
+      wanted: what it must be, in words.
+      read: the value, typed, or None where it is something else.
+    """
+
+    wanted: str
+    read: Callable[[Any], T | None]
+
+    def __call__(self, value: object) -> T:
+        if (found := self.read(value)) is None:
+            raise _wanted(self.wanted, value)
+        return found
+
+    def or_null(self) -> Check[T | None]:
+        other = Scalar(f"{self.wanted} or null", self.read)
+        return lambda value: None if value is None else other(value)
+
+
+def _finite(value: object) -> float | None:
+    """`json` also reads NaN, Infinity and 1e999."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        return float(value)
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+text = Scalar("text", lambda value: value if isinstance(value, str) else None)
+whole = Scalar(
+    "an integer from 0 to 2^63 - 1", lambda value: value if type(value) is int and 0 <= value < 2**63 else None
+)
+_SCALARS: Mapping[Any, Scalar[Any]] = {str: text, int: whole, float: Scalar("a finite number", _finite)}
+_SECONDS = Scalar("a finite number of seconds", _finite)
+
+
+def _of_type(hint: Any, name: str, by_name: Mapping[str, Check[Any]]) -> Check[Any]:
+    """The check of a field by its type; names that end in ``_s`` are of seconds."""
+    if hint in _SCALARS:
+        return _SECONDS if hint is float and name.endswith("_s") else _SCALARS[hint]
+    if dataclasses.is_dataclass(hint):
+        return maker(hint, by_name)  # type: ignore[arg-type]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return one_of(hint)
+    if origin is tuple:
+        return list_of(_of_type(arguments[0], name, by_name))
+    if origin is types.UnionType and arguments[1:] == (types.NoneType,):
+        return _SCALARS[arguments[0]].or_null()
+    if origin is not None and issubclass(origin, Mapping):
+        return map_of(_of_type(arguments[1], name, by_name))
+    raise TypeError(f"{name}: no check is known for a field of type {hint}")
+
+
+def _at(place: str, check: Check[T], value: object) -> T:
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _wanted(wanted: str, found: object) -> ValueError:
+    told = repr(found)
+    return ValueError(f"{wanted} is wanted, found {told if len(told) <= 60 else told[:57] + '...'}")

@@ -1,0 +1,101 @@
+"""One GPU as NVIDIA's driver describes it, and the turns that processes take on it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from scheduler.core.errors import WorkerError
+from search_spaces import jax_compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What NVIDIA's driver says of one GPU, asked without touching the GPU."""
+
+    index: str
+    uuid: str
+    driver: str
+    free_bytes: int
+    total_bytes: int = 0  # where nothing limits what a process takes
+
+    @classmethod
+    def wanted(cls, device: int = 0) -> Gpu | None:
+        """The GPU of this index, or None where JAX has no GPU to use and the first device is asked for: the CPU.
+
+        Raises:
+          WorkerError: there is no GPU of this index.
+        """
+        wanted = jax_compat.cuda_wanted()
+        gpu = cls.query(device) if wanted else None
+        if gpu is None and device > 0:
+            count = next(i for i in itertools.count() if cls.query(i) is None) if wanted else 0
+            there = "there is none" if count == 0 else f"there {'is' if count == 1 else 'are'} {count}"
+            raise WorkerError(f"no GPU {device} is visible ({there})")
+        return gpu
+
+    @classmethod
+    def query(cls, device: int = 0) -> Gpu | None:
+        """The GPU of this index among the visible ones, or None where there is no such."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [name.strip() for name in visible.split(",")] if visible is not None else None
+        if names is not None and (device >= len(names) or names[device] in ("", "-1")):
+            return None
+        index = names[device] if names is not None else str(device)
+        smi = shutil.which("nvidia-smi")
+        if smi is None:
+            return None
+        asked = subprocess.run(
+            [
+                smi,
+                f"--id={index}",
+                "--query-gpu=uuid,driver_version,memory.free,memory.total",
+                "--format=csv,noheader,nounits",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        parts = [part.strip() for part in asked.stdout.strip().split(",")]
+        if asked.returncode or len(parts) != 4:
+            return None
+        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
+
+    @classmethod
+    def none(cls) -> Gpu:
+        """Stands for no GPU: its workers run on the CPU, and take turns there as they would on a GPU."""
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls("", "cpu", "", memory_bytes)
+
+    def others(self, own: Collection[int]) -> int:
+        """How many processes compute on this GPU besides those with the ids `own`."""
+        smi = shutil.which("nvidia-smi")
+        if smi is None:
+            return 0
+        command = [smi, f"--id={self.uuid}", "--query-compute-apps=pid", "--format=csv,noheader"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = {int(word) for word in asked.stdout.split() if word.isdecimal()}
+        # Within a container the driver may list ids as the host knows them: then only their number tells.
+        return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One process at a time holds the GPU, whoever started it."""
+        path = Path(tempfile.gettempdir()) / f"tile-scheduler-{self.uuid}.lock"
+        with contextlib.suppress(OSError):  # it may be another user's, which this one can read
+            file_number = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                os.fchmod(file_number, 0o666)  # a umask may have kept other users out
+            finally:
+                os.close(file_number)
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,150 @@
+"""Where candidates run, in words that any place can keep; and this process as such a place."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from scheduler.core import hardware as chips
+from scheduler.core.errors import NoCandidate
+from scheduler.core.hardware import GIB, Hardware
+from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
+from scheduler.measure.bench import Bench, least_bytes
+from scheduler.measure.gpu import Gpu
+from search_spaces.kernel import Operation, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerOptions:
+    """Which runner to start (`pool.start_runner`), and how patient it is.
+
+    Attributes:
+      device: the GPU, by its index among the visible ones.
+      workers: how many processes, on a CPU too; None is as many as `Pool` takes on a GPU, none on a CPU.
+      compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
+      run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate. Below
+        `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
+    """
+
+    device: int = 0
+    workers: int | None = None
+    compile_timeout_s: float | None = None
+    run_timeout_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One candidate to measure: everything a process needs to know about it.
+
+    Attributes:
+      l2: what operands meet, as in `Bench`.
+      incumbent_s: the fastest time so far, seconds: a candidate that is clearly slower gets fewer repetitions.
+      raising: as in `Bench.measure`.
+    """
+
+    operation: Operation[Any]
+    problem: Problem
+    backend: str
+    schedule: Schedule
+    repetitions: int
+    l2: L2 = "cold"
+    incumbent_s: float | None = None
+    raising: bool = False
+
+
+class Runner(Protocol):
+    """Where candidates run: in this process or in others.
+
+    All that one runner measures is measured on one device, from `measure` to the last round of a final comparison
+    (`measure` with `again`): times of two devices, though of one kind, are never compared. Who has several devices
+    starts a runner for each, and gives each whole problems.
+
+    Attributes:
+      hardware: the chip they run on.
+      environment: versions and date.
+      slots: how many tasks may be under way at once, at most.
+    """
+
+    hardware: Hardware
+    environment: Environment
+    slots: int
+
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+        """How many tasks of `problem` may be under way at once: of those whose operands and results memory holds.
+
+        Raises:
+          NoCandidate: the device cannot hold one, and how much it lacks.
+        """
+
+    def measure(self, task: Task, *, again: bool = False) -> Outcome:
+        """Compiles, verifies and times one candidate; `again` only times it where it is still compiled. Blocks."""
+
+    def confirm(self, task: Task) -> Failure | None:
+        """Why a measured candidate is wrong for other inputs or on the neighbour of the problem, or None. Blocks."""
+
+    def others(self) -> int:
+        """How many other processes are on the device now, as far as can be told."""
+
+    def close(self) -> None:
+        """Ends all there is. Where `measure` blocks in another thread, it may raise a WorkerError."""
+
+
+class InProcess:
+    """Candidates run here, one at a time: for devices that processes cannot share, and operations only known here."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self.hardware = chips.detect()
+        self.environment = environment(driver="")
+        self._bench: tuple[Any, Bench] | None = None
+
+    def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
+        if self.hardware.abilities.host_memory:
+            require_memory(operation, problem, Gpu.none().free_bytes)
+        return 1
+
+    def measure(self, task: Task, *, again: bool = False) -> Outcome:
+        bench = self._bench_of(task)
+        if again:
+            return bench.again(task.backend, task.schedule, task.repetitions)
+        return bench.measure(
+            task.backend, task.schedule, task.repetitions, incumbent_s=task.incumbent_s, raising=task.raising
+        )
+
+    def confirm(self, task: Task) -> Failure | None:
+        return self._bench_of(task).confirm(task.backend, task.schedule)
+
+    def others(self) -> int:
+        return 0  # of a CPU there is no list of users
+
+    def _bench_of(self, task: Task) -> Bench:
+        what = (task.operation, task.problem, task.l2)
+        if self._bench is None or self._bench[0] != what:
+            self._bench = None  # frees the operands of the one before
+            self._bench = what, Bench(task.operation, task.problem, self.hardware, l2=task.l2)
+        return self._bench[1]
+
+    def close(self) -> None:
+        self._bench = None
+
+
+def environment(driver: str) -> Environment:
+    """Of what is measured from now on."""
+    return Environment(
+        jax=importlib.metadata.version("jax"),
+        jaxlib=importlib.metadata.version("jaxlib"),
+        driver=driver,
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def require_memory(operation: Operation[Any], problem: Problem, free_bytes: int) -> None:
+    """Raises NoCandidate where so much memory holds not even the operands and the results of `problem`."""
+    if (least := least_bytes(problem)) > free_bytes:
+        raise NoCandidate(
+            f"{operation.name} {problem}: its operands and result take {least / GIB:.4g} GiB of memory, and the "
+            f"device has {free_bytes / GIB:.3g} GiB for them"
+        )

@@ -1,0 +1,161 @@
+"""A worker of a pool: one process after the other, each in place of one that was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+
+from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
+from scheduler.core.hardware import GIB
+from scheduler.core.records import Failure, Outcome
+from scheduler.measure import protocol
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.limits import START_LIMIT_S
+from scheduler.measure.subprocess_pipe import Child, Children, Ended, Limit, Overrun
+from search_spaces.kernel import Target
+
+# One process holds this much of a GPU's memory before any operand: its CUDA context and its libraries.
+CONTEXT_BYTES = GIB // 2
+RESTART_PAUSES_S = (0.5, 5.0)
+# Of XLA's allocator: the share of a device's memory that a process may take, by its name and by an older one. A worker
+# gets its own, whatever the user's programs are to take.
+_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_ENDED = "its process had ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a request.
+
+    Attributes:
+      outcome: None where a candidate was confirmed.
+      retryable: something else than the candidate may be at fault.
+      overrun: the step that did not end in time; "" where none did.
+      lost: why the worker has no process any more; "" where it has one.
+    """
+
+    outcome: Outcome | None
+    retryable: bool = False
+    overrun: str = ""
+    lost: str = ""
+
+
+class WorkerProcess:
+    """Requests block, and are for one thread at a time; `abandon` is for any."""
+
+    def __init__(self, gpu: Gpu, children: Children) -> None:
+        self._gpu, self._children = gpu, children
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        self._abandoned = False
+        self._share_bytes = 0
+        self.target: Target | None = None  # the chip that its process found
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process now, or None where there is none."""
+        return None if self._child is None else self._child.pid
+
+    def begin(self, share_bytes: int) -> WorkerError | None:
+        """Starts a process that gets so much of the device's memory, in place of any before; or why none starts.
+
+        Raises:
+          WorkerError: the pool was closed.
+        """
+        self._share_bytes = share_bytes
+        try:
+            self._start()
+        except WorkerError as refused:
+            if self._abandoned:
+                raise
+            return refused
+        return None
+
+    def stop(self) -> None:
+        """Ends the process, where there is one, and frees what it holds of the device."""
+        with self._lock:
+            self._end()
+
+    def abandon(self) -> None:
+        """Ends the process from any thread; requests under way raise a WorkerError, and none is replaced."""
+        self._abandoned = True
+        if (child := self._child) is not None:  # another thread may be ending it
+            child.kill()
+
+    def request(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> Result:
+        """What came of `request`: a failure where the process was lost over it twice, or may be blamed for it.
+
+        Raises:
+          WorkerError: the worker met a defect of the program, not of the candidate; or the pool was closed.
+          CandidateFailed: of a request that is `raising`, from the worker's traceback.
+        """
+        with self._lock:
+            result = self._attempt(request, limit_s, ended)
+            return self._attempt(request, limit_s, ended) if result.retryable and not result.lost else result
+
+    def _attempt(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> Result:
+        if self._child is None:
+            if self._abandoned:
+                raise WorkerError("the worker processes were stopped")
+            return Result(Failure("worker", _ENDED), retryable=True, lost=_ENDED)
+        try:
+            reply = self._child.ask(request, "prepare", limit_s, ended)
+        except Overrun as overrun:
+            return Result(Failure("timeout", str(overrun)), overrun=overrun.step, lost=self._replace())
+        except EOFError as death:  # it may have been killed from outside
+            return Result(Failure("worker", str(death)), retryable=True, lost=self._replace())
+        match reply:
+            case protocol.Raised(text, trace):
+                raise CandidateFailed(text) from RemoteTrace(trace)
+            case protocol.Answer(outcome, retryable, fatal):
+                return Result(outcome, retryable, lost=self._replace() if fatal else "")
+            case protocol.Defect(trace):
+                raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
+        raise WorkerError(f"a worker answered a request with {reply}")
+
+    def _replace(self) -> str:
+        """Starts a process in place of the one that was lost; why none starts, or ""."""
+        # What a killed process held of the device may come free only after a while.
+        for pause_s in (*RESTART_PAUSES_S, 0.0):
+            if (refused := self.begin(self._share_bytes)) is None:
+                return ""
+            time.sleep(pause_s)
+        return str(refused)
+
+    def _start(self) -> None:
+        """Raises a WorkerError with what the process said that does not start."""
+        self._end()
+        try:
+            if not self._abandoned:
+                self._child = self._children.start(["-P", "-m", "scheduler.measure.worker"], self._environment())
+            if self._abandoned or self._child is None:
+                self.abandon()
+                raise WorkerError("the worker processes were stopped")
+            hello = protocol.Hello(self._gpu.uuid, "cuda" if self._gpu.index else "cpu")
+            reply = self._child.ask(hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
+        except (EOFError, TimeoutError) as error:
+            raise WorkerError(f"a worker process did not start: {error}") from error
+        if not isinstance(reply, protocol.Ready):
+            reason = reply.reason if isinstance(reply, protocol.Unable) else reply
+            raise WorkerError(f"a worker process found no device: {reason}")
+        self.target = reply.target
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def _environment(self) -> dict[str, str]:
+        own = {name: value for name, value in os.environ.items() if name not in _MEMORY_VARIABLES}
+        if self._gpu.total_bytes:
+            own[_MEMORY_VARIABLES[0]] = f"{self._share_bytes / self._gpu.total_bytes:.4f}"
+        return own | {
+            "CUDA_VISIBLE_DEVICES": self._gpu.index,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }

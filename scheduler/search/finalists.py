@@ -1,0 +1,80 @@
+"""The end of a search: who takes part in the run-off on the device, and which backends have nobody to send."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from scheduler.core.records import AllFailed, Failure, Outcome, Trial
+from scheduler.core.threads import Threads
+from scheduler.measure.runner import Runner
+from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Result, Rival, race
+from scheduler.search.trials import Trials
+
+FINALISTS = 4
+
+
+def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: Runner) -> list[int]:
+    """The fastest few and the best of each backend, each right for other inputs and on the problem's neighbour.
+
+    One that is not has failed, and the next best takes its place; none, where nobody is left.
+    """
+    confirmed: set[int] = set()
+    while True:
+        ranked = trials.measured()
+        chosen = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_each_backend(ranked, trials)]))
+        asked = [index for index in chosen if index not in confirmed]
+        if not asked:
+            return chosen
+        with Threads[int, Failure | None](runner.slots, runner.close) as threads:
+            for index, failure in threads.map(confirm, asked):
+                confirmed.add(index)
+                if failure is not None:
+                    trials.refute(index, failure)
+
+
+def best_of_each_backend(ranked: Iterable[int], trials: Trials) -> list[int]:
+    best: dict[str, int] = {}
+    for index in ranked:
+        best.setdefault(trials.ended[index].backend, index)
+    return list(best.values())
+
+
+def run_off(runner: Runner, rivals: Sequence[Rival], time_again: Callable[[Rival], Outcome], *, seed: int) -> Result:
+    """A race on the device of `runner`; its verdict also notes who failed, and whether others used the device."""
+    others = runner.others()
+    most_rounds = FEWEST_ROUNDS if runner.hardware.abilities.interpreted else MOST_ROUNDS
+    with Threads[Rival, Outcome](1, runner.close) as threads:  # which Ctrl-C need not wait for
+        one_by_one = functools.partial(threads.call, time_again)
+        ended = race(rivals, one_by_one, seed=seed, most_rounds=most_rounds)
+    others = max(others, runner.others())
+    notes = [
+        *ended.verdict.notes,
+        *(f"{label} failed when it ran again: {failure}" for label, failure in ended.failures.items()),
+    ]
+    if others:
+        notes.append(f"{others} other process{'es were' if others > 1 else ' was'} on the device")
+    return dataclasses.replace(ended, verdict=dataclasses.replace(ended.verdict, notes=tuple(notes)))
+
+
+# What differs between failures for one reason: how large, where, by how much; but not the line that raised.
+_NUMBER = re.compile(r"(?<![:.\d])[-+]?(\d[\d.]*(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
+
+
+def all_failed(trials: Iterable[Trial]) -> Iterator[AllFailed]:
+    """The backends that were tried and of which nothing ran, and why."""
+    outcomes: dict[str, list[Outcome]] = {}
+    for trial in trials:
+        outcomes.setdefault(trial.backend, []).append(trial.outcome)
+    for backend, ended in outcomes.items():
+        each = [outcome for outcome in ended if isinstance(outcome, Failure)]
+        if len(each) < len(ended):
+            continue
+        alike: dict[tuple[str, str], list[Failure]] = {}
+        for failure in each:
+            alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
+        # What lacked memory, or a process, says less of the kernel than what its own code did.
+        most = max(alike.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
+        yield AllFailed(backend, len(each), most[0], len(most))

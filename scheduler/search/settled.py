@@ -1,0 +1,62 @@
+"""Whether a search would tell anything new: one question with one answer, for calls, for `tune` and for jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.core.backends import allowed_backends
+from scheduler.core.errors import MalformedRecord
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
+from scheduler.core.records import L2, Record
+from scheduler.prediction.validation import recheck
+from scheduler.search.trials import Keeper
+from search_spaces.kernel import Operation, Problem
+
+
+def settled(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    store: Keeper,
+    *,
+    backends: frozenset[str] | None = None,
+    l2: L2 = "cold",
+) -> Record | str:
+    """The record in `store` that makes another search needless, or why one is needed, in words; "" for want of any.
+
+    Such a record holds (`recheck`), was measured as now asked for, and each backend that is asked for, and still
+    supports the problem, has run.
+    """
+    try:
+        record = store.get(key_of(operation, problem, hardware))
+    except MalformedRecord as error:
+        return str(error)
+    if record is None:
+        return ""
+    if reason := useless(operation, problem, hardware, record, backends, l2):
+        return reason
+    asked = allowed_backends(operation, backends) | {operation.library.backend}
+    failed = [
+        str(lost)
+        for lost in record.failed
+        if lost.backend in asked and operation.kernel(lost.backend).supports(problem, hardware.target) is None
+    ]
+    return "; ".join(failed) or record
+
+
+def useless(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    record: Record,
+    backends: frozenset[str] | None,
+    l2: L2,
+) -> str | None:
+    """Why a record is no answer to what is now asked for, in words, or None where it is one."""
+    entry = recheck(operation, problem, hardware, record, backends=backends)
+    if isinstance(entry, str):
+        return entry
+    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
+        return "it was measured with its operands in memory"
+    return None

@@ -1,0 +1,330 @@
+"""A database of ours: how it is opened, by how many at once, brought to today's schema, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from scheduler.core.errors import StoreError
+from scheduler.store.schema import OLDEST, SERIAL, VERSION
+
+CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
+BUSY_TIMEOUT_S = 30
+
+# What a transaction that migrates locks first; SQLite's BEGIN IMMEDIATE is such a lock already.
+_LOCK = {"postgresql": "SELECT pg_advisory_xact_lock(8090210118)"}
+_INSERT: dict[str, Callable[[Any], Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
+
+class Database:
+    """An SQLite file, a database in memory, or a PostgreSQL database, for several threads and processes.
+
+    Every failure is a `StoreError` that says what to do.
+
+    Args:
+      url: a path, ":memory:", or an SQLAlchemy URL.
+      readonly: never write.
+      migrations: the steps that make today's schema out of an older one.
+
+    Attributes:
+      location: the path or URL, without a password, for messages.
+      in_memory: what it holds goes with this object.
+      shared: whether other processes may write to it, too.
+
+    Raises:
+      StoreError: a URL that is none, or a kind of database or a driver that is missing.
+    """
+
+    def __init__(self, url: str | Path, *, readonly: bool, migrations: Sequence[Sequence[str]]) -> None:
+        self.readonly = readonly
+        self._migrations = migrations
+        self._ready = False
+        self.location = str(url)
+        self._path: Path | None = None
+        with self._errors("opened"):
+            target = _url(url)
+            self.location = target.render_as_string(hide_password=True)
+            self._dialect = target.get_backend_name()
+            if self._dialect not in _INSERT:
+                raise StoreError(f"a cache may be SQLite or PostgreSQL, found {self.location}; set {CACHE_VARIABLE}")
+            self.in_memory = self._dialect == "sqlite" and target.database in (None, "", ":memory:")
+            self.shared = not self.in_memory and not readonly
+            if self._dialect == "sqlite" and not self.in_memory:
+                self._path = Path(target.database or "")
+                self.location = str(self._path)
+            # A connection in memory is the database, so threads take turns with it.
+            self._turn: contextlib.AbstractContextManager[Any] = (
+                threading.RLock() if self.in_memory else contextlib.nullcontext()
+            )
+            self._engine = _engine(target, self._path, readonly)
+
+    def require_writable(self) -> None:
+        """Asks before much is spent on what is then to be written here.
+
+        Raises:
+          StoreError: this store may only be read, and what to do.
+        """
+        if self.readonly:
+            raise StoreError(f"{self.location} was opened read-only; write to another cache (set {CACHE_VARIABLE})")
+        if self._path is not None and _frozen(self._path):
+            raise StoreError(
+                f"{self.location} may only be read (it, or its directory, is read-only for this user); to keep what is "
+                f"found, set {CACHE_VARIABLE} to a copy of it in a directory that can be written"
+            )
+
+    def insert(self, table: sa.TableClause) -> Any:
+        """An INSERT that may say what to do on a conflict, which every database spells its own way."""
+        return _INSERT[self._dialect](table)
+
+    def upsert(self, table: sa.TableClause, key: Sequence[str]) -> Any:
+        """An INSERT that takes the place of a row of the same `key`."""
+        insert = self.insert(table)
+        changed = {column.name: insert.excluded[column.name] for column in table.columns if column.name not in key}
+        return insert.on_conflict_do_update(index_elements=key, set_=changed)
+
+    def select(self, query: sa.Select[Any]) -> Sequence[Any]:
+        """All rows of `query`; none where there is no file yet."""
+        with self._turn, self._errors("read"):
+            if self._missing():
+                return ()
+            self._prepare()
+            with self._engine.connect() as connection:
+                return connection.execute(query).all()
+
+    def empty(self) -> bool:
+        """Whether there is no file yet."""
+        with self._errors("read"):
+            return self._missing()
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A transaction that writes; a file that is missing is made."""
+        with self._turn, self._errors("written"):
+            self.require_writable()
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._prepare()
+            with _writing(self._engine) as connection:
+                yield connection
+
+    def copy_to(self, path: Path) -> None:
+        """Writes this database into one SQLite file, in place of what is there."""
+        fresh = path.with_name(f"{path.name}.new")
+        with self._errors(f"copied to {path}"):
+            self._prepare()
+            fresh.unlink(missing_ok=True)
+            with self._engine.connect().execution_options(begin="") as connection:
+                # VACUUM INTO leaves one file in journal mode DELETE, which opens where nothing may be written.
+                connection.exec_driver_sql("VACUUM INTO ?", (str(fresh),))
+            fresh.replace(path)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _missing(self) -> bool:
+        """Whether there is no file yet: nothing to read, and no reason to make one."""
+        return self._path is not None and not self.readonly and not self._path.exists()
+
+    def _prepare(self) -> None:
+        """Bring the schema to today's version: once in the life of this object, and under the lock of a writer."""
+        if self._ready and not self._missing():
+            return
+        today = len(self._migrations)
+        only_read = self.readonly or (self._path is not None and _frozen(self._path))
+        with self._engine.connect() as connection:
+            version = self._version(connection)
+        if version < today:
+            if only_read:
+                raise StoreError(
+                    f"{self.location} has schema {version}, and only a writer may bring it to schema {today}: set "
+                    f"{CACHE_VARIABLE} to a copy that can be written; if it is itself a copy of a file in use, it "
+                    "lacks what that one's -wal file holds: copy with VACUUM INTO"
+                )
+            version = self._migrate()
+        if version > today:
+            raise StoreError(
+                f"{self.location} has schema {version}, made by a newer tile-scheduler than this one, which knows "
+                f"schema {today}; it was left as it is: upgrade tile-scheduler, or set {CACHE_VARIABLE} to another file"
+            )
+        if self._path is not None and not only_read:
+            _set_journal(self._engine, self._path)
+        self._ready = True
+
+    def _migrate(self) -> int:
+        """Bring the schema to today's version in one transaction; the version it has then."""
+        today = len(self._migrations)
+        with _writing(self._engine) as connection:
+            if self._dialect in _LOCK:
+                connection.exec_driver_sql(_LOCK[self._dialect])
+            version = self._version(connection)  # Another process may have been first, even a newer one.
+            if version >= today:
+                return version
+            for statement in itertools.chain(*self._migrations[version:]):
+                connection.exec_driver_sql(statement.format(serial=SERIAL[self._dialect]))
+            connection.execute(sa.update(VERSION).values(version=today))
+            return today
+
+    def _version(self, connection: sa.Connection) -> int:
+        """The schema's version; 0 where there is none of our tables.
+
+        Raises:
+          StoreError: the tables are those of another program.
+        """
+        inspector = sa.inspect(connection)
+        found = {*inspector.get_table_names(), *inspector.get_view_names()}
+        if found >= OLDEST:
+            return int(connection.execute(sa.select(VERSION.c.version)).scalar_one())
+        if foreign := found if self._dialect == "sqlite" else found & OLDEST:
+            raise StoreError(
+                f"{self.location} is no cache but a database of another program, with the "
+                f"table{'s' if len(foreign) > 1 else ''} {_some(sorted(foreign))}; it was left as it is: set "
+                f"{CACHE_VARIABLE} to a file of its own, which need not exist"
+            )
+        return 0
+
+    @contextlib.contextmanager
+    def _errors(self, verb: str) -> Iterator[None]:
+        """Turn what a database or a file system raises into a `StoreError` with advice."""
+        try:
+            yield
+        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError) as error:
+            reason = getattr(error, "orig", None) or error
+            raise StoreError(f"{self.location} cannot be {verb} ({reason}): {_advice(reason, self._path)}") from error
+
+
+def _url(url: str | Path) -> sa.URL:
+    if url == ":memory:":
+        return sa.URL.create("sqlite")
+    if isinstance(url, Path) or "://" not in url:
+        return sa.URL.create("sqlite", database=str(Path(url).expanduser().absolute()))
+    parsed = sa.make_url(url)
+    # The driver that the extra [postgres] installs.
+    return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
+
+
+def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(url, poolclass=sa.NullPool)
+    if path is None:
+        # isolation_level None: Python's sqlite3 begins no transactions on its own, the listener below does.
+        settings = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None, "check_same_thread": False}
+        engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args=settings)
+    else:
+        # No pool: a connection that is carried across a fork corrupts files.
+        connect = functools.partial(_connect, path, readonly)
+        engine = sa.create_engine("sqlite://", poolclass=sa.NullPool, creator=connect)
+    if not readonly:
+        sa.event.listen(engine, "connect", _set_synchronous)
+    sa.event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
+    """A connection to a file: one that only reads, where it should or may not write."""
+    place, uri = str(path), readonly or _frozen(path)
+    if uri:
+        # `immutable` needs no locks and no files beside this one, so that it opens where nothing may be written; it
+        # would miss what a log holds, and what a writer does that is there now, as its two files tell. `as_uri`
+        # quotes: after a bare `#` SQLite silently opens another file.
+        used = all(path.with_name(f"{path.name}{ending}").exists() for ending in ("-wal", "-shm"))
+        at_rest = _log_of(path) is None and not used
+        place = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if at_rest else ''}"
+    return sqlite3.connect(place, timeout=BUSY_TIMEOUT_S, isolation_level=None, uri=uri)
+
+
+def _frozen(path: Path) -> bool:
+    """Whether there is a file that this process may read only. A log is made and removed in the file's directory."""
+    effective = os.access in os.supports_effective_ids
+    return path.is_file() and not all(os.access(p, os.W_OK, effective_ids=effective) for p in (path, path.parent))
+
+
+def _set_synchronous(connection: Any, _: Any) -> None:
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _begin(connection: sa.Connection) -> None:
+    # A writer takes the lock at once. One that reads first and then asks for it fails without waiting, whenever another
+    # wrote in between (SQLite, "Isolation In SQLite"): 329 of 400 writes of eight processes were lost so.
+    if begin := connection.get_execution_options().get("begin", "BEGIN"):
+        connection.exec_driver_sql(begin)
+
+
+@contextlib.contextmanager
+def _writing(engine: sa.Engine) -> Iterator[sa.Connection]:
+    with engine.connect().execution_options(begin="BEGIN IMMEDIATE") as connection, connection.begin():
+        yield connection
+
+
+# File systems of this host alone, where a write-ahead log's shared memory works (SQLite, "Write-Ahead Logging", 9).
+_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay"})
+
+
+def _set_journal(engine: sa.Engine, path: Path) -> None:
+    """WAL, where readers and a writer do not wait for each other, on a local disk; DELETE anywhere else."""
+    wanted = "wal" if file_system(path) in _LOCAL else "delete"
+    with engine.connect().execution_options(begin="") as connection:
+        if connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() != wanted:
+            # Refused while another process uses the file, or where it may only be read: the next one to open it tries.
+            with contextlib.suppress(sa.exc.OperationalError):
+                connection.exec_driver_sql(f"PRAGMA journal_mode={wanted}")
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """The type of the file system that holds `path`, as Linux names it; "" where that is unknown."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    place, found, kind = path.absolute().resolve(), Path(), ""
+    for line in lines:
+        # Blanks are written \040 and so on (getmntent(3)); of two mounts on one point the later one is seen.
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[1]))
+        if place.is_relative_to(point) and len(point.parts) >= len(found.parts):
+            found, kind = point, line.split(" ")[2]
+    return kind
+
+
+def _log_of(path: Path) -> Path | None:
+    """The log beside a file, of which it is incomplete: one written ahead, or one to undo what was cut short."""
+    logs = (path.with_name(f"{path.name}{ending}") for ending in ("-wal", "-journal"))
+    return next((log for log in logs if log.exists() and log.stat().st_size > 0), None)
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    left = len(names) - most
+    return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
+
+
+# By the start of the name of SQLite's result code.
+_ADVICE = {
+    "SQLITE_BUSY": f"another process has kept its lock for {BUSY_TIMEOUT_S} s; end that one, or try again",
+    "SQLITE_CANTOPEN": f"set {CACHE_VARIABLE} to a file in a directory that can be written",
+    "SQLITE_CORRUPT": "the file is damaged; move it away, and a new one is made",
+    "SQLITE_FULL": f"free some space on its disk, or set {CACHE_VARIABLE} to a file on another one",
+    "SQLITE_NOTADB": "this is no SQLite file, or a damaged one; move it away, and a new one is made",
+    "SQLITE_READONLY": f"set {CACHE_VARIABLE} to a file that can be written",
+}
+
+
+def _advice(reason: object, path: Path | None) -> str:
+    if isinstance(reason, ImportError):
+        return "pip install 'tile-scheduler[postgres]'"
+    if path is not None and isinstance(reason, sqlite3.Error) and _frozen(path) and (log := _log_of(path)):
+        return (
+            f"what {log.name} holds can be taken over only where both may be written: open it there once, or set "
+            f"{CACHE_VARIABLE} to a copy of both"
+        )
+    code = getattr(reason, "sqlite_errorname", "")
+    otherwise = f"see that it exists and may be written, or set {CACHE_VARIABLE} to another place"
+    return next((advice for name, advice in _ADVICE.items() if code.startswith(name)), otherwise)

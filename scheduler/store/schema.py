@@ -1,0 +1,74 @@
+"""The tables of a store, and the steps that bring those of an older store to today's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+# `record` and `trial` are the whole text, and what is read back; the other columns repeat what a person asks SQL for.
+SCHEDULES = sa.table(
+    "schedules",
+    *map(sa.column, ("operation", "hardware", "problem", "backend", "kernel_version", "schedule", "median_s", "xla_s")),
+    *map(sa.column, ("jax", "jaxlib", "driver", "date", "record")),
+)
+TRIALS = sa.table(
+    "trials",
+    *map(sa.column, ("id", "operation", "hardware", "problem", "number", "backend", "kernel_version", "schedule")),
+    *map(sa.column, ("predicted_s", "median_s", "failed_stage", "jax", "jaxlib", "driver", "date", "trial")),
+    sa.column("finished"),
+)
+LEASES = sa.table("leases", *map(sa.column, ("operation", "hardware", "problem", "owner", "expires_s")))
+CONSTANTS = sa.table(
+    "constants", *map(sa.column, ("hardware", "operation", "backend", "kernel_version", "date", "calibration"))
+)
+KEY = ("operation", "hardware", "problem")
+KERNEL_ON_CHIP = ("hardware", "operation", "backend")
+
+# What brings a file from schema version i to i + 1: statements that stay as they are once released, so that a file of
+# any age ends up the same. {serial} is a number that counts up by itself.
+MIGRATIONS: tuple[Sequence[str], ...] = (
+    (
+        "CREATE TABLE schema_version (version BIGINT NOT NULL)",
+        "INSERT INTO schema_version VALUES (0)",
+        """CREATE TABLE schedules (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             backend TEXT NOT NULL, kernel_version BIGINT NOT NULL, schedule TEXT NOT NULL,
+             median_s DOUBLE PRECISION NOT NULL, xla_s DOUBLE PRECISION,
+             jax TEXT NOT NULL, jaxlib TEXT NOT NULL, driver TEXT NOT NULL, date TEXT NOT NULL,
+             record TEXT NOT NULL,
+             PRIMARY KEY (operation, hardware, problem))""",
+        """CREATE TABLE trials (
+             id {serial} PRIMARY KEY,
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             number BIGINT NOT NULL, backend TEXT NOT NULL, kernel_version BIGINT NOT NULL, schedule TEXT NOT NULL,
+             predicted_s DOUBLE PRECISION NOT NULL, median_s DOUBLE PRECISION, failed_stage TEXT,
+             jax TEXT NOT NULL, jaxlib TEXT NOT NULL, driver TEXT NOT NULL, date TEXT NOT NULL,
+             trial TEXT NOT NULL)""",
+        "CREATE INDEX trials_by_key ON trials (operation, hardware, problem)",
+    ),
+    (
+        # 1 where the search of the trial came to its end: only the others are there to be resumed.
+        "ALTER TABLE trials ADD COLUMN finished BIGINT NOT NULL DEFAULT 0",
+        "UPDATE trials SET finished = 1",
+    ),
+    (
+        # Who tunes a problem now, and the Unix time, in seconds, until which that counts unless it is renewed.
+        """CREATE TABLE leases (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             owner TEXT NOT NULL, expires_s DOUBLE PRECISION NOT NULL,
+             PRIMARY KEY (operation, hardware, problem))""",
+    ),
+    (
+        # What the cost model's constants were fitted to: the trials of one kernel on one chip.
+        """CREATE TABLE constants (
+             hardware TEXT NOT NULL, operation TEXT NOT NULL, backend TEXT NOT NULL,
+             kernel_version BIGINT NOT NULL, date TEXT NOT NULL, calibration TEXT NOT NULL,
+             PRIMARY KEY (hardware, operation, backend))""",
+    ),
+)
+VERSION = sa.table("schema_version", sa.column("version"))
+# Tables of every schema since the first: a database that has these is one of ours.
+OLDEST = frozenset({"schema_version", "schedules", "trials"})
+# {serial} of a migration, by database.
+SERIAL = {"sqlite": "INTEGER", "postgresql": "BIGSERIAL"}

@@ -1,0 +1,163 @@
+"""Directories of records and of the model's constants as text: ``<hardware>/<operation>.jsonl``, ``constants.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from scheduler.core import codec
+from scheduler.core.errors import StoreError
+from scheduler.core.records import Calibration, Key, Record
+
+_ERRORS_SHOWN = 10
+_CONSTANTS = "constants.json"
+
+
+def export_text(records: Iterable[Record]) -> str:
+    """JSON lines, one record each, sorted by operation, hardware and problem."""
+    return "".join(f"{codec.record_to_text(record)}\n" for record in sorted(records, key=_order))
+
+
+def import_text(text: str, source: str = "") -> list[Record]:
+    """The records of `export_text`, in the order of their lines; empty lines are skipped.
+
+    Args:
+      text: JSON lines.
+      source: where they come from, to lead the error message.
+
+    Raises:
+      StoreError: some line is no record, or a second one of the same key; the message has a sentence for each.
+    """
+    records: list[Record] = []
+    first_line: dict[Key, int] = {}
+    errors: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = codec.record_from_text(line)
+            if (first := first_line.setdefault(record.key, number)) != number:
+                raise ValueError(f"a second record of {record.key}; the first is line {first}: keep one")
+            records.append(record)
+        except ValueError as error:
+            errors.append(f"line {number}: {error}")
+    if errors:
+        more = f"\n... and {len(errors) - _ERRORS_SHOWN} more" if len(errors) > _ERRORS_SHOWN else ""
+        raise StoreError(
+            f"{source or 'the text'} is not made of records, one JSON object a line:\n"
+            + "\n".join(errors[:_ERRORS_SHOWN])
+            + more
+        )
+    return records
+
+
+def read_records(directory: Path) -> list[Record]:
+    """Every record under `directory`, sorted.
+
+    Raises:
+      StoreError: no such directory, a file that is not made of records, or two files with the same key.
+    """
+    if not directory.is_dir():
+        raise StoreError(f"there is no directory {directory} to read records from")
+    where: dict[Key, Path] = {}
+    records: list[Record] = []
+    for path in sorted(directory.glob("*/*.jsonl")):
+        for record in _read(path):
+            if (first := where.setdefault(record.key, path)) != path:
+                raise StoreError(f"{first} and {path} both hold {record.key}; keep one")
+            records.append(record)
+    return sorted(records, key=_order)
+
+
+def read_calibrations(directory: Path) -> list[Calibration]:
+    """Every calibration under `directory` (``<hardware>/constants.json``), sorted.
+
+    Raises:
+      StoreError: a file that is not made of calibrations, or two of one kernel on one chip.
+    """
+    found: dict[tuple[str, str, str], Calibration] = {}
+    for path in sorted(directory.glob(f"*/{_CONSTANTS}")):
+        try:
+            items = codec.calibrations_from_text(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot read the model's constants from {path}: {error}") from error
+        for item in items:
+            if _kernel_on_chip(item) in found:
+                raise StoreError(
+                    f"{path} is a second one with constants of {' '.join(_kernel_on_chip(item))}; keep one"
+                )
+            found[_kernel_on_chip(item)] = item
+    return [found[which] for which in sorted(found)]
+
+
+def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> list[Path]:
+    """Write `calibrations` under `directory`, in place of older ones of the same kernels on the same chips.
+
+    Returns:
+      the files written, one per device, a constant a line.
+
+    Raises:
+      StoreError: what is there is not made of calibrations, or cannot be written.
+    """
+    kept = {_kernel_on_chip(item): item for item in read_calibrations(directory)}
+    new = {_kernel_on_chip(item): item for item in calibrations}
+    written = []
+    for hardware in sorted({item.hardware for item in new.values()}):
+        lines = [
+            json.loads(codec.calibration_to_text(item))
+            for _, item in sorted((kept | new).items())
+            if item.hardware == hardware
+        ]
+        path = directory / _slug(hardware) / _CONSTANTS
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error}") from error
+        written.append(path)
+    return written
+
+
+def add_records(directory: Path, records: Iterable[Record]) -> list[Path]:
+    """Write `records` among those under `directory`, in place of older ones of the same key.
+
+    Returns:
+      the files written, one per device and operation: ``<hardware>/<operation>.jsonl``.
+
+    Raises:
+      StoreError: a file that is there is not made of records, or cannot be written.
+    """
+    files: dict[Path, list[Record]] = {}
+    for record in records:
+        path = directory / _slug(record.key.hardware) / f"{_slug(record.key.operation)}.jsonl"
+        files.setdefault(path, []).append(record)
+    for path, new in files.items():
+        kept = {record.key: record for record in (_read(path) if path.exists() else [])}
+        kept.update((record.key, record) for record in new)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(export_text(kept.values()), encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error}") from error
+    return sorted(files)
+
+
+def _read(path: Path) -> list[Record]:
+    try:
+        return import_text(path.read_text(encoding="utf-8"), source=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read records from {path}: {error}") from error
+
+
+def _kernel_on_chip(calibration: Calibration) -> tuple[str, str, str]:
+    return calibration.hardware, calibration.operation, calibration.backend
+
+
+def _order(record: Record) -> tuple[str, str, str]:
+    return record.key.operation, record.key.hardware, record.key.problem
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-") or "unnamed"

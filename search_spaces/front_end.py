@@ -1,0 +1,31 @@
+"""Why no kernel can be asked of arrays, in words, whatever the operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from search_spaces import jax_compat
+
+EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
+
+
+def unposed(arrays: Mapping[str, Any]) -> str | None:
+    """Why no operation poses a problem of these arrays, by the names that a caller knows them by; None where it can."""
+    for name, x in arrays.items():
+        if not isinstance(x, jax.Array):
+            return f"{name} is no array but {type(x).__name__}"
+        if not all(isinstance(extent, int) for extent in x.shape):
+            return f"{name} has symbols for extents: {x.shape}"
+        if not all(x.shape):
+            return f"{name} is empty: {x.shape}"
+    return EXPLICIT_AXES if jax_compat.has_explicit_axes(list(arrays.values())) else None
+
+
+def weakly_typed(*arrays: jax.Array) -> str | None:
+    """Why arrays have no dtype of their own to pose a problem by; None where they have."""
+    if any(x.weak_type for x in arrays):
+        return "an array is weakly typed, as Python's numbers are: give it a dtype with .astype"
+    return None

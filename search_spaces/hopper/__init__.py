@@ -1,0 +1,1 @@
+"""What Mosaic GPU kernels for Hopper share, whatever they compute."""

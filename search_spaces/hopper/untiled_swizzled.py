@@ -1,0 +1,275 @@
+"""What a warpgroup does with a tile in the untiled swizzled layout, by Mosaic GPU's own functions.
+
+Its shape is ``[boxes, rows, swizzled row]``, boxes side by side. 8 rows of a box lie in shared memory as a core matrix
+of ``[8, swizzled row]`` does; only the order of these is another than Pallas takes for wgmma. Its descriptors give the
+distances between core matrices, so it reads both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
+from search_spaces.jax_compat import mosaic_gpu_code, plgpu
+
+# Rows and columns change places, of core matrices and within each.
+TRANSPOSED = (1, 0, 3, 2)
+
+
+def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Accumulators to start with."""
+
+    @mosaic_gpu_code(
+        lambda: jnp.zeros(shape, dtype),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def zero(_: Any) -> Any:
+        integer = jnp.issubdtype(dtype, jnp.integer)
+        element = _bits(32) if integer else ir.F32Type.get()
+        return mgpu.WGMMAAccumulator.zero(*shape, element, is_signed=True if integer else None).value
+
+    accumulators: jax.Array = zero()
+    return accumulators
+
+
+def wgmma(
+    acc: jax.Array, a: Any, b: Any, swizzle: int, *, transpose_a: bool = False, transpose_b: bool = False
+) -> jax.Array:
+    """Starts ``acc + a b``, of operands in shared memory: wait for it with `plgpu.wgmma_wait`.
+
+    Args:
+      acc: from `zeros`, or from the last call; no other work on it may come in between.
+      a, b: rows of their boxes are those of ``[m, k]`` and ``[k, n]``, or of ``[k, m]`` and ``[n, k]`` if transposed.
+      swizzle: bytes of a row of both.
+    """
+    operand = plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
+
+    def meaning(acc: jax.Array, a: Any, b: Any) -> jax.Array:
+        a, b = _matrix(a[...]), _matrix(b[...])
+        plgpu.commit_smem()  # These were read by threads, other than by wgmma: copies must come after.
+        a, b = a.T if transpose_a else a, b.T if transpose_b else b
+        return acc + jnp.dot(a, b, preferred_element_type=acc.dtype)
+
+    @mosaic_gpu_code(
+        meaning,
+        arg_types=(plgpu.Layout.WGMMA, operand, operand),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def start(_: Any, acc: Any, a: Any, b: Any) -> Any:
+        a, b = _core_matrices(a), _core_matrices(b)
+        a = mgpu.memref_transpose(a, TRANSPOSED) if transpose_a else a
+        b = mgpu.memref_transpose(b, TRANSPOSED) if transpose_b else b
+        # Nothing touches the accumulators between one wgmma and the next, so they need no fence.
+        accumulator = mgpu.WGMMAAccumulator.from_registers(acc, sync=False)
+        accumulator = mgpu.wgmma(accumulator, a, b, swizzle=swizzle)
+        commit = "wgmma.commit_group.sync.aligned;"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], commit, "", has_side_effects=True)
+        return accumulator.value
+
+    started: jax.Array = start(acc, a, b)
+    return started
+
+
+def load(tile: Any, swizzle: int, *, transposed: bool) -> jax.Array:
+    """A tile, in the layout of wgmma's accumulators; or its transpose, in the transposed layout."""
+    layout = _layout(transposed)
+    rows, columns = tile.shape[1], tile.shape[0] * tile.shape[2]
+
+    def meaning(tile: Any) -> jax.Array:
+        return _matrix(tile[...]).T if transposed else _matrix(tile[...])
+
+    @mosaic_gpu_code(
+        meaning,
+        arg_types=(plgpu.RefType((plgpu.SwizzleTransform(swizzle),)),),
+        return_type=plgpu.ShapeDtypeStruct(
+            (columns, rows) if transposed else (rows, columns), tile.dtype, layout=layout
+        ),
+    )
+    def load_tile(_: Any, tile: Any) -> Any:
+        matrices = _core_matrices(tile)
+        matrices = mgpu.memref_transpose(matrices, TRANSPOSED) if transposed else matrices
+        return mgpu.FragmentedArray.load_tiled(matrices, swizzle=swizzle, layout=layout.to_mgpu())
+
+    loaded: jax.Array = load_tile(tile)
+    return loaded
+
+
+def store(tile: Any, value: jax.Array, swizzle: int, *, transposed: bool) -> None:
+    """Stores what `load` would return."""
+
+    def meaning(tile: Any, value: jax.Array) -> None:
+        tile[...] = _boxes(value.T if transposed else value, tile.shape[2])
+
+    @mosaic_gpu_code(meaning, arg_types=(plgpu.RefType((plgpu.SwizzleTransform(swizzle),)), _layout(transposed)))
+    def store_tile(_: Any, tile: Any, value: Any) -> None:
+        _store(tile, value, swizzle, transposed)
+
+    store_tile(tile, value)
+
+
+def store_to_gmem(
+    c: Any, row: Any, column: Any, tile: Any, value: jax.Array, swizzle: int, *, transposed: bool
+) -> None:
+    """`store`, and from there to ``c[row:, column:]`` in device memory, whose rows TMA cannot address.
+
+    The rows start at any address. So consecutive threads write consecutive elements, two of 16 bits at a time where
+    these lie at a multiple of 4 bytes: an odd row starts and ends with one alone. Call `plgpu.commit_smem` before the
+    tile is used again.
+    """
+    boxes, rows, width = tile.shape
+
+    def meaning(c: Any, row: Any, column: Any, tile: Any, value: jax.Array) -> None:
+        tile[...] = _boxes(value.T if transposed else value, width)
+        plgpu.commit_smem()
+        for box in range(boxes):
+            plgpu.copy_smem_to_gmem(tile.at[box], c.at[pl.ds(row, rows), pl.ds(column + box * width, width)])
+        plgpu.wait_smem_to_gmem(0)
+
+    @mosaic_gpu_code(
+        meaning,
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.Layout.WG_SPLAT,
+            plgpu.Layout.WG_SPLAT,
+            plgpu.RefType((plgpu.SwizzleTransform(swizzle),)),
+            _layout(transposed),
+        ),
+    )
+    def store_rows(_: Any, c: Any, row: Any, column: Any, tile: Any, value: Any) -> None:
+        _store(tile, value, swizzle, transposed)
+        mgpu.warpgroup_barrier()
+        row, column = _number(row.registers.item()), _number(column.registers.item())
+        _copy_rows(tile, (boxes, rows, width), swizzle, itemsize, c, (m, n), row, column)
+
+    (m, n), itemsize = c.shape, value.dtype.itemsize
+    store_rows(c, row, column, tile, value)
+
+
+def _copy_rows(
+    tile: Any,
+    shape: tuple[int, int, int],
+    swizzle: int,
+    itemsize: int,
+    c: Any,
+    extents: tuple[int, int],
+    row: Any,
+    column: Any,
+) -> None:
+    """From shared memory, where the tile is ``[boxes, rows, width]``, to ``c[row:, column:]``, of these `extents`."""
+    boxes, rows, width = shape
+    m, n = extents
+    columns = boxes * width
+    each = 4 // itemsize  # elements that a thread writes at a time
+    thread = _number(mgpu.thread_idx()) % WARPGROUP
+    warp, lane = thread // WARP, thread % WARP
+    source, target = mgpu.utils.memref_ptr(tile), _number(llvm.ptrtoint(_bits(64), mgpu.utils.memref_ptr(c)))
+    start = target + (_wide(row + warp) * n + _wide(column)) * itemsize
+    # The same in all rows of a warp: from one to the next there are `WARPS` rows of the array.
+    odd = (start // itemsize & (each - 1)).astype(_bits(32), is_signed=False)
+
+    def pointer(row_of_tile: Any, at: Any) -> Any:
+        at = at % columns
+        address = ((at // width * rows + row_of_tile) * width + at % width) * itemsize
+        # Of each 128 bytes, a swizzle exchanges runs of 16: their number becomes that xor the number of the 128.
+        address = address ^ ((address >> 7) & (swizzle // 16 - 1)) << 4
+        return mgpu.utils.getelementptr(source, [address.registers.item()], _bits(8))
+
+    for first in range(0, columns, WARP * each):
+        at = lane * each + first
+        # A swizzle repeats itself after 8 rows.
+        pointers = [[pointer(warp + base, at + ahead) for ahead in (0, each)] for base in range(0, 8, WARPS)]
+        address, at = start + _wide(at + odd) * itemsize, at + odd
+        inside = (at < columns) & (column + at < n)
+        both_inside = (at + 1 < columns) & (column + at + 1 < n)
+        wraps = (at + 1 == columns) & (column < n)
+        selector = odd * (0x5432 - 0x3210) + 0x3210
+
+        def read(count: int, pointers: Any = pointers) -> list[Any]:
+            which, offset = count % len(pointers), count // len(pointers) * 8 * swizzle
+            return [_load_word(mgpu.utils.getelementptr(x, [offset], _bits(8))) for x in pointers[which]]
+
+        counts = range(rows // WARPS)
+        for some in (counts[batch : batch + 8] for batch in counts[::8]):
+            # All is asked for before the first is used, which hides the latency of reading.
+            for count, (word, next_word) in zip(some, [read(count) for count in some], strict=True):
+                there, further = row + warp + count * WARPS < m, count * WARPS * n * itemsize
+                if each == 1:
+                    _store_if(address + further, word, there & inside)
+                    continue
+                pair = _permute(word, next_word, selector)
+                _store_if(address + further, pair, there & both_inside)
+                _store_if(address + further, _half(pair), there & inside & ~both_inside)
+                # The last of an odd row is alone; its thread writes the first, too.
+                _store_if(start + further, _half(next_word), there & wraps)
+
+
+def _layout(transposed: bool) -> Any:
+    return plgpu.Layout.WGMMA_TRANSPOSED if transposed else plgpu.Layout.WGMMA
+
+
+def _store(tile: Any, value: Any, swizzle: int, transposed: bool) -> None:
+    matrices = _core_matrices(tile)
+    value.store_tiled(mgpu.memref_transpose(matrices, TRANSPOSED) if transposed else matrices, swizzle=swizzle)
+
+
+def _bits(width: int) -> Any:
+    """The type of integers so wide."""
+    return ir.IntegerType.get_signless(width)
+
+
+def _number(value: Any) -> Any:
+    """An unsigned integer of each thread's own, for arithmetic."""
+    return mgpu.FragmentedArray.splat(value, (), is_signed=False)
+
+
+def _wide(number: Any) -> Any:
+    return number.astype(_bits(64), is_signed=False)
+
+
+def _load_word(pointer: Any) -> Any:
+    return _number(llvm.load(_bits(32), pointer))
+
+
+def _half(word: Any) -> Any:
+    return word.astype(_bits(16), is_signed=False)
+
+
+def _permute(word: Any, next_word: Any, selector: Any) -> Any:
+    """4 of the 8 bytes of two words, by their numbers (PTX ISA, prmt)."""
+    operands = [x.registers.item() for x in (word, next_word, selector)]
+    return _number(llvm.inline_asm(_bits(32), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
+
+
+def _store_if(address: Any, value: Any, condition: Any) -> None:
+    """Stores to device memory under a condition, without a branch."""
+    operands = [x.registers.item() for x in (address, value, condition)]
+    bits = operands[1].type.width
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        operands,
+        f"@$2 st.global.b{bits} [$0], $1;",
+        f"l,{'h' if bits == 16 else 'r'},b",
+        has_side_effects=True,
+    )
+
+
+def _core_matrices(boxes: Any) -> Any:
+    """``[rows / 8, boxes, 8, width]`` of ``[boxes, rows, width]``."""
+    return mgpu.memref_transpose(mgpu.memref_unfold(boxes, 1, (None, 8)), (1, 0, 2, 3))
+
+
+def _matrix(boxes: jax.Array) -> jax.Array:
+    """``[rows, columns]``, as an array lies in device memory, of boxes."""
+    return boxes.swapaxes(0, 1).reshape(boxes.shape[1], -1)
+
+
+def _boxes(matrix: jax.Array, width: int) -> jax.Array:
+    """Boxes of ``[rows, columns]``."""
+    return matrix.reshape(matrix.shape[0], -1, width).swapaxes(0, 1)

@@ -1,0 +1,155 @@
+"""The matrix product as users call it: leading axes fold into m, n or the batch; what no problem says goes to XLA."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.kernel import Bound, Unbound
+from search_spaces.matmul import rules, xla
+from search_spaces.matmul.problem import MatmulProblem, Operands
+
+
+def bind(
+    a: Any,
+    b: Any,
+    *follows: Any,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_dtype: Any = None,
+    bias: Any = None,
+    activation: Any = None,
+    residual: Any = None,
+) -> Bound[MatmulProblem] | Unbound:
+    """A call of `scheduler.tuned_matmul`, whose arguments these are.
+
+    Args:
+      follows: a bias, a residual or both, as `MatmulProblem.of` takes them: all operands have the axes of the problem.
+      out_dtype: `preferred_element_type` as the problem names it.
+    """
+    wanted = out_dtype if preferred_element_type is None else preferred_element_type
+    if follows:
+        how = {
+            "transpose_a": transpose_a,
+            "transpose_b": transpose_b,
+            "out_dtype": wanted or "",
+            "activation": activation,
+        }
+        p = MatmulProblem.of(a, b, *follows, precision=_rounding(precision) or precision, **how)
+        return Bound(p, (a, b, *follows))
+    operands = Operands(a, b, bias, residual)
+    posed = _problem(operands, transpose_a, transpose_b, precision, wanted, activation)
+    if isinstance(posed, str):
+
+        def answer() -> jax.Array:
+            swapped = operands._replace(a=_swapped(a, transpose_a, "a"), b=_swapped(b, transpose_b, "b"))
+            return xla.matmul(swapped, precision=precision, preferred_element_type=wanted, activation=activation)
+
+        return Unbound(posed, answer)
+    return _folded(posed, operands)
+
+
+def _problem(
+    operands: Operands, transpose_a: bool, transpose_b: bool, precision: Any, out_dtype: Any, activation: Any
+) -> MatmulProblem | str:
+    """The problem of one matrix of each operand, or why there is none. Of what `jnp.matmul` refuses, some words."""
+    a, b, bias, residual = operands
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    if reason := unposed({"a": a, "b": b} | given):
+        return reason
+    if not (a.ndim and b.ndim) or (transpose_a and a.ndim == 1) or (transpose_b and b.ndim == 1):
+        return f"a {a.shape} and b {b.shape} have too few axes"
+    if a.dtype != b.dtype:
+        return f"a is {a.dtype} and b is {b.dtype}; kernels take two of one dtype"
+    if reason := weakly_typed(a, b):
+        return reason
+    if (rounding := _rounding(precision)) is None:
+        return f"precision={precision!r} is not default, high or highest"
+    m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
+    k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
+    if k != k_of_b:
+        return f"a {a.shape} and b {b.shape} do not multiply"
+    try:
+        result = _result_shape(a, b, m, n)
+        for name, (x, shape) in operands.added(result).items():
+            if x.shape != shape:
+                return f"{name} has shape {x.shape} where {shape} is wanted"
+        return MatmulProblem(
+            m=m,
+            n=n,
+            k=k,
+            dtype=str(a.dtype),
+            out_dtype=str(a.dtype if out_dtype is None else jnp.dtype(out_dtype)),
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            precision=rounding,
+            bias="" if bias is None else str(bias.dtype),
+            activation=activation or "",
+            residual="" if residual is None else str(residual.dtype),
+        )
+    except ValueError as error:
+        return str(error)
+
+
+def _folded(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
+    """What one matrix of each operand poses, `p`, for all of their leading axes."""
+    a, b, bias, residual = operands
+    shape = _result_shape(a, b, p.m, p.n)
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    matrices = p.named([s.shape for s in p.operands()])
+    many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
+    if many_a and many_b:
+        a, b = jnp.broadcast_to(a, (*lead, *matrices.a)), jnp.broadcast_to(b, (*lead, *matrices.b))
+    many = Operands(many_a, many_b, bias=False, residual=many_a or many_b)
+    given = [
+        (x.reshape((-1, *matrix) if is_many else matrix), 0 if is_many else None)
+        for x, matrix, is_many in zip((a, b, bias, residual), matrices, many, strict=True)
+        if x is not None
+    ]
+    args, dims = zip(*given, strict=True)
+    if not any(many):
+        return Bound(p, args, lambda c: c.reshape(shape))
+    wider = rules.widened(p, args, dims)
+    return Bound(wider.problem, wider.operands, lambda c: jnp.moveaxis(wider.split(c), wider.dim, 0).reshape(shape))
+
+
+def _result_shape(a: jax.Array, b: jax.Array, m: int, n: int) -> tuple[int, ...]:
+    """Of ``jnp.matmul(a, b)``; raises ValueError where leading axes do not broadcast."""
+    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return *lead, *(() if a.ndim == 1 else (m,)), *(() if b.ndim == 1 else (n,))
+
+
+def _swapped(x: Any, transpose: bool, name: str) -> Any:
+    if not transpose:
+        return x
+    if jnp.ndim(x) < 2:
+        raise ValueError(f"transpose_{name} needs an operand of at least 2 axes, and {name} has shape {jnp.shape(x)}")
+    return jnp.swapaxes(x, -1, -2)
+
+
+_ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
+    lax.Precision.DEFAULT: "default",
+    lax.Precision.HIGH: "high",
+    lax.Precision.HIGHEST: "highest",
+}
+
+
+def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
+    """The `MatmulProblem.precision` of what `jnp.matmul` accepts, or None for what only XLA can express."""
+    if precision is None:
+        config: Any = jax.config  # its options are no attributes to a type checker in 0.10
+        precision = config.jax_default_matmul_precision or "default"
+    if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
+        precision = precision[0]
+    try:
+        return _ROUNDINGS[lax.Precision(precision)]
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,164 @@
+"""Cluster split-K: how two CTAs that share a tile reduce their parts of k through each other's shared memory (DSMEM).
+
+Each sends the other the half of its accumulators that the other finishes. A thread of a consumer writes them straight
+into the shared memory of the other CTA, for the thread there that has the same places of the tile: no pass through
+device memory, no launch, and the same bits each time, as there are two addends. They take the space of operands, which
+nobody needs any more: a cluster along k has one tile. All threads of both CTAs meet at the hardware's cluster barrier,
+once before, when all operands have been read, and once when all accumulators are written, so that nobody writes to the
+memory of a CTA that has ended either.
+
+The interpreter knows no DSMEM. There the accumulators go through a mailbox, an array in device memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
+from search_spaces.hopper.limits import ACCESS_BYTES, ACCUMULATOR_BYTES, WARPGROUP
+from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
+from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
+from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.matmul.problem import MatmulProblem
+
+MEET = ARRIVE + WAIT
+ACCESS = ACCESS_BYTES // ACCUMULATOR_BYTES  # accumulators in the widest access of a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class DsmemReduction:
+    """What the consumers of a CTA get from those of the other.
+
+    Attributes:
+      rows, columns: of a consumer's accumulators the half that it finishes.
+      dtype: of the accumulators.
+      consumers: of a CTA.
+    """
+
+    rows: int
+    columns: int
+    dtype: Any
+    consumers: int
+
+    @property
+    def onchip_bytes(self) -> int:
+        """What all consumers of a CTA get, in bytes."""
+        return self.consumers * self.rows * self.columns * self.dtype.itemsize
+
+    def scratch(self) -> dict[str, Any]:
+        """The barriers of a CTA, by the name that `add` has for them: none but the hardware's on a device."""
+        arrivals = {"num_arrivals": 1, "num_barriers": self.consumers}
+        return {"arrived": plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)} if interprets() else {}
+
+    def mailbox(self, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a launch of so many clusters returns beside its result: for the interpreter alone."""
+        shape = (clusters, 2, self.consumers, self.rows, self.columns)
+        return (jax.ShapeDtypeStruct(shape, self.dtype),) if interprets() else ()
+
+    def add(
+        self,
+        acc: jax.Array,
+        consumer: Any,
+        smem: Any,
+        transforms: tuple[Any, ...],
+        mailbox: list[Any],
+        *,
+        arrived: Any = None,
+    ) -> jax.Array:
+        """The half that this CTA finishes, of both CTAs' accumulators. Its producer calls `meet` meanwhile.
+
+        Args:
+          acc: ``[rows, 2 * columns]`` of this CTA's part of k, in the layout of wgmma's accumulators.
+          consumer: number of the warpgroup among the consumers, which are the first of the CTA.
+          smem: an array in shared memory that nobody needs any more, of `onchip_bytes` or more.
+          transforms: what Mosaic GPU has to know of the order of `smem`.
+          mailbox: see `mailbox`.
+          arrived: see `scratch`.
+        """
+        rank = lax.axis_index("cluster")
+        first, second = acc[:, : self.columns], acc[:, self.columns :]
+        own, other = lax.cond(rank == 0, lambda: (first, second), lambda: (second, first))
+
+        def meaning(other: jax.Array, smem: Any) -> jax.Array:
+            (boxes,) = mailbox
+            boxes = boxes.at[lax.axis_index("cluster_grid")]
+            boxes[1 - rank, consumer] = other
+            plgpu.barrier_arrive(arrived.at[consumer])
+            plgpu.barrier_wait(arrived.at[consumer])
+            received: jax.Array = boxes[rank, consumer]
+            return received
+
+        @mosaic_gpu_code(
+            meaning,
+            arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(transforms)),
+            return_type=plgpu.ShapeDtypeStruct((self.rows, self.columns), self.dtype, layout=plgpu.Layout.WGMMA),
+        )
+        def exchange(_: Any, other: Any, smem: Any) -> Any:
+            return _exchange(other, mgpu.utils.memref_ptr(smem), self.consumers * WARPGROUP)
+
+        received: jax.Array = exchange(other, smem)
+        return own + received
+
+    def meet(self) -> None:
+        """The cluster barriers, for threads that accumulate nothing."""
+
+        @mosaic_gpu_code(lambda: None)
+        def meet(_: Any) -> None:
+            ptx(MEET + MEET)
+
+        meet()
+
+
+def dsmem_reduction(problem: MatmulProblem, schedule: HopperSchedule) -> DsmemReduction | None:
+    """Of a schedule with cluster split-K; None for others."""
+    if schedule.cluster != "split_k":
+        return None
+    p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
+    t = Tiling(p, s)
+    return DsmemReduction(t.wg_m, t.wg_n // t.cluster_k, jnp.dtype(p.acc_dtype), t.consumers)
+
+
+# PTX ISA, mapa: the address in the other CTA of a pair, of what is at an address in this one.
+PEER_ADDRESS = """{
+    .reg .b32 rank;
+    mov.u32 rank, %cluster_ctarank;
+    xor.b32 rank, rank, 1;
+    mapa.shared::cluster.u32 $0, $1, rank;
+}"""
+
+
+def _exchange(other: Any, smem: Any, threads: int) -> Any:
+    """Writes registers to `smem` in the other CTA, and reads here what the other CTA has written."""
+    bits = ir.IntegerType.get_signless(32)
+    words = [
+        vector.extract(vector.bitcast(ir.VectorType.get(register.type.shape, bits), register), [], [position])
+        for register in other.registers.flat
+        for position in range(register.type.shape[0])
+    ]
+    own = mgpu.utils.getelementptr(smem, [mgpu.thread_idx()], ir.VectorType.get((ACCESS,), bits))
+    there = llvm.inline_asm(bits, [llvm.ptrtoint(bits, own)], PEER_ADDRESS, "=r,r", has_side_effects=True)
+    ptx(MEET)
+    for first in range(0, len(words), ACCESS):
+        store = f"st.shared::cluster.v4.b32 [$0+{first * 4 * threads}], {{$1, $2, $3, $4}};"
+        ptx(store, [there, *words[first : first + ACCESS]], "r,r,r,r,r")
+    ptx(MEET)
+    got = []
+    for first in range(0, len(words), ACCESS):
+        place = mgpu.utils.getelementptr(own, [first * 4 * threads], ir.IntegerType.get_signless(8))
+        loaded = llvm.load(ir.VectorType.get((ACCESS,), bits), place, alignment=ACCESS_BYTES)
+        got += [vector.extract(loaded, [], [position]) for position in range(ACCESS)]
+    registers = np.empty_like(other.registers)
+    for number, register in enumerate(other.registers.flat):
+        width = register.type.shape[0]
+        pair = vector.from_elements(ir.VectorType.get((width,), bits), got[number * width : (number + 1) * width])
+        registers.flat[number] = vector.bitcast(register.type, pair)
+    return mgpu.FragmentedArray(_registers=registers, _layout=other.layout, _is_signed=other.is_signed)

@@ -1,0 +1,174 @@
+"""What a launch of a schedule demands of a Hopper GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.hopper.limits import (
+    ACCUMULATOR_BYTES,
+    BARRIER_BYTES,
+    SMEM_ALIGNMENT,
+    WARP,
+    WARPGROUP,
+    WGMMA_ROWS,
+)
+from search_spaces.hopper.smem_layout import padded_bytes
+from search_spaces.kernel import Footprint, Operand
+from search_spaces.matmul.epilogue import EXPONENTIALS
+from search_spaces.matmul.hopper.kernel import PRODUCER_REGISTERS
+from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Columns, cdiv, round_up
+
+# What a consumer's thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does
+# (ptxas); where an activation or a bias and a residual are applied, with 192 it spills one or two registers, with 160
+# none.
+OTHER_REGISTERS = 40
+# Lane operations that come with an exponential of an activation: a GELU makes 1024 x 3072 x 768 take 2.4 us longer, of
+# which its exponentials take 0.8 (H200).
+LANE_OPERATIONS = 17
+# Those of a lane for each 4 bytes that it stores of a result whose rows TMA cannot address: 1024 x 50257 x 768 took 40
+# us longer than if TMA stored it, and 65 us where subtiles are half a warp wide (H200).
+STORE_OPERATIONS = 50
+
+
+def footprint(p: MatmulProblem, s: Columns) -> Footprint:
+    """A block is a work tile; copies before and after the kernel, and the reduction of split-K, are copied bytes."""
+    t = Tiling(p, s)
+    itemsize, result = jnp.dtype(p.dtype).itemsize, p.result()
+    blocks_m, blocks_n = t.grid_m * t.cluster_m, t.grid_n * t.cluster_n
+    row_bytes = p.k / (t.steps * s.split_k * t.cluster_k) * itemsize
+    registers = t.wg_m * t.wg_n // WARPGROUP + OTHER_REGISTERS
+    allocated = round_up(registers, 8)
+    # The epilogue is applied to complete accumulators: in the kernel, or where splits are reduced.
+    whole = s.split_k == 1
+    epilogue, epilogue_onchip_bytes = _epilogue(p, s, t)
+    epilogue_bytes = sum(array.size * array.dtype.itemsize for array in p.operands()[2:])
+    padded = [
+        padded_bytes(array.shape, extents, array.dtype.itemsize)
+        for array, extents in zip(p.operands(), t.extents, strict=True)
+    ]
+    before = [*padded[:2], *(whole * copy for copy in padded[2:])]
+    elements = np.prod(result.shape, dtype=np.int64)
+    # The reduction reads the accumulators of all splits, and the epilogue's operands, and writes the result.
+    after = np.where(
+        s.split_k > 1,
+        elements * (s.split_k * ACCUMULATOR_BYTES + result.dtype.itemsize) + epilogue_bytes,
+        padded_bytes(result.shape, t.c_extents, result.dtype.itemsize),
+    )
+    exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / (t.steps * t.cluster_k)
+    # A warp stores a row of a subtile at a time, each lane 4 bytes.
+    warps_wide = cdiv(np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n) * result.dtype.itemsize, 4 * WARP)
+    rows_of_subtiles = s.tile_m * s.tile_n / np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n)
+    stored = np.where(t.stored_by_threads, rows_of_subtiles / t.cluster_k * warps_wide * WARP * STORE_OPERATIONS, 0.0)
+    # Extents, and into how many they fall.
+    m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, t.steps * s.split_k * t.cluster_k)
+    a_rows, a_tile = (k, (s.tile_k, s.tile_m)) if p.transpose_a else (m, (s.tile_m, s.tile_k))
+    b_rows, b_tile = (n, (s.tile_n, s.tile_k)) if p.transpose_b else (k, (s.tile_k, s.tile_n))
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(t.products * t.cluster_k, blocks_m, blocks_n),
+        operands=(
+            Operand(
+                bytes=p.m / blocks_m * row_bytes,
+                axes=(0, 1),
+                multicast=t.cluster_n,
+                filled_bytes=s.tile_m * s.tile_k * itemsize,
+                row_bytes=(s.tile_m if p.transpose_a else s.tile_k) * itemsize,
+                copy_bytes=t.swizzle,
+                outside_rows=_outside_rows(a_rows, a_tile, t.swizzle // itemsize),
+                start_bytes=_start_bytes(t.extents[0], itemsize),
+            ),
+            Operand(
+                bytes=p.n / blocks_n * row_bytes,
+                axes=(0, 2),
+                multicast=t.cluster_m,
+                filled_bytes=s.tile_k * s.tile_n * itemsize,
+                row_bytes=(s.tile_k if p.transpose_b else s.tile_n) * itemsize,
+                copy_bytes=t.swizzle,
+                outside_rows=_outside_rows(b_rows, b_tile, t.swizzle // itemsize),
+                start_bytes=_start_bytes(t.extents[1], itemsize),
+            ),
+            *epilogue,
+        ),
+        flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
+        bytes_written=(p.m / blocks_m) * (p.n / blocks_n) / t.cluster_k * t.out_itemsize,
+        onchip_bytes=round_up(s.stages * s.tile_m * s.tile_k * itemsize, SMEM_ALIGNMENT)
+        + round_up(s.stages * s.tile_k * s.tile_n * itemsize, SMEM_ALIGNMENT)
+        + round_up(t.consumers * t.epi_stages * t.epi_m * t.epi_n * t.out_itemsize, SMEM_ALIGNMENT)
+        + (1 + t.consumers // t.cooperating) * s.stages * BARRIER_BYTES
+        + epilogue_onchip_bytes,
+        steps=t.steps,
+        minor=np.where(s.grid_minor_dim == "m", 1, 2),
+        group=s.grid_tile_width * np.where(s.grid_minor_dim == "m", t.cluster_m, t.cluster_n),
+        # A stage whose wgmma may be pending is loaded again one step later.
+        stages=s.stages - s.delay_release,
+        multipliers=t.cooperating,
+        alternating=np.equal(s.consumers, "ping_pong"),
+        ahead=s.delay_release,
+        threads=t.consumers * WARPGROUP,
+        registers=registers,
+        # With one consumer nobody gives registers back, and all threads have as many.
+        registers_per_block=WARPGROUP
+        * (t.consumers * allocated + np.where(t.consumers == 1, allocated, PRODUCER_REGISTERS)),
+        # Each multiplication of 64 rows reads these, and its columns once more.
+        onchip_bytes_read=t.cooperating * (t.wg_rows + t.wg_rows // WGMMA_ROWS * t.wg_columns) * s.tile_k * itemsize,
+        special_ops=exponentials,
+        vector_ops=LANE_OPERATIONS * exponentials + stored / t.steps,
+        cluster=t.cluster_m * t.cluster_n * t.cluster_k,
+        exchanged_bytes=(t.cluster_k > 1) * (s.tile_m * s.tile_n // 2 * ACCUMULATOR_BYTES),
+        persistent=True,
+        copied_bytes=sum(before) + after,
+        launches=1 + sum(copy > 0 for copy in (*before, after)),
+    )
+
+
+def _outside_rows(rows: tuple[int, Any], tile: tuple[Any, Any], width: Any) -> Any:
+    """Swizzled rows, `width` elements wide, that a part of an array of so many rows fills beyond its edge, on average.
+
+    A group of eight in which the array has a row costs nothing extra: 1 x 4096 x 14336 with tiles of 8 rows comes to
+    what memory delivers.
+    """
+    extent, parts = rows
+    return (parts * tile[0] - round_up(extent, 8)) / parts * tile[1] / width
+
+
+def _start_bytes(extents: tuple[Any, Any], itemsize: int) -> Any:
+    """Of the rows of an array in device memory: the largest power of two that divides their pitch."""
+    pitch = extents[1] * itemsize
+    return np.where(extents[0] > 1, pitch & -pitch, 0)
+
+
+def _epilogue(p: MatmulProblem, s: Columns, t: Tiling) -> tuple[list[Operand], Any]:
+    """What a block loads of the bias and the residual, spread over its steps, and what they take on chip, in bytes.
+
+    Nothing where k is split: `footprint` counts them with the reduction.
+    """
+    whole = s.split_k == 1
+    columns, rows = p.n / (t.grid_n * t.cluster_n), p.m / (t.grid_m * t.cluster_m)
+    steps = t.steps * t.cluster_k  # of all CTAs that share a tile
+    loads: list[Operand] = []
+    onchip_bytes: Any = 0
+    if p.bias:
+        itemsize = jnp.dtype(p.bias).itemsize
+        loads.append(Operand(bytes=whole * columns * itemsize / steps, axes=(0, 2)))
+        onchip_bytes += round_up(t.consumers * t.bias_width * itemsize, SMEM_ALIGNMENT) + t.consumers * BARRIER_BYTES
+    if p.residual:
+        itemsize, stages = jnp.dtype(p.residual).itemsize, t.consumers * t.epi_stages
+        loads.append(
+            Operand(
+                bytes=whole * rows * columns * itemsize / steps,
+                axes=(0, 1, 2),
+                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / steps,
+                row_bytes=s.tile_n * itemsize,
+                copy_bytes=t.residual_swizzle,
+                outside_rows=whole
+                * _outside_rows((p.m, t.grid_m * t.cluster_m), (s.tile_m, s.tile_n), t.residual_swizzle // itemsize)
+                / steps,
+            )
+        )
+        onchip_bytes += round_up(stages * t.epi_m * t.epi_n * itemsize, SMEM_ALIGNMENT) + stages * BARRIER_BYTES
+    return loads, whole * onchip_bytes

@@ -1,0 +1,119 @@
+"""The matrix product on Hopper: what it supports, and how one product is launched.
+
+**Split-K.** Where the tiles of a result leave SMs idle, CTAs share a tile. Two of them, a cluster in split-K, reduce
+their accumulators through DSMEM (dsmem_reduction.py). For more splits, `split_k` CTAs write theirs to places of their
+own in device memory, and a reduction kernel adds them up, first to last, and applies the epilogue. Either way the bits
+are the same each time. For results of m x n and s splits the latter costs ``4 s m n`` bytes written and as many read
+(from L2, where they fit), and one small launch, in which XLA fuses the reduction with the epilogue: 3 us more than
+DSMEM for 2048 x 576 x 7168 on an H200. The alternatives:
+
+- The CTA that comes last adds up, in the same launch: as many bytes, no second launch; but it needs a counter that
+  tells which came last, which Pallas does not offer (its semaphores signal and wait), zeroed before each call.
+- Each split waits for the one before it and adds to its accumulators, by semaphores: half of the bytes, no second
+  launch; but the splits finish one after the other, and CTAs that wait must all be resident at once, or none ends.
+- TMA reductions in device memory: half of the bytes, but the order is that of arrival, so the bits differ from run to
+  run as soon as there are three addends, and a launch must zero the array before.
+- Stream-K, where splits end anywhere in k: evens out a last wave, too, at the price of one of the above.
+
+**The epilogue.** Bias, activation and residual are applied to complete accumulators, before their one rounding: in the
+kernel (epilogue_loads.py), or in the reduction kernel.
+
+**Ragged rows.** TMA reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
+device memory, and its wgmma takes no operand without a swizzle, which has rows of 32 bytes at least. Where an array has
+more than 8 rows that are no multiple of 8, or rows that are over 128 bytes long and no multiple of 32, all tiles have
+the untiled swizzled layout (smem_layout.py), which TMA fills from any rows that start at multiples of 16 bytes.
+Operands whose rows do not are copied into padded ones; a result's are stored by threads (untiled_swizzled.py), and the
+reduction kernel of split-K cuts the result out of the accumulators.
+
+JAX 0.10 does not know that layout: there each such array is copied into a padded one, and the result out of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.kernel import Footprint, Kernel, Target
+from search_spaces.matmul.hopper.dsmem_reduction import dsmem_reduction
+from search_spaces.matmul.hopper.footprint import footprint
+from search_spaces.matmul.hopper.kernel import kernel
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.space import space
+from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Columns, Space
+
+
+class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
+    backend = "mosaic_gpu"
+    version = 2
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def supports(self, problem: MatmulProblem, target: Target) -> str | None:
+        if target.platform != "cuda" or target.architecture != "sm_90":
+            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if problem.dtype == "float32" and problem.precision != "default":
+            return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
+        # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
+        if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
+            return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
+        return None
+
+    def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
+        return space(problem, target.cores)
+
+    def footprint(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules)
+
+    def run(
+        self, problem: MatmulProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, s = problem, schedule
+        inside = p if s.split_k == 1 else p.plain  # The reduction kernel applies the epilogue of a split.
+        t = Tiling(inside, s)
+        operands = [_pad(x, extents) for x, extents in zip(args, t.extents, strict=False)]  # of a split: a and b
+        ctas = t.cluster_m * t.cluster_n * t.cluster_k
+        tiles = t.products * t.grid_m * t.grid_n  # of a cluster
+        clusters = max(1, min(target.cores // ctas, tiles))
+        dtype = p.result().dtype if s.split_k == 1 else p.acc_dtype
+        lead = (t.products,) if t.products > 1 else ()
+        reduction = dsmem_reduction(inside, s)
+        if reduction and clusters < tiles:
+            raise ValueError(f"{s} shares a tile along k between two CTAs, for which {p} has too many on {target}")
+        mailbox = reduction.mailbox(clusters) if reduction else ()
+        launch = plgpu.kernel(
+            kernel(inside, s),
+            out_type=(jax.ShapeDtypeStruct((*lead, *map(int, t.c_extents)), dtype), *mailbox),
+            grid=(clusters,),
+            grid_names=("cluster_grid",),
+            cluster=(ctas,),
+            cluster_names=("cluster",),
+            num_threads=t.consumers + 1,
+            thread_name="wg",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        )
+        # Indices are 32 bits wide, whatever the user's default.
+        with jax.enable_x64(False):
+            c: jax.Array = launch(*operands)[0]
+        whole = c if t.c_extents == (p.m, p.n) else c[..., : p.m, : p.n]
+        return whole if s.split_k == 1 else _reduce(p, s, whole, args)
+
+
+def _reduce(p: MatmulProblem, s: HopperSchedule, splits: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
+    """The result from the accumulators ``[split_k * batch, m, n]`` of all splits, added first to last, rounded once."""
+    splits = splits.reshape(s.split_k, *p.result().shape)
+    acc = functools.reduce(operator.add, (splits[split] for split in range(s.split_k)))
+    return p.apply_epilogue(acc, args).astype(p.result().dtype)
+
+
+def _pad(x: jax.Array, extents: tuple[Any, ...]) -> jax.Array:
+    """`x` with zeros behind its last axes, up to `extents`."""
+    lead = x.ndim - len(extents)
+    pads = [(0, 0)] * lead + [(0, int(extent) - size) for extent, size in zip(extents, x.shape[lead:], strict=True)]
+    return jnp.pad(x, pads) if any(after for _, after in pads) else x

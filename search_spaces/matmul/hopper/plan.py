@@ -1,0 +1,106 @@
+"""What is known of a launch before it is traced: tilings, SMEM layouts, scratch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
+from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.hopper.dsmem_reduction import DsmemReduction, dsmem_reduction
+from search_spaces.matmul.hopper.epilogue_loads import bias_scratch, residual_scratch
+from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
+from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.matmul.problem import MatmulProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known of a launch before it is traced.
+
+    Attributes:
+      problem, tiling: of the arrays as they lie in device memory.
+      p, s, t: problem, schedule and tiling as wgmma sees them: with `swap_ab` the mirrored ones.
+      a_tile, b_tile: a stage of each operand.
+      out_tile: an epilogue subtile.
+      reduction: of cluster split-K.
+    """
+
+    problem: MatmulProblem
+    tiling: Tiling
+    p: MatmulProblem
+    s: HopperSchedule
+    t: Tiling
+    a_tile: SmemTile
+    b_tile: SmemTile
+    out_tile: SmemTile
+    reduction: DsmemReduction | None
+
+    @property
+    def larger(self) -> SmemTile:
+        """The operand whose stages a reduction takes, when nobody needs them any more."""
+        return self.a_tile if self.s.tile_m > self.s.tile_n else self.b_tile
+
+    @property
+    def out_n(self) -> int:
+        """Columns, as wgmma sees them, that a consumer finishes."""
+        return int(self.t.wg_n // self.t.cluster_k)
+
+    @property
+    def groups(self) -> int:
+        """Of consumers that take whole tiles in turn."""
+        return int(self.t.consumers // self.t.cooperating)
+
+
+def plan(problem: MatmulProblem, schedule: HopperSchedule) -> Plan:
+    """Of a launch for `problem` by a legal schedule.
+
+    Raises:
+      ValueError: the stages of neither operand have space for what a reduction through DSMEM receives.
+    """
+    tiling = Tiling(problem, schedule)
+    p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
+    dtype = jnp.dtype(p.dtype)
+    out_dtype = p.result().dtype if s.split_k == 1 else p.acc_dtype
+    a_extents = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
+    b_extents = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
+    layout = Untiled if tiling.untiled else Tiled
+    made = Plan(
+        problem=problem,
+        tiling=tiling,
+        p=p,
+        s=s,
+        t=Tiling(p, s),
+        a_tile=layout(*a_extents, dtype, int(tiling.swizzle)),
+        b_tile=layout(*b_extents, dtype, int(tiling.swizzle)),
+        out_tile=layout(int(tiling.epi_m), int(tiling.epi_n), out_dtype, int(tiling.out_swizzle)),
+        reduction=dsmem_reduction(problem, schedule),
+    )
+    larger = made.larger
+    if made.reduction and made.reduction.onchip_bytes > s.stages * larger.rows * larger.columns * dtype.itemsize:
+        raise ValueError(f"{schedule}: half of a tile's accumulators outgrow the operands' stages: more stages do it")
+    return made
+
+
+def scratch(launch: Plan) -> dict[str, Any]:
+    """Arrays and barriers of a CTA, by name."""
+    s, t, dtype = launch.s, launch.t, launch.a_tile.dtype
+    a, b, out = launch.a_tile, launch.b_tile, launch.out_tile
+    empty = {"num_arrivals": t.cooperating, "num_barriers": s.stages}
+    return {
+        "a_smem": plgpu.SMEM((s.stages, *a.shape), dtype, transforms=a.transforms),
+        **(launch.reduction.scratch() if launch.reduction else {}),
+        "b_smem": plgpu.SMEM((s.stages, *b.shape), dtype, transforms=b.transforms),
+        **bias_scratch(launch.problem, launch.tiling),
+        "full": plgpu.Barrier(num_arrivals=a.copies + b.copies, num_barriers=launch.groups * s.stages),
+        "out_smem": plgpu.SMEM(
+            (t.consumers, int(launch.tiling.epi_stages), *out.shape), out.dtype, transforms=out.transforms
+        ),
+        # A stage that two CTAs fill is empty when both have read theirs.
+        "empty": plgpu.Barrier(**empty)
+        if s.cluster in ("none", "split_k")
+        else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
+        **residual_scratch(launch.problem, launch.tiling),
+    }

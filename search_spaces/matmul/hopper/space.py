@@ -1,0 +1,217 @@
+"""The schedules of a matrix product on Hopper that are worth considering, and why the others are not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.tiling import untiled
+from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, quantizing
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Space, cdiv, round_up
+
+# A split of k that is shorter is over before its pipeline is full.
+FEWEST_STEPS = 4
+# Of fewer stages none can be spared for a wgmma that is pending, where consumers cooperate: 1024 x 1024 x 2048 takes
+# 8.6 us with delay_release and 9.1 without on an H200, with eight stages of 64; with four of 128 9.8 and 9.1.
+LONG_PIPELINE = 6
+SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
+    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 3,000 for large ones."""
+    itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+
+    def tiles(tile_m: Any, tile_n: Any) -> Any:
+        return p.batch * cdiv(p.m, tile_m) * cdiv(p.n, tile_n)
+
+    def splits(s: Any) -> Any:
+        """Of k, over CTAs."""
+        return s.split_k * (1 + (s.cluster == "split_k"))
+
+    def work_tiles(s: Any) -> Any:
+        """What is dealt out to CTAs: a tile, or its part of k."""
+        return tiles(s.tile_m, s.tile_n) * splits(s)
+
+    def waves(s: Any) -> Any:
+        """Work tiles of the busiest CTA."""
+        return cdiv(work_tiles(s), cores)
+
+    def pipeline_bytes(s: Any, stages: Any) -> Any:
+        return stages * (s.tile_m + s.tile_n) * s.tile_k * itemsize
+
+    def steps_of_tile(s: Any) -> Any:
+        return cdiv(cdiv(p.k, s.tile_k), splits(s))
+
+    def steps(s: Any) -> Any:
+        return steps_of_tile(s) * waves(s)
+
+    def clusters(s: Any, axis: str) -> Any:
+        extent, tile = (p.m, s.tile_m) if axis == "m" else (p.n, s.tile_n)
+        return cdiv(extent, tile * (1 + (s.cluster == axis)))
+
+    def order_matters(s: Any) -> Any:
+        return (waves(s) > 1) & (clusters(s, "m") > 1) & (clusters(s, "n") > 1)
+
+    def rows(s: Any) -> Any:
+        """Of one consumer, as wgmma sees them."""
+        return np.where(
+            s.swap_ab,
+            s.tile_n // np.where(s.consumers == "cooperative_n", 2, 1),
+            s.tile_m // np.where(s.consumers == "cooperative_m", 2, 1),
+        )
+
+    tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
+    most_splits = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
+    splits_of_k = (1, *(splits for splits in SPLITS if splits <= most_splits))
+    idle_cores, few_rows = tiles(64, 64) < cores, p.m <= WGMMA_ROWS
+
+    def busiest(tile_m: Any, tile_n: Any, splits: int) -> Any:
+        """Results of the whole k that the busiest CTA computes."""
+        whole = tiles(tile_m, tile_n)
+        area = cdiv(whole * splits, cores) * tile_m * tile_n / splits
+        return area if splits == 1 else np.where(whole * splits <= cores, area, np.inf)
+
+    even = [
+        (m, n, splits, swap_ab)
+        for m, n, splits, swap_ab in quantizing(p, list(itertools.product(tile_m, tile_n)), splits_of_k, busiest)
+        if not (swap_ab and few_rows)
+    ]
+    # All of m at once; where it lies along a's rows, as wide as a swizzled one.
+    whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
+    synchronous = untiled(p)
+    # A residual's subtiles take as much space again as the result's: narrow ones leave it to one more stage.
+    least_subtile_bytes, subtile_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
+
+    return Space(
+        HopperSchedule,
+        choices={
+            "epi_tile_n": (64, 128, 32, 16) if idle_cores else (64, 128, 32),
+            "consumers": (
+                ("cooperative_m", "cooperative_n", "ping_pong", "one")
+                if idle_cores or few_rows
+                else ("cooperative_m", "cooperative_n", "ping_pong")
+            ),
+            "swap_ab": (False, True) if few_rows or any(swap_ab for *_, swap_ab in even) else (False,),
+            "tile_m": _distinct(*tile_m, *(m for m, *_ in even), *((whole_m,) if few_rows else ())),
+            "tile_n": _distinct(*tile_n, *(n for _, n, *_ in even), *((32,) if idle_cores else ())),
+            "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
+            "cluster": ("none", "m", "n", *(("split_k",) if 2 in splits_of_k else ())) if cores > 1 else ("none",),
+            "split_k": splits_of_k,
+            "stages": (4, 3, 5, 6, 2, 8, 12),
+            "grid_minor_dim": ("n",) if idle_cores else ("n", "m"),
+            "grid_tile_width": (1,) if idle_cores else (8, 4, 16, 1),
+            "delay_release": (0,) if synchronous else (0, 1),
+        },
+        rules={
+            "each consumer multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % WGMMA_ROWS == 0),
+            "swap_ab is for all of m at once, or for tiles that quantize into even waves": lambda s: np.where(
+                s.swap_ab, (s.tile_m == whole_m) | (not few_rows), s.tile_m % WGMMA_ROWS == 0
+            ),
+            "with swap_ab consumers cooperate along n, or along m where it has many rows": lambda s: (
+                np.logical_not(s.swap_ab)
+                | (s.consumers == "cooperative_n")
+                | (s.consumers == ("one" if few_rows else "cooperative_m"))
+            ),
+            "steps of four swizzled rows serve swap_ab": lambda s: s.swap_ab | (s.tile_k * itemsize <= 256),
+            "one consumer computes 64 rows, two compute more": lambda s: (
+                (s.consumers != "one") | (np.where(s.swap_ab, s.tile_n, s.tile_m) == WGMMA_ROWS)
+            ),
+            "ping-pong tiles are the largest of one consumer, or half as large": lambda s: (
+                (s.consumers != "ping_pong")
+                | np.logical_not(s.swap_ab)
+                & (2 * s.tile_m * s.tile_n >= MOST_RESULTS // 2)
+                & (2 * s.tile_m * s.tile_n <= MOST_RESULTS)
+            ),
+            "epilogue subtiles divide a consumer's columns": lambda s: (
+                (_columns(s) % np.where(s.swap_ab, 8, s.epi_tile_n) == 0)
+                & (np.logical_not(s.swap_ab) | (s.epi_tile_n == WGMMA_ROWS))
+            ),
+            f"epilogue subtiles are {subtile_widths} bytes wide where the columns allow it": lambda s: (
+                s.swap_ab
+                | (s.epi_tile_n * out_itemsize <= 256)
+                & ((s.epi_tile_n * out_itemsize >= least_subtile_bytes) | (_columns(s) % (2 * s.epi_tile_n) != 0))
+            ),
+            "tiles of no power of two quantize into more even waves than all that load no more": lambda s: (
+                np.where(s.swap_ab, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
+                | _among(even, s.tile_m, s.tile_n, splits(s), s.swap_ab)
+            ),
+            "split-K gives work to idle SMs, in splits of 4 steps or more": lambda s: (
+                (splits(s) == 1) | (work_tiles(s) <= cores) & (steps_of_tile(s) >= FEWEST_STEPS)
+            ),
+            "split-K is reduced by a second kernel, or within a cluster": lambda s: (
+                (s.split_k == 1) | (s.cluster != "split_k")
+            ),
+            "no split of k is empty": lambda s: (splits(s) - 1) * steps_of_tile(s) * s.tile_k < p.k,
+            "more splits of k would leave fewer SMs idle": lambda s: (
+                (splits(s) == 1) | (2 * work_tiles(s) > cores) | (steps_of_tile(s) < 2 * FEWEST_STEPS)
+            ),
+            "ping-pong is for CTAs that compute several tiles": lambda s: (s.consumers != "ping_pong") | (waves(s) > 1),
+            "delay_release is for one consumer a tile, or for the only wave": lambda s: np.where(
+                s.delay_release == 1,
+                (s.consumers == "one") | (s.consumers == "ping_pong") | (s.stages >= LONG_PIPELINE) & (waves(s) == 1),
+                (s.consumers != "ping_pong") | synchronous,
+            ),
+            "delay_release takes two steps or more, and keeps one stage of three or more": lambda s: (
+                (s.delay_release == 0) | (steps_of_tile(s) > 1) & (s.stages > 2)
+            ),
+            "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
+            "with under 80 KiB in flight, and more to come, the tensor cores wait for memory": lambda s: (
+                (pipeline_bytes(s, s.stages - s.delay_release) >= 80 * 1024) | (s.stages + 1 >= steps(s))
+            ),
+            "more than 256 KiB in flight hide no more latency": lambda s: pipeline_bytes(s, s.stages) <= 256 * 1024,
+            "a cluster has two tiles, and halves the loads of the larger operand": lambda s: (
+                (s.cluster == "none")
+                | (s.cluster == "split_k")
+                | ((s.cluster == "m") & (p.m > s.tile_m) & (s.tile_n >= s.tile_m))
+                | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= s.tile_n))
+            ),
+            "where rasterization changes nothing, one order is enough": lambda s: (
+                order_matters(s) | ((s.grid_minor_dim == "n") & (s.grid_tile_width == 1))
+            ),
+            "groups one tile wide load more than wider ones": lambda s: (
+                (s.grid_tile_width > 1) | np.logical_not(order_matters(s))
+            ),
+            "groups wider than the grid are as wide as the grid": lambda s: (
+                (s.grid_tile_width <= 4)
+                | (s.grid_tile_width < 2 * np.where(s.grid_minor_dim == "m", clusters(s, "m"), clusters(s, "n")))
+            ),
+        },
+    )
+
+
+def _among(tiles: list[tuple[int, int, int, bool]], tile_m: Any, tile_n: Any, splits: Any, swap_ab: Any) -> Any:
+    def code(m: Any, n: Any, splits: Any, swap_ab: Any) -> Any:
+        return ((splits * 2 + swap_ab) * 512 + m) * 512 + n
+
+    return np.isin(code(tile_m, tile_n, splits, swap_ab), [code(*each) for each in tiles])
+
+
+def _columns_step(p: MatmulProblem) -> int:
+    """Columns of wgmma come in eights, those of integers beyond 32 in sixteens (PTX ISA, wgmma.mma_async)."""
+    return 16 if p.dtype == "int8" and p.m > 32 else 8
+
+
+def _columns(s: Any) -> Any:
+    """Columns, as wgmma sees them, of what one consumer finishes."""
+    columns = np.where(s.swap_ab, s.tile_m, s.tile_n)
+    halved = np.where(s.swap_ab, s.consumers == "cooperative_m", s.consumers == "cooperative_n")
+    return columns // (1 + halved) // (1 + (s.cluster == "split_k"))
+
+
+def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:
+    """The tiles that `extent` fills by more than half, and the smallest in any case."""
+    return tuple(tile for tile in tiles if tile == min(tiles) or tile < 2 * extent)
+
+
+def _distinct(*values: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _is_power_of_two(value: Any) -> Any:
+    return value & (value - 1) == 0

@@ -1,0 +1,121 @@
+"""What follows from a problem and a schedule: extents of warpgroups' tiles, subtiles, swizzles, padded arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, TMA_GMEM_ALIGNMENT, TMA_SMEM_ALIGNMENT, WGMMA_ROWS
+from search_spaces.hopper.smem_layout import needs_untiled, swizzled_bytes, tma_extents
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import cdiv, round_up
+
+
+class Tiling:
+    """Of one schedule, or of `Columns` of schedules.
+
+    Attributes:
+      consumers: consumer warpgroups.
+      cooperating: those of them that compute the same tile.
+      wg_m, wg_n: what one of them computes of a tile.
+      wg_rows, wg_columns: the same as wgmma sees it: rows in multiples of 64, and columns.
+      cluster_m, cluster_n: tiles of a cluster along each axis.
+      cluster_k: CTAs of a cluster that share a tile, each with its part of k.
+      out_m, out_n: what one consumer finishes of a tile.
+      grid_m, grid_n: clusters along each axis.
+      products: independent products of a launch: one for each element of the batch, and for each split of k.
+      steps: of one CTA's part of k.
+      epi_m, epi_n: extents of an epilogue subtile.
+      subtiles: of a consumer's result.
+      epi_stages: subtiles that a consumer has in shared memory.
+      out_itemsize: bytes of an element of a subtile: of the result, or of an accumulator where k is split.
+      untiled: tiles of arrays have the untiled swizzled layout, for which TMA takes any extents (smem_layout.py).
+      swizzle, out_swizzle: bytes of a swizzled row of the operands, and of the subtiles: 16 is no swizzle.
+      extents, c_extents: of the last axes of each operand in device memory, in their order, and of those of the
+        result, padded as far as TMA demands it.
+      stored_by_threads: threads write the result to device memory, as TMA cannot address its rows.
+      bias_width: where there is a bias, the columns of it that a consumer copies: its own, up to whole 128 bytes.
+      residual_swizzle: where there is a residual, bytes of a swizzled row of its subtiles.
+    """
+
+    def __init__(self, p: MatmulProblem, s: Any) -> None:
+        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+        halved_m, halved_n = s.consumers == "cooperative_m", s.consumers == "cooperative_n"
+        self.consumers = 2 - (s.consumers == "one")
+        self.cooperating = 1 + halved_m + halved_n
+        self.wg_m, self.wg_n = s.tile_m // (1 + halved_m), s.tile_n // (1 + halved_n)
+        self.wg_rows = np.where(s.swap_ab, self.wg_n, self.wg_m)
+        self.wg_columns = np.where(s.swap_ab, self.wg_m, self.wg_n)
+        self.cluster_m, self.cluster_n = 1 + (s.cluster == "m"), 1 + (s.cluster == "n")
+        self.cluster_k = 1 + (s.cluster == "split_k")
+        self.grid_m, self.grid_n = cdiv(p.m, s.tile_m * self.cluster_m), cdiv(p.n, s.tile_n * self.cluster_n)
+        self.products = p.batch * s.split_k
+        self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k * self.cluster_k)
+
+        self.out_m = self.wg_m // np.where(s.swap_ab, self.cluster_k, 1)
+        self.out_n = self.wg_n // np.where(s.swap_ab, 1, self.cluster_k)
+        self.epi_m, self.epi_n = np.where(s.swap_ab, self.out_m, WGMMA_ROWS), s.epi_tile_n
+        self.subtiles = (self.out_m // self.epi_m) * (self.out_n // self.epi_n)
+        self.epi_stages = np.minimum(2, self.subtiles)
+        self.out_itemsize = np.where(s.split_k > 1, ACCUMULATOR_BYTES, out_itemsize)
+
+        self.untiled = untiled(p)
+        a, b = operand_extents(p)
+        # A wgmma wants both operands swizzled alike, and a warpgroup's half must end where a swizzled row ends.
+        a_row, b_row = (self.wg_m if p.transpose_a else s.tile_k), (s.tile_k if p.transpose_b else self.wg_n)
+        limits, c_limits = ((), ()) if self.untiled else ((a[1], b[1]), (p.n,))
+        self.swizzle = swizzled_bytes(np.gcd(a_row, b_row), itemsize, limits)
+        self.extents: list[tuple[Any, ...]] = [
+            tma_extents(array, self.swizzle, itemsize, untiled=self.untiled) for array in (a, b)
+        ]
+        least = np.where(s.swap_ab, 16, 32)
+        self.out_swizzle = np.where(
+            s.split_k > 1,
+            swizzled_bytes(self.epi_n, ACCUMULATOR_BYTES),  # an array of our own, as wide as it takes
+            swizzled_bytes(self.epi_n, out_itemsize, c_limits, least),
+        )
+        # Accumulators of a split lie in an array of our own, whose rows TMA can address.
+        self.stored_by_threads = self.untiled and p.n * out_itemsize % TMA_GMEM_ALIGNMENT > 0 and np.equal(s.split_k, 1)
+        c_rows, c_columns = tma_extents((p.m, p.n), self.out_swizzle, self.out_itemsize, untiled=self.untiled)
+        self.c_extents: tuple[Any, Any] = c_rows, np.where(self.stored_by_threads, p.n, c_columns)
+
+        if p.bias:
+            bias_itemsize = jnp.dtype(p.bias).itemsize
+            self.bias_width = round_up(self.out_n, TMA_SMEM_ALIGNMENT // bias_itemsize)
+            self.extents.append((p.n if p.batch == 1 else round_up(p.n, TMA_GMEM_ALIGNMENT // bias_itemsize),))
+        if p.residual:
+            residual_itemsize = jnp.dtype(p.residual).itemsize
+            self.residual_swizzle = swizzled_bytes(self.epi_n, residual_itemsize, c_limits, least)
+            self.extents.append(tma_extents((p.m, p.n), self.residual_swizzle, residual_itemsize, untiled=self.untiled))
+
+
+def operand_extents(p: MatmulProblem) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The last two axes of `a` and of `b`, as they lie in device memory."""
+    return ((p.k, p.m) if p.transpose_a else (p.m, p.k)), ((p.n, p.k) if p.transpose_b else (p.k, p.n))
+
+
+def untiled(p: MatmulProblem) -> bool:
+    """Whether an operand or the result takes the untiled swizzled layout; then all of them have it."""
+    itemsize, (a, b) = jnp.dtype(p.dtype).itemsize, operand_extents(p)
+    c_sizes = [jnp.dtype(dtype).itemsize for dtype in (p.result().dtype, p.residual) if dtype]
+    sizes = ((a, itemsize), (b, itemsize), *(((p.m, p.n), size) for size in c_sizes))
+    return any(needs_untiled(extents, size) for extents, size in sizes)
+
+
+def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
+    """Product, row and column of a tile by its number, in groups of `width` tiles, every other one backwards.
+
+    The order of `plgpu.planar_snake`, which branches between whole groups and the last one; here extents are static,
+    and a `min` does it. Its lowering also differs between versions of JAX.
+    """
+    rows, columns = grid
+    minors, majors = grid if minor_dim == "m" else grid[::-1]
+    product, number = lax.div(number, rows * columns), lax.rem(number, rows * columns)
+    group, number = lax.div(number, width * majors), lax.rem(number, width * majors)
+    width_here = width if minors % width == 0 else lax.min(width, minors - group * width)
+    major, minor = lax.div(number, width_here), group * width + lax.rem(number, width_here)
+    major = lax.select(lax.rem(group, 2) == 0, major, majors - 1 - major)
+    return (product, minor, major) if minor_dim == "m" else (product, major, minor)

@@ -1,0 +1,66 @@
+"""The tiles of no power of two that are worth considering: those that quantize into the most even waves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.matmul.problem import MatmulProblem
+
+# Results of a tile: two consumers' registers hold the accumulators of no more (192 for each thread; ptxas).
+MOST_RESULTS = 256 * 192
+# By which a tile of no power of two must beat those of powers of two, which suit swizzles and epilogue subtiles best.
+GAIN = 1.03
+
+
+def quantizing(
+    p: MatmulProblem,
+    squares: Sequence[tuple[int, int]],
+    splits_of_k: Sequence[int],
+    busiest: Callable[[Any, Any, int], Any],
+) -> list[tuple[int, int, int, bool]]:
+    """tile_m, tile_n, split_k and swap_ab of the tiles that quantize best.
+
+    Those are the ones for which no other, with as many splits of k, leaves less to compute and no more to load to the
+    busiest CTA.
+
+    The columns of wgmma come in eights, its rows in 64s: columns are what can be chosen finely. But where these are an
+    operand's rows in memory, only whole rows of 128 bytes are loaded at full speed, those of 64 bytes at half of it
+    (measured on an H200). There the other operand can give the columns, by swap_ab, if its k lies along its rows.
+
+    Args:
+      p: the problem.
+      squares: tile_m and tile_n of the tiles of powers of two.
+      splits_of_k: values of split_k.
+      busiest: of arrays of tile_m and tile_n, and split_k: what the busiest CTA computes, in any unit; infinite where k
+        is not to be split so.
+    """
+    tile_m, tile_n = {m for m, _ in squares}, {n for _, n in squares}
+    fine = range(80, 256, 16)
+    plain = [(m, n, False) for m, n in squares if m * n <= MOST_RESULTS]
+    others = [(m, n, False) for n in (fine if p.transpose_b else (96, 160, 192, 224)) for m in (*tile_m, 192)]
+    others += [(192, n, False) for n in tile_n]
+    if not p.transpose_a and not p.transpose_b:
+        others += [(m, n, True) for m in fine if m % WGMMA_ROWS for n in (*tile_n, 192)]
+    others = [(m, n, swap_ab) for m, n, swap_ab in others if m * n <= MOST_RESULTS and m < 2 * p.m and n < 2 * p.n]
+
+    m, n, swap_ab = np.array(plain + others).T
+    number = np.arange(len(m))
+    square = number < len(plain)
+    handicap = np.where(square, GAIN, 1)
+    comparable = (swap_ab == swap_ab[:, None]) | square
+    # At half the speed; which a cluster may make good, so that it counts in favour of others' loads alone.
+    narrow = np.logical_not(swap_ab | p.transpose_b) & (n * jnp.dtype(p.dtype).itemsize % 128 != 0)
+    best: list[tuple[int, int, int, bool]] = []
+    for splits in splits_of_k:
+        work = busiest(m, n, splits)
+        loads = work * (1 / m + 1 / n)
+        better = (work / handicap < work[:, None]) & (loads * (1 + narrow) / handicap <= loads[:, None])
+        alike = (work == work[:, None]) & (loads == loads[:, None]) & (number < number[:, None])
+        kept = ~square & np.isfinite(work) & ~(comparable & (better | alike)).any(axis=1)
+        best += [(int(m[i]), int(n[i]), splits, bool(swap_ab[i])) for i in np.flatnonzero(kept)]
+    return best

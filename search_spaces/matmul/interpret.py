@@ -1,0 +1,173 @@
+"""A tiled matrix product in plain ``pallas_call``: the teaching kernel, run by the interpreter on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.matmul import epilogue
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.space import Columns, Space
+
+
+@dataclasses.dataclass(frozen=True)
+class InterpretSchedule:
+    """Tile extents, and the axis, "m" or "n", along which tiles follow each other."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    minor: str
+
+
+class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
+    backend = "interpret"
+    version = 1
+
+    def supports(self, problem: MatmulProblem, target: Target) -> str | None:
+        return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
+
+    def space(self, problem: MatmulProblem, target: Target) -> Space[InterpretSchedule]:
+        p = problem
+        return Space(
+            InterpretSchedule,
+            choices={
+                "tile_m": _tiles(p.m),
+                "tile_n": _tiles(p.n),
+                "tile_k": _tiles(p.k),
+                "minor": ("m", "n"),
+            },
+            rules={
+                "one order is enough for a single row or column of tiles": lambda s: (
+                    (s.minor == "m") | ((s.tile_m < p.m) & (s.tile_n < p.n))
+                ),
+                # An interpreted grid step costs about a millisecond whatever it computes.
+                "at most 4096 grid steps": lambda s: (
+                    _cdiv(p.m, s.tile_m) * _cdiv(p.n, s.tile_n) * _cdiv(p.k, s.tile_k)
+                    <= max(4096, _steps_of_largest_tiles(p))
+                ),
+            },
+        )
+
+    def footprint(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+        rows, columns = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n)
+        steps = _cdiv(p.k, s.tile_k)
+        a, b = (p.m / rows) * (p.k / steps) * itemsize, (p.k / steps) * (p.n / columns) * itemsize
+        # Read once for each block of the result: part of it in each step.
+        bias = p.n / columns * _itemsize(p.bias) / steps
+        residual = (p.m / rows) * (p.n / columns) * _itemsize(p.residual) / steps
+        tile = s.tile_m * s.tile_k + s.tile_k * s.tile_n
+        result = s.tile_m * s.tile_n
+        return Footprint(
+            arithmetic=p.arithmetic,
+            grid=(np.full(len(s), p.batch), rows, columns),
+            operands=(
+                Operand(bytes=a, axes=(0, 1)),
+                Operand(bytes=b, axes=(0, 2)),
+                *([Operand(bytes=bias, axes=(0, 2))] if p.bias else []),
+                *([Operand(bytes=residual, axes=(0, 1, 2))] if p.residual else []),
+            ),
+            flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
+            bytes_written=(p.m / rows) * (p.n / columns) * out_itemsize,
+            onchip_bytes=tile * itemsize
+            + s.tile_n * _itemsize(p.bias)
+            + result * (4 + out_itemsize + _itemsize(p.residual)),
+            steps=steps,
+            special_ops=result * epilogue.EXPONENTIALS[p.activation] / steps,
+            minor=np.where(s.minor == "m", 1, 2),
+            group=np.where(s.minor == "m", rows, columns),
+        )
+
+    def run(
+        self, problem: MatmulProblem, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, s = problem, schedule
+        args = tuple(x.reshape((p.batch, -1, x.shape[-1])) for x in args)
+        a_axes = (1, 0) if p.transpose_a else (0, 1)
+        b_axes = (1, 0) if p.transpose_b else (0, 1)
+        rows, columns, steps = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n), _cdiv(p.k, s.tile_k)
+        precision = p.lax_precision
+
+        def body(*refs: Any) -> None:
+            *operand_refs, out_ref, acc_ref = refs
+            a_ref, b_ref, *added_refs = p.named(operand_refs)
+            step = pl.program_id(3)
+
+            @pl.when(step == 0)
+            def _() -> None:
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+
+            # What lies beyond the edge of k is not zero but undefined, and 0 * NaN is NaN: mask both operands.
+            left = p.k - step * s.tile_k
+            a_tile = _mask(a_ref[...], axis=a_axes[1], extent=left)
+            b_tile = _mask(b_ref[...], axis=b_axes[0], extent=left)
+            acc_ref[...] += lax.dot_general(
+                a_tile,
+                b_tile,
+                (((a_axes[1],), (b_axes[0],)), ((), ())),
+                precision=precision,
+                preferred_element_type=p.acc_dtype,
+            )
+
+            @pl.when(step == steps - 1)
+            def _() -> None:
+                bias, residual = (None if ref is None else ref[...] for ref in added_refs)
+                value = epilogue.apply(acc_ref[...], bias=bias, activation=p.activation, residual=residual)
+                out_ref[...] = value.astype(out_ref.dtype)
+
+        def tile(shape: tuple[int, int], axes: tuple[int, int], index: Any) -> pl.BlockSpec:
+            def index_map(batch: Any, first: Any, second: Any, step: Any) -> tuple[Any, Any, Any]:
+                row, column = (first, second) if s.minor == "n" else (second, first)
+                block = index(row, column, step)
+                return batch, block[axes[0]], block[axes[1]]
+
+            return pl.BlockSpec((None, shape[axes[0]], shape[axes[1]]), index_map)
+
+        result_tile = tile((s.tile_m, s.tile_n), (0, 1), lambda row, column, step: (row, column))
+        outer, inner = (rows, columns) if s.minor == "n" else (columns, rows)
+        c = pl.pallas_call(
+            body,
+            grid=(p.batch, outer, inner, steps),
+            in_specs=[
+                tile((s.tile_m, s.tile_k), a_axes, lambda row, column, step: (row, step)),
+                tile((s.tile_k, s.tile_n), b_axes, lambda row, column, step: (step, column)),
+                *([tile((1, s.tile_n), (0, 1), lambda row, column, step: (0, column))] if p.bias else []),
+                *([result_tile] if p.residual else []),
+            ],
+            out_specs=result_tile,
+            out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.result().dtype),
+            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.acc_dtype)],
+            interpret=True,
+        )(*args)
+        return c.reshape(p.result().shape)
+
+
+def _cdiv(a: Any, b: Any) -> Any:
+    return -(-a // b)
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element; none where there is no such operand."""
+    return jnp.dtype(dtype).itemsize if dtype else 0
+
+
+def _tiles(extent: int) -> tuple[int, ...]:
+    """Powers of two up to the extent, from 16 to 512, and the extent itself where it is smaller."""
+    return tuple(sorted({min(extent, tile) for tile in (16, 32, 64, 128, 256, 512)}))
+
+
+def _steps_of_largest_tiles(p: MatmulProblem) -> int:
+    return int(np.prod([_cdiv(extent, _tiles(extent)[-1]) for extent in (p.m, p.n, p.k)]))
+
+
+def _mask(tile: jax.Array, axis: int, extent: Any) -> jax.Array:
+    return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, axis) < extent, tile, jnp.zeros_like(tile))

@@ -1,0 +1,175 @@
+"""How a product differentiates, transposes and batches, in terms of other products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.matmul.problem import RESULTS, MatmulProblem
+
+Call = Callable[..., jax.Array]
+
+
+def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
+    """The tangent is ``slope (da b + a db + dbias) + dresidual``: products without epilogue, and the rest for XLA.
+
+    The slope of an activation needs what goes into it. So the product ends with its accumulators in float32, and its
+    epilogue is a pass of its own: 8 more bytes of traffic for each element. To accumulate again would take 2 k
+    operations for each, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward
+    pass JAX keeps the slope, in the dtype of the result.
+    """
+    a, b, *_ = p.named(primals)
+    da, db, dbias, dresidual = p.named(tangents)
+    out = p.result()
+    moving = ([] if da is None else [call(p.plain, da, b)]) + ([] if db is None else [call(p.plain, a, db)])
+    if dbias is not None:  # in float32, so that a backward pass sums it over the rows in float32
+        rows = dbias.astype(jnp.float32)[..., None, :]
+        moving.append(jnp.broadcast_to(rows, out.shape).astype(out.dtype))
+    if p.activation and moving:
+        acc = call(p.unrounded, a, b)
+        result, slope = (
+            x.astype(out.dtype) for x in jax.jvp(lambda x: p.apply_epilogue(x, primals), (acc,), (jnp.ones_like(acc),))
+        )
+        moving = [slope * sum(moving[1:], moving[0])]
+    else:
+        result = call(p, *primals)
+    if dresidual is not None:
+        moving.append(dresidual.astype(out.dtype))
+    return result, sum(moving[1:], moving[0]) if moving else None
+
+
+def transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, args: Any) -> tuple[jax.Array | None, ...]:
+    """A bias gets the cotangent's sum over the rows, in float32, and a residual the cotangent.
+
+    Raises:
+      NotImplementedError: with an activation it is linear in nothing but the residual.
+    """
+    a, b, bias, residual = p.named(args)
+    if p.activation and any(x is None for x in (a, b, *([bias] if p.bias else []))):
+        raise NotImplementedError(f"matmul {p} is linear in its residual alone: it has no transpose in other operands")
+    cotangents: list[jax.Array | None] = [None, None]
+    if a is None or b is None:
+        cotangents = [*_transpose(call, p.plain, cotangent, a, b)]
+    if p.bias:
+        rows = cotangent.astype(jnp.float32).sum(axis=-2)
+        cotangents.append(rows.astype(p.bias) if bias is None else None)
+    if p.residual:
+        cotangents.append(cotangent.astype(p.residual) if residual is None else None)
+    return tuple(cotangents)
+
+
+def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: Any) -> tuple[jax.Array | None, ...]:
+    """``da = dc bᵀ`` and ``db = aᵀ dc``, written in the layout that the operand has: no operand is copied."""
+    other = b if a is None else a
+    # A result wider than the operands has a wider cotangent: narrowing it here would lose what the caller asked for.
+    # 8-bit floats, which JAX promotes to nothing, are exact in whatever the cotangent is.
+    narrow = other.dtype.itemsize == 1
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = cotangent.dtype if narrow else jnp.promote_types(cotangent.dtype, other.dtype)
+    dc, other = cotangent.astype(dtype), other.astype(dtype)
+
+    def product(m: int, n: int, k: int, x: jax.Array, y: jax.Array, transpose_x: bool, transpose_y: bool) -> jax.Array:
+        out = p.dtype if p.dtype in RESULTS[str(dtype)] else ""  # an 8-bit cotangent is rounded afterwards
+        problem = dataclasses.replace(
+            p, m=m, n=n, k=k, dtype=str(dtype), out_dtype=out, transpose_a=transpose_x, transpose_b=transpose_y
+        )
+        return call(problem, x, y).astype(p.dtype)
+
+    if a is None and not p.transpose_a:  # [m, k] = dc [m, n] @ bᵀ [n, k]
+        return product(p.m, p.k, p.n, dc, other, False, not p.transpose_b), None
+    if a is None:  # [k, m] = b [k, n] @ dcᵀ [n, m]
+        return product(p.k, p.m, p.n, other, dc, p.transpose_b, True), None
+    if not p.transpose_b:  # [k, n] = aᵀ [k, m] @ dc [m, n]
+        return None, product(p.k, p.n, p.m, other, dc, not p.transpose_a, False)
+    return None, product(p.n, p.k, p.m, dc, other, True, p.transpose_a)  # [n, k] = dcᵀ [n, m] @ a [m, k]
+
+
+def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
+    """As one larger product (see `widened`).
+
+    Where biases differ along what would join m, or where neither operand is batched, the epilogue is for XLA to
+    compute.
+    """
+    a_dim, b_dim, bias_dim, _ = p.named(dims)
+    if b_dim is None and (a_dim is None or bias_dim is not None):
+        return _batch_apart(call, p, args, dims)
+    wider = widened(p, args, dims)
+    return wider.split(call(wider.problem, *wider.operands)), wider.dim
+
+
+class Widened(NamedTuple):
+    """One product in place of several: its problem and operands, and where in its result, once split, they lie."""
+
+    problem: MatmulProblem
+    operands: tuple[jax.Array, ...]
+    split: Callable[[jax.Array], jax.Array]
+    dim: int
+
+
+def widened(p: MatmulProblem, args: Any, dims: Any) -> Widened:
+    """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch.
+
+    A residual goes with the result, repeated where it is not batched, and so does a bias along n. One of `a` and `b` is
+    batched, and a bias only where `b` is.
+    """
+    a, b, bias, residual = p.named(args)
+    a_dim, b_dim, bias_dim, residual_dim = p.named(dims)
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    lead = 1 if p.batch > 1 else 0  # axes that batch already
+
+    def along(x: jax.Array | None, dim: int | None, place: int) -> jax.Array | None:
+        """`x` with the new axis joined to the one at `place`."""
+        return None if x is None else _merge(_with_axis(x, dim, place, size), place)
+
+    if b_dim is None:  # next to m; free where it is there already, as in [v, m, k]
+        wider = dataclasses.replace(p, m=size * p.m)
+        a, residual = along(a, a_dim, lead + (1 if p.transpose_a else 0)), along(residual, residual_dim, lead)
+        return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead, size), lead)
+    if a_dim is None:
+        wider = dataclasses.replace(p, n=size * p.n)
+        b, bias = along(b, b_dim, lead + (0 if p.transpose_b else 1)), along(bias, bias_dim, lead)
+        residual = along(residual, residual_dim, lead + 1)
+        return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead + 1, size), lead + 1)
+    batched = dataclasses.replace(p, batch=size * p.batch)
+    first = [_with_axis(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
+    operands = tuple(x.reshape(s.shape) for x, s in zip(first, batched.operands(), strict=True))
+    return Widened(batched, operands, lambda c: c.reshape(size, *p.result().shape), 0)
+
+
+def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
+    """The accumulators by one product, in float32, and the epilogue as a pass over them."""
+    a, b, *rest = args
+    if dims[0] is None:
+        acc, dim = call(p.unrounded, a, b), None
+    else:
+        acc, dim = batch(call, p.unrounded, (a, b), dims[:2])
+
+    def finish(acc: jax.Array, *rest: jax.Array) -> jax.Array:
+        return p.apply_epilogue(acc, (a, b, *rest)).astype(p.result().dtype)
+
+    return jax.vmap(finish, (dim, *dims[2:]))(acc, *rest), 0
+
+
+def _given(*operands: jax.Array | None) -> tuple[jax.Array, ...]:
+    return tuple(x for x in operands if x is not None)
+
+
+def _with_axis(x: jax.Array, dim: int | None, place: int, size: int) -> jax.Array:
+    """The batched axis at `place`; `x` is repeated along it where it is not batched."""
+    if dim is not None:
+        return jnp.moveaxis(x, dim, place)
+    return jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], size, *x.shape[place:]))
+
+
+def _merge(x: jax.Array, axis: int) -> jax.Array:
+    """Axes `axis` and the next one as one."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+
+def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """The inverse of `_merge`: the first of the two axes has `size` elements."""
+    return x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])

@@ -1,0 +1,18 @@
+"""The root-mean-square norm as users call it, along the last axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from search_spaces.kernel import Bound, Unbound
+from search_spaces.rms_norm.problem import EPS, RmsNormProblem
+from search_spaces.rowwise import front_end
+
+
+def bind(x: Any, weight: Any, *, eps: float = EPS) -> Bound[RmsNormProblem] | Unbound:
+    """A call of `scheduler.tuned_rms_norm`, whose arguments these are."""
+    if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
+        raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")
+    return front_end.bind(RmsNormProblem, x, weight, eps=eps)

@@ -1,0 +1,54 @@
+"""Row-wise operations as users call them: leading axes fold into rows; what no problem says goes to the formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.kernel import Bound, Unbound, as_tuple
+from search_spaces.rowwise.problem import RowProblem
+
+
+def bind(problem: type[RowProblem], x: Any, *shared: Any, **params: Any) -> Bound[Any] | Unbound:
+    """A row-wise operation on ``x[..., columns]`` and on what all rows share."""
+    posed = _problem(problem, x, *shared)
+    if isinstance(posed, str):
+        return Unbound(posed, lambda: formula(problem, x, *shared, **params))
+    shapes = [(*x.shape[:-1], *s.shape[1:]) for s in posed.results()]
+
+    def restore(*results: jax.Array) -> Any:
+        return posed.pack([out.reshape(shape) for out, shape in zip(results, shapes, strict=True)])
+
+    return Bound(posed, (x.reshape(-1, x.shape[-1]), *shared), restore, tuple(params.items()))
+
+
+def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
+    """The formula in float32, or float64 where an array is; rows are of the dtype of the first array, if that floats.
+
+    A second result, a statistic of each row, is not rounded.
+    """
+    arrays = tuple(jnp.asarray(x) for x in arrays)
+    wide = jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
+    out = problem.compute(*(x.astype(wide) for x in arrays), **params)
+    rows, *statistics = as_tuple(out)
+    rows = rows.astype(arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide)
+    return (rows, *statistics) if isinstance(out, tuple) else rows
+
+
+def _problem(problem: type[RowProblem], *arrays: Any) -> RowProblem | str:
+    """The problem of all rows, or why there is none."""
+    x, *shared = arrays
+    if reason := unposed(dict(zip(("x", "weight"), arrays, strict=False))):
+        return reason
+    if not x.ndim:
+        return "x is a scalar"
+    if reason := weakly_typed(*arrays):
+        return reason
+    try:
+        return problem.of(jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype), *shared)
+    except (TypeError, ValueError) as error:
+        return str(error)

@@ -1,0 +1,71 @@
+"""Row-wise reductions on Hopper as a kernel: supports, space, footprint and run for any formula."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+
+from search_spaces.hopper.limits import MAX_INDEX, WARP, WARPGROUP, WARPS
+from search_spaces.kernel import Footprint, Kernel, Target
+from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
+from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
+from search_spaces.rowwise.hopper.reduction import Reduction
+from search_spaces.rowwise.hopper.register_resident import RegisterResident, register_resident
+from search_spaces.rowwise.hopper.schedule import RowSchedule
+from search_spaces.rowwise.hopper.smem_resident import SmemResident, smem_resident
+from search_spaces.rowwise.hopper.space import space
+from search_spaces.rowwise.problem import RowProblem
+from search_spaces.space import Columns, Space
+
+P = TypeVar("P", bound=RowProblem)
+
+
+class HopperRows(Kernel[P, RowSchedule], Generic[P]):
+    """One reduction a row, on Hopper.
+
+    Attributes:
+      costs: of one element.
+    """
+
+    backend = "mosaic_gpu"
+    version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    costs: ClassVar[ElementCosts]
+
+    @abc.abstractmethod
+    def reduction(self, problem: P, **params: Any) -> Reduction:
+        """The formula."""
+
+    def supports(self, problem: P, target: Target) -> str | None:
+        return refusal(problem, target)
+
+    def space(self, problem: P, target: Target) -> Space[RowSchedule]:
+        return space(problem, target)
+
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules, self.costs, len(self.reduction(problem).init))
+
+    def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        columns, result, reduction = problem.columns, problem.result(), self.reduction(problem, **params)
+        # Indices are 32 bits wide, whatever the user's default.
+        with jax.enable_x64(False):
+            if schedule.residency == "registers":
+                return register_resident(reduction, RegisterResident.of(columns, schedule), result, *args)
+            if schedule.residency == "smem":
+                return smem_resident(reduction, SmemResident.of(columns, schedule), result, *args)
+            plan = PersistentPipeline.of(columns, schedule)
+            return persistent_pipeline(reduction, plan, target.cores, result, *args)
+
+
+def refusal(p: RowProblem, target: Target) -> str | None:
+    """Why the row kernels of this architecture cannot do `p`, or None."""
+    if target.platform != "cuda" or target.architecture != "sm_90":
+        return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+    if p.columns < (WARP if p.rows >= WARPS else WARPGROUP):
+        return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
+    if max(x.size for x in p.operands()) > MAX_INDEX:
+        return "an array has more elements than 32-bit indices reach"
+    return None

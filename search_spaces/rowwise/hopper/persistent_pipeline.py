@@ -1,0 +1,250 @@
+"""Rows through a persistent pipeline: a CTA or a cluster takes row after row, and applies one while it reduces another.
+
+Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, and a prefetch distance of 1:
+
+    producer (a thread of warpgroup 0)   | consumers (all warpgroups)
+    -------------------------------------|--------------------------------------------------------------
+    TMA of the first chunks, as many as there are stages
+    step 1..chunks - 1 of row r:         |
+      wait until the stage of the step   | apply chunk c - 1 of row r - 1, and arrive: its stage is empty
+      before is empty; TMA of the next   | wait until chunk c of row r is full, and update its statistics
+      chunk into it                      |
+    end of row r                         | arrive with the statistics of row r (all-reduce across the cluster)
+    step 0 of row r + 1: as above        | apply the last chunk of row r - 1, update with the first of row r + 1
+                                         | wait for the statistics of row r; apply its ends
+    ...                                  |
+    wait until all stages are empty      | apply the chunks of the last row
+
+So there is one row's worth of chunks in SMEM however far the two rows have come, loads and stores are under way all
+the time, and the stages beyond are for loads ahead. With a prefetch distance of 0 consumers wait as soon as they have
+arrived. No warp only produces: a dedicated producer warpgroup was no faster (docs/rows.md).
+
+**Why not `plgpu.emit_pipeline_warp_specialized`.** It gives a block of an operand back after its step. A chunk here is
+read in two steps, a row apart: to be reduced, and when the whole row has been, to be applied from the same stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.hopper.limits import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNMENT, WARPS
+from search_spaces.hopper.pipeline import Pipeline
+from search_spaces.jax_compat import plgpu
+from search_spaces.rowwise.hopper.chunked_row import Cta, launch
+from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
+from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
+from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
+from search_spaces.space import round_up
+
+BUFFERS = 2  # of partials: a CTA may be a row ahead of the others of its cluster, and no further.
+
+
+@dataclasses.dataclass(frozen=True)
+class PersistentPipeline(RowPartition):
+    """How rows go through the pipeline; fields may be `Columns` of schedules.
+
+    A chunk of one row is applied just before a chunk of the next row is reduced, and the chunk after the last that is
+    on its way takes its stage. So there are stages for a row, for what is prefetched, and for what is on its way: more
+    than `chunks` + `prefetch`, or no load would have a stage when it is waited for.
+
+    Attributes:
+      stages: chunks that a CTA has in SMEM at once.
+      prefetch: chunks of the next row that are reduced before statistics of this one are needed.
+    """
+
+    stages: Any
+    prefetch: Any
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> PersistentPipeline:
+        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)
+
+    def smem_bytes(self, itemsize: int, statistics: int) -> Any:
+        stages = round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
+        barriers = (2 * self.stages + (self.cluster == 1)) * BARRIER_BYTES
+        return stages + self.partials(statistics).smem_bytes(BUFFERS) + REDUCTION_BYTES + barriers
+
+    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+        buffer = self.partials(statistics)
+        return Scratch(
+            arrived=buffer.barrier(),
+            full=plgpu.Barrier(num_arrivals=1, num_barriers=self.stages),
+            empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
+            stages=plgpu.SMEM((self.stages, self.chunk), dtype),
+            partials=buffer.scratch(BUFFERS),
+        )
+
+    def persistent_ctas(self, cores: int, rows: int) -> int:
+        """CTAs or clusters that rows are dealt to: as few as need no more waves than all that fit the chip.
+
+        Hopper's cores come in pairs, and these in groups that a cluster does not reach beyond; which are not all of one
+        size, so that some cores are left over where clusters are of more than two CTAs (docs/rows.md).
+        """
+        unit = 2 if self.cluster <= 2 else MAX_CLUSTER  # cores
+        most = max(1, cores // unit * unit // self.cluster)
+        waves = -(-rows // most)
+        return -(-rows // waves)
+
+
+def persistent_pipeline(
+    reduction: Reduction,
+    plan: PersistentPipeline,
+    cores: int,
+    result: jax.ShapeDtypeStruct,
+    x: jax.Array,
+    *shared: jax.Array,
+) -> jax.Array:
+    """The kernel: each persistent CTA, or cluster of them, takes every so-many-th row.
+
+    All should fit the chip at once. If they do not, the last ones start when the first have ended.
+    """
+    ctas = plan.persistent_ctas(cores, result.shape[0])
+    return launch(_rows, reduction, plan, result, x, shared, persistent_cta=ctas)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The rows of a persistent CTA, one in each wave, and the steps of its pipeline, one for each chunk of these.
+
+    Attributes:
+      cta: what its warpgroups work with.
+      first, stride: rows of the array.
+      waves: rows of this CTA.
+      init: of the statistics.
+      pipeline: of the CTA's stages.
+    """
+
+    cta: Cta[PersistentPipeline]
+    first: Any
+    stride: Any
+    waves: Any
+    init: Statistics
+    pipeline: Pipeline
+
+    @property
+    def chunks(self) -> int:
+        return int(self.cta.plan.chunks)
+
+    def row(self, wave: Any) -> Any:
+        return self.first + wave * self.stride
+
+    def stage(self, wave: Any, chunk: Any) -> Any:
+        return self.pipeline.stage(wave * self.chunks + chunk)
+
+
+def _rows(cta: Cta[PersistentPipeline]) -> None:
+    """All rows of a persistent CTA."""
+    first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")
+    of_array = cta.out.shape[0] // cta.plan.columns
+    waves = lax.div(of_array - 1 - first + stride, stride)
+    pipeline = Pipeline(cta.plan.stages, 1, cta.scratch.full, cta.scratch.empty)
+    rows = _Rows(cta, first, stride, waves, cta.init(), pipeline)
+    _produce_first(rows)
+    statistics = rows.init
+    for chunk in range(cta.plan.prefetch):
+        statistics = _reduce(rows, jnp.int32(0), jnp.int32(chunk), statistics, cta.overlap_of(chunk))
+    begun = _wave(rows, jnp.int32(0), None, statistics)
+    final, _ = lax.fori_loop(1, waves, lambda wave, carry: _wave(rows, wave, *carry), begun)
+    lax.fori_loop(0, rows.chunks, lambda chunk, _: _apply(rows, waves - 1, chunk, final), None)
+    _drain(rows)
+
+
+def _wave(rows: _Rows, wave: Any, before: Statistics | None, statistics: Statistics) -> tuple[Statistics, Statistics]:
+    """Reduces what is left of a row and prefetches the next one, while it applies the row before.
+
+    Args:
+      before: final statistics of the row before; None in the first wave.
+      statistics: of the chunks of this row that the wave before prefetched.
+
+    Returns:
+      The same two for the next wave.
+    """
+    cta, plan, chunks, prefetch = rows.cta, rows.cta.plan, rows.chunks, rows.cta.plan.prefetch
+
+    def step(chunk: Any, statistics: Statistics, *, overlap: Any = 0) -> Statistics:
+        _produce(rows, wave, chunk)
+        if before is not None:
+            _apply(rows, wave - 1, chunk - prefetch, before)
+        return _reduce(rows, wave, chunk, statistics, overlap)
+
+    start = plan.row_start(rows.row(wave))
+    ends = plan.load_ends(cta.x, start, cta.warpgroup)
+    first = prefetch
+    if not prefetch and plan.part_overlap:
+        statistics, first = step(jnp.int32(0), statistics, overlap=cta.overlap_of(0)), 1
+    statistics = lax.fori_loop(first, chunks - 1, step, statistics)
+    statistics = step(jnp.int32(chunks - 1), statistics, overlap=cta.overlap_of(chunks - 1))
+    arrival = cta.arrive(statistics, ends, rows.row(wave), lax.rem(wave, BUFFERS))
+    prefetched = rows.init
+    for chunk in range(prefetch):
+        _produce(rows, wave + 1, chunk)
+        if before is not None:
+            _apply(rows, wave - 1, jnp.int32(chunks - prefetch + chunk), before)
+        prefetched = _reduce(rows, wave + 1, jnp.int32(chunk), prefetched, cta.overlap_of(chunk))
+    final = cta.wait(arrival)
+    cta.apply_ends(ends, start, final)
+    return final, prefetched
+
+
+def _copy(rows: _Rows, load: Any) -> None:
+    """Starts the copy of the chunk with this number, of all that the CTA loads."""
+    cta = rows.cta
+    stage, wave, chunk = rows.pipeline.stage(load), lax.div(load, rows.chunks), lax.rem(load, rows.chunks)
+    cta.copy(cta.plan.row_start(rows.row(wave)).lines + cta.start_of(chunk), stage)
+
+
+def _produce_first(rows: _Rows) -> None:
+    """Fills all stages."""
+
+    @pl.when(rows.cta.warpgroup == 0)
+    def fill() -> None:
+        first = lax.min(rows.waves * rows.chunks, rows.cta.plan.stages)
+        lax.fori_loop(0, first, lambda load, _: _copy(rows, load), None)
+
+
+def _produce(rows: _Rows, wave: Any, chunk: Any) -> None:
+    """In a step of the pipeline, refills the stage that was applied in the step before."""
+    cta, plan = rows.cta, rows.cta.plan
+    load = wave * rows.chunks + chunk - (1 + rows.chunks + plan.prefetch) + plan.stages
+
+    @pl.when((cta.warpgroup == 0) & (load >= plan.stages) & (load < rows.waves * rows.chunks))
+    def refill() -> None:
+        plgpu.barrier_wait(rows.pipeline.empty.at[rows.pipeline.stage(load)])
+        plgpu.commit_smem()  # orders the reads before a write by TMA
+        _copy(rows, load)
+
+
+def _reduce(rows: _Rows, wave: Any, chunk: Any, statistics: Statistics, overlap: Any) -> Statistics:
+    """With a chunk of the row of a wave, of which `overlap` elements another chunk counts."""
+    cta, stage = rows.cta, rows.stage(wave, chunk)
+
+    @pl.when(wave < rows.waves)  # Beyond the last row nothing comes, and nobody asks what is reduced.
+    def wait() -> None:
+        rows.pipeline.consumer_wait(0, stage)
+
+    return cta.update(statistics, cta.load(stage), overlap)
+
+
+def _apply(rows: _Rows, wave: Any, chunk: Any, final: Statistics) -> None:
+    """Computes and stores the results of a chunk, and gives its stage back."""
+    cta, plan, layout = rows.cta, rows.cta.plan, rows.cta.plan.chunk_layout
+    stage, first, start = rows.stage(wave, chunk), cta.start_of(chunk) + cta.share, plan.row_start(rows.row(wave))
+    elements = layout.load(cta.scratch.stages.at[stage], cta.share)
+    rows.pipeline.consumer_release(stage)
+    shared = None if cta.shared is None else layout.load(cta.shared, plan.aligned_copy(start) + first)
+    layout.store(cta.out, start.lines + first, cta.reduction.apply(elements, shared, final))
+
+
+def _drain(rows: _Rows) -> None:
+    """The producer waits until all stages are empty, so that every arrival has been waited for."""
+
+    @pl.when(rows.cta.warpgroup == 0)
+    def drain() -> None:
+        rows.pipeline.producer_tail(rows.waves * rows.chunks)

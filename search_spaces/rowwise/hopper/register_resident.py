@@ -1,0 +1,97 @@
+"""Register-resident rows: a block loads all of its rows into registers, reduces them, and stores their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.rowwise.hopper.reduction import Reduction
+from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
+
+# Exponentials by the hardware's unit. What warps exchange goes through barriers that are written out, so stores need
+# none of their own.
+COMPILER_PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisterResident:
+    """How rows are laid over the threads of a block of one warpgroup; fields may be `Columns` of schedules.
+
+    Attributes:
+      columns: of a row.
+      warps: that share a row: 1 or 4.
+      vector: elements of one access of one thread.
+      rows: that each thread has a part of.
+    """
+
+    columns: int
+    warps: Any
+    vector: Any
+    rows: Any
+
+    @classmethod
+    def of(cls, columns: int, s: Any) -> RegisterResident:
+        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        return cls(columns, s.warps, s.vector, s.rows)
+
+    @property
+    def layout(self) -> ThreadLayout:
+        return ThreadLayout(self.warps, self.vector)
+
+    @property
+    def block_rows(self) -> Any:
+        return self.layout.rows * self.rows
+
+    @property
+    def accesses(self) -> Any:
+        """Of a thread to each of its rows."""
+        return -(-self.columns // self.layout.columns)
+
+    @property
+    def elements(self) -> Any:
+        """Elements that a thread has in registers."""
+        return self.rows * self.accesses * self.vector
+
+
+def register_resident(
+    reduction: Reduction, plan: RegisterResident, result: jax.ShapeDtypeStruct, *args: jax.Array
+) -> jax.Array:
+    """The kernel: all loads of a block are under way before it computes.
+
+    Rows of any number and length from one fragment up: the last block starts so early that its last row is the last
+    one, and so does the last fragment of a row. What two have both is stored twice, with the same bits.
+    """
+    (total_rows, columns), layout, block_rows = result.shape, plan.layout, plan.block_rows
+    starts = [min(start, columns - layout.columns) for start in range(0, columns, layout.columns)]
+    overlap = len(starts) * layout.columns - columns
+
+    def kernel(*refs: Any) -> None:
+        x, *weights, out = refs
+        first = lax.min(lax.axis_index("block") * block_rows, total_rows - block_rows)
+        row_of = [first + step * layout.rows for step in range(plan.rows)]
+        loaded = [[layout.load(x, row, start) for start in starts] for row in row_of]
+        shared = [layout.load_shared(weights[0], start) for start in starts] if weights else [None] * len(starts)
+        for row, fragments in zip(row_of, loaded, strict=True):
+            masked = fragments
+            if overlap:
+                new = layout.iota(len(layout.shape) - 1) >= overlap
+                masked = [*fragments[:-1], jnp.where(new, fragments[-1], reduction.identity)]
+            results = reduction.whole_row(fragments, masked, shared, layout)
+            for start, fragment in zip(starts, results, strict=True):
+                layout.store(out, row, start, fragment)
+
+    made: jax.Array = plgpu.kernel(
+        kernel,
+        out_type=result,
+        grid=(-(-total_rows // block_rows),),
+        grid_names=("block",),
+        compiler_params=COMPILER_PARAMS,
+    )(*args)
+    return made

@@ -1,0 +1,108 @@
+"""The ends of a row: the few elements beside its lines, which TMA cannot address, loaded and stored one a thread."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
+from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
+
+LAYOUT = ThreadLayout(warps=1, vector=1)
+ELEMENTS = LAYOUT.rows * LAYOUT.columns  # of a fragment: one for each thread of a warpgroup
+
+
+class RowStart(NamedTuple):
+    """Where a row starts, and where its lines do, which is a multiple of an access: elements of the array."""
+
+    row: Any
+    lines: Any
+
+
+class End(NamedTuple):
+    """A fragment of one row's ends, in one warpgroup's registers.
+
+    Attributes:
+      start: of the array's element that is its first.
+      elements: as they are in memory.
+      first, last: elements of the array from which and before which it counts; others are in a line, too, or in no
+        fragment at all.
+      exists: whether there is such a fragment.
+    """
+
+    start: Any
+    elements: jax.Array
+    first: Any
+    last: Any
+    exists: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowEnds:
+    """How the ends of a row are cut into fragments; fields may be `Columns` of schedules.
+
+    Fragments of what comes after the lines end with the row, and reach back into lines as far as they are longer; what
+    comes before the lines is one more, which starts with the row. What two have both counts once, and is stored twice
+    with the same bits.
+
+    Attributes:
+      columns: of a row.
+      in_lines: of these, those in its lines.
+      before: the most of them that may come before its lines.
+    """
+
+    columns: int
+    in_lines: Any
+    before: Any
+
+    @property
+    def fragments_after(self) -> Any:
+        """Of what comes after the lines."""
+        return -(-(self.columns - self.in_lines) // ELEMENTS)
+
+    @property
+    def fragments(self) -> Any:
+        return self.fragments_after + (self.before > 0)
+
+    def load(self, x: Any, start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
+        """Those of one of the `warpgroups` that share the row: all have as many, if only some that do not exist."""
+        after, fragments = int(self.fragments_after), int(self.fragments)
+        ends = []
+        for offset in range(0, fragments, warpgroups):
+            number = warpgroup + offset
+            is_after, end_of_row = number < after, start.row + self.columns
+            begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
+            first = jnp.where(is_after, start.lines + self.in_lines, start.row)
+            last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
+            ends.append(End(begin, LAYOUT.load_flat_narrow(x, begin), first, last, number < fragments))
+        return ends
+
+    def reduce(self, reduction: Reduction, ends: list[End]) -> Statistics:
+        """The statistics of each warp, of its `ends`."""
+        index = LAYOUT.iota(0) * LAYOUT.columns + LAYOUT.iota(1)
+        masked = [
+            jnp.where(
+                (index + end.start >= end.first) & (index + end.start < end.last),
+                end.elements.astype(jnp.float32),
+                reduction.identity,
+            )
+            for end in ends
+        ]
+        init = tuple(LAYOUT.full(value) for value in reduction.init)
+        return reduction.reduce(reduction.update(init, masked), LAYOUT)
+
+    def apply(
+        self, reduction: Reduction, ends: list[End], start: RowStart, shared: Any, final: Statistics, out: Any
+    ) -> None:
+        """Computes and stores their results; `shared` is what all rows share, or None."""
+        for end in ends:
+
+            @pl.when(end.exists)
+            def store(end: End = end) -> None:
+                other = None if shared is None else LAYOUT.load_flat(shared, end.start - start.row)
+                result = reduction.apply(end.elements.astype(jnp.float32), other, final)
+                LAYOUT.store_flat(out, end.start, result)

@@ -1,0 +1,228 @@
+"""How a row is divided among the CTAs of a cluster, in chunks, and these among warps, in lines."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from search_spaces.hopper.limits import WARP, WARPS
+from search_spaces.rowwise.hopper.cluster_reduction import CLUSTER_RANK, PartialsBuffer
+from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
+from search_spaces.rowwise.hopper.row_ends import End, RowEnds, RowStart
+from search_spaces.rowwise.hopper.thread_layout import ChunkLayout, ThreadLayout
+from search_spaces.space import round_up
+
+
+class Scratch(NamedTuple):
+    """SMEM of a CTA, in the order in which it is laid out; None for what a kernel has not.
+
+    Attributes:
+      arrived: barrier at which warps arrive with their partials.
+      full, empty: barriers of each stage: a chunk has come; its last reader is done.
+      stages: chunks of rows.
+      partials: buffers of the cluster's all-reduce.
+    """
+
+    arrived: Any
+    full: Any
+    empty: Any
+    stages: Any
+    partials: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPartition(abc.ABC):
+    """A row in parts, one a CTA of a cluster, and these in chunks of lines; fields may be `Columns` of schedules.
+
+    A line is what one warp gets by one access of its threads. The last part starts early enough to be whole, as does
+    the last chunk of each. A row need not be whole lines, nor start at a multiple of an access: its lines do, and what
+    it has before and after them are its `ends`.
+
+    Attributes:
+      columns: of a row.
+      vector: elements of one access of one thread.
+      warpgroups: that compute, of one CTA.
+      accesses: of a thread to a chunk: lines of each warp in it.
+      cluster: CTAs that share a row.
+    """
+
+    columns: int
+    vector: Any
+    warpgroups: Any
+    accesses: Any
+    cluster: Any
+
+    @property
+    def line(self) -> Any:
+        """Elements of a line."""
+        return WARP * self.vector
+
+    @property
+    def row_lines(self) -> Any:
+        """Lines of a row wherever it starts: from the first multiple of an access on, as many as are whole."""
+        return (self.columns - self._most_before) // self.line
+
+    @property
+    def in_lines(self) -> Any:
+        """Elements of a row that are in its lines."""
+        return self.row_lines * self.line
+
+    @property
+    def ends(self) -> RowEnds:
+        return RowEnds(self.columns, self.in_lines, self._most_before)
+
+    @property
+    def part_lines(self) -> Any:
+        return -(-self.row_lines // self.cluster)
+
+    @property
+    def part(self) -> Any:
+        """Elements of a part."""
+        return self.part_lines * self.line
+
+    @property
+    def part_overlap(self) -> Any:
+        """Elements that the last part and the one before have both: fewer lines than CTAs, and than in a chunk."""
+        return self.cluster * self.part - self.in_lines
+
+    @property
+    def chunk_lines(self) -> Any:
+        return WARPS * self.warpgroups * self.accesses
+
+    @property
+    def chunk(self) -> Any:
+        """Elements of a chunk."""
+        return self.chunk_lines * self.line
+
+    @property
+    def chunks(self) -> Any:
+        """Of a part, the last one starting early enough to be whole."""
+        return -(-self.part_lines // self.chunk_lines)
+
+    @property
+    def chunk_overlap(self) -> Any:
+        """Elements that the last chunk and the one before have both."""
+        return (self.chunks * self.chunk_lines - self.part_lines) * self.line
+
+    @property
+    def layout(self) -> ThreadLayout:
+        """Of a fragment: one line for each warp of a warpgroup."""
+        return ThreadLayout(warps=1, vector=self.vector)
+
+    @property
+    def chunk_layout(self) -> ChunkLayout:
+        """Of a warpgroup's share of a chunk, for what needs no single fragments."""
+        return ChunkLayout(self.vector, self.accesses)
+
+    @property
+    def alignments(self) -> Any:
+        """At how many elements of a row its lines may start."""
+        return self.vector // np.gcd(self.columns, self.vector)
+
+    @property
+    def _most_before(self) -> Any:
+        """The most elements that a row has before its first multiple of an access."""
+        return self.vector - np.gcd(self.columns, self.vector)
+
+    @abc.abstractmethod
+    def smem_bytes(self, itemsize: int, statistics: int) -> Any:
+        """Of one CTA, to the byte: what `scratch` takes."""
+
+    @abc.abstractmethod
+    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+        """SMEM to allocate."""
+
+    def partials(self, statistics: int) -> PartialsBuffer:
+        return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)
+
+    # From here on for the code of a kernel.
+
+    def share(self, warpgroup: Any) -> Any:
+        """The element of each chunk at which the share of this warpgroup starts."""
+        return warpgroup * (WARPS * self.accesses * self.line)
+
+    def fragment_starts(self, warpgroup: Any) -> list[Any]:
+        """The elements of each chunk at which fragments of this warpgroup start."""
+        return [self.share(warpgroup) + WARPS * self.line * access for access in range(self.accesses)]
+
+    def chunks_of_rank(self) -> tuple[Callable[[Any], Any], Callable[[int], Any]]:
+        """Of the chunks of this CTA: where each starts in the row's lines, and how many elements another one counts.
+
+        Both are elements, and multiples of a line.
+        """
+        first, overlap_of_part = self._part_of_rank()
+
+        def start_of(chunk: Any) -> Any:
+            return first + lax.min(chunk * self.chunk, self.part - self.chunk)
+
+        def overlap_of(chunk: int) -> Any:
+            return overlap_of_part if chunk == 0 else self.chunk_overlap if chunk == int(self.chunks) - 1 else 0
+
+        return start_of, overlap_of
+
+    def _part_of_rank(self) -> tuple[Any, Any]:
+        """The element of the row's lines at which this CTA's part starts, and how many of it the one before counts."""
+        if self.cluster == 1:
+            return 0, 0
+        rank = lax.axis_index(CLUSTER_RANK)
+        last = rank == self.cluster - 1
+        return (
+            lax.min(rank * self.part, self.in_lines - self.part),
+            jnp.where(last, self.part_overlap, 0) if self.part_overlap else 0,
+        )
+
+    def masked(
+        self, reduction: Reduction, starts: Sequence[Any], fragments: Sequence[jax.Array], overlap: Any
+    ) -> list[jax.Array]:
+        """The fragments of a chunk with the identity for its first `overlap` elements, which another chunk counts.
+
+        Where `overlap` is 0, not traced, nothing is done.
+        """
+        if isinstance(overlap, int) and overlap == 0:
+            return list(fragments)
+        line_start = self.layout.iota(0) * self.line
+        return [
+            jnp.where(line_start + start >= overlap, fragment, reduction.identity)
+            for start, fragment in zip(starts, fragments, strict=True)
+        ]
+
+    def row_start(self, row: Any) -> RowStart:
+        """Of the row of this number."""
+        first = row * self.columns
+        if not self._most_before:
+            return RowStart(first, first)
+        return RowStart(first, lax.div(first + self.vector - 1, self.vector) * self.vector)
+
+    def load_ends(self, x: Any, start: RowStart, warpgroup: Any) -> list[End]:
+        """Those of a row that this warpgroup of this CTA has."""
+        first = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
+        return self.ends.load(x, start, first + warpgroup, self.warpgroups * self.cluster)
+
+    def of_warps(self, reduction: Reduction, statistics: Statistics, ends: list[End]) -> Statistics:
+        """The statistics of each warp, from those of its threads for chunks, and what it has of the row's ends."""
+        of_chunks = reduction.reduce(statistics, self.layout)
+        return reduction.combine(of_chunks, self.ends.reduce(reduction, ends)) if ends else of_chunks
+
+    def aligned_copies(self, shared: jax.Array) -> jax.Array:
+        """What all rows share, once for each of the `alignments`, one after the other.
+
+        So each is read by accesses as wide as those of the row, at multiples of these. The first is whole.
+        """
+        if self.alignments == 1:
+            return shared
+        step, length = self.vector // self.alignments, round_up(self.columns, self.vector)
+        padded = jnp.pad(shared, (0, length + self.vector - self.columns))
+        return jnp.concatenate([padded[copy * step : copy * step + length] for copy in range(self.alignments)])
+
+    def aligned_copy(self, start: RowStart) -> Any:
+        """Where in `aligned_copies` that one begins which belongs to the lines that start there."""
+        if self.alignments == 1:
+            return 0
+        return lax.div(start.lines - start.row, self.vector // self.alignments) * round_up(self.columns, self.vector)

@@ -1,0 +1,33 @@
+"""How a row-wise operation batches: a new axis of rows is more rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.rowwise.problem import RowProblem
+
+Call = Callable[..., Any]
+
+
+def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int]:
+    """Batched rows join the rows. An operand that all rows share and that is batched itself takes one call each."""
+    x, *shared = args
+    x_dim, *shared_dims = dims
+    size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+    if all(dim is None for dim in shared_dims):
+        many = dataclasses.replace(p, rows=size * p.rows)
+        out = call(many, jnp.moveaxis(x, x_dim, 0).reshape(size * p.rows, -1), *shared)
+        return jax.tree.map(lambda x: x.reshape(size, p.rows, *x.shape[1:]), out), 0
+    moved = tuple(jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True) if dim is not None)
+
+    def one(elements: Any) -> Any:
+        rest = iter(elements)
+        return call(p, *(arg if dim is None else next(rest) for arg, dim in zip(args, dims, strict=True)))
+
+    return lax.map(one, moved), 0

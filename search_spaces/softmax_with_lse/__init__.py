@@ -1,0 +1,20 @@
+"""Softmax and log-sum-exp over the last axis: ``SOFTMAX_WITH_LSE``, its problem and its kernels."""
+
+from search_spaces.kernel import Operation
+from search_spaces.rowwise import rules
+from search_spaces.rowwise.interpret import InterpretedRows
+from search_spaces.rowwise.xla import XlaRows
+from search_spaces.softmax_with_lse import front_end
+from search_spaces.softmax_with_lse.problem import SoftmaxWithLseProblem
+
+# Derivatives are those of the library kernel: XLA's, of the formula. There is no second program: who asks for the
+# log-sum-exp of narrow rows wants it in float32.
+SOFTMAX_WITH_LSE = Operation[SoftmaxWithLseProblem](
+    name="softmax_with_lse",
+    problem=SoftmaxWithLseProblem,
+    kernels=(InterpretedRows(), XlaRows()),
+    batch=rules.batch,
+    front_end=front_end.bind,
+)
+
+__all__ = ["SOFTMAX_WITH_LSE", "SoftmaxWithLseProblem"]

@@ -1,0 +1,25 @@
+"""Softmax with the log-sum-exp as users call it: along the last axis by rows, along another one by XLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.kernel import Bound, Unbound
+from search_spaces.rowwise import front_end
+from search_spaces.softmax_with_lse.problem import SoftmaxWithLseProblem
+
+
+def bind(x: Any, *, axis: Any = -1) -> Bound[SoftmaxWithLseProblem] | Unbound:
+    """A call of `scheduler.tuned_softmax` with ``return_lse=True``, whose arguments these are."""
+    if axis in (-1, jnp.ndim(x) - 1):
+        return front_end.bind(SoftmaxWithLseProblem, x)
+
+    def answer() -> tuple[jax.Array, jax.Array]:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        p, lse = jax.nn.softmax(wide, axis), jax.nn.logsumexp(wide, axis)
+        return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else p, lse
+
+    return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", answer)

@@ -1,0 +1,191 @@
+"""The space of the Hopper matmul: what is worth considering, and in which order tiles are computed."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hopper_matmul import BASE, FUSED, KERNEL, LARGE, SMALL, TARGET, fits, footprint
+
+from scheduler.measure import replay
+from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.hopper import tiling
+from search_spaces.matmul.problem import MatmulProblem
+
+FIRST_FIELDS = (
+    "tile_m",
+    "tile_n",
+    "tile_k",
+    "stages",
+    "consumers",
+    "cluster",
+    "grid_minor_dim",
+    "grid_tile_width",
+    "epi_tile_n",
+)
+SWEEPS = Path(__file__).parent.parent / "sweeps" / "nvidia-h200"
+
+
+@pytest.mark.parametrize("problem", LARGE + FUSED[:1], ids=str)
+def test_the_legal_space_of_a_large_problem_is_near_three_thousand(problem):
+    assert 1000 <= len(KERNEL.space(problem, TARGET).legal()[0]) <= 4000
+
+
+@pytest.mark.parametrize("problem", LARGE + SMALL + FUSED, ids=str)
+def test_every_problem_has_a_schedule_that_fits(problem):
+    found = footprint(problem, KERNEL.space(problem, TARGET).legal()[0])
+    assert np.any(fits(found))
+
+
+@pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
+def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    along_m = np.where(points.consumers == "cooperative_m", points.tile_m // 2, points.tile_m)
+    along_n = np.where(points.consumers == "cooperative_n", points.tile_n // 2, points.tile_n)
+    rows, columns = np.where(points.swap_ab, [along_n, along_m], [along_m, along_n])
+    assert np.all(rows % 64 == 0)
+    assert np.all((columns % 8 == 0) & (columns <= 256))
+    shared = points.cluster == "split_k"
+    assert np.all((columns % 16 == 0) | ~shared)
+    own = np.where(shared & ~points.swap_ab, along_n // 2, along_n)
+    assert np.all(own % points.epi_tile_n == 0), "a subtile that does not divide its tile loses columns silently"
+    assert np.all(~points.swap_ab | (points.tile_m >= problem.m) | (problem.m > 64))
+
+
+@pytest.mark.parametrize("grid_minor_dim", ["m", "n"])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 4), (8, 8, 2), (7, 5, 4), (3, 10, 8), (10, 3, 16)])
+def test_planar_snake_visits_every_tile_once_and_turns_to_a_neighbour_between_groups(
+    rows, columns, width, grid_minor_dim
+):
+    visit = jax.vmap(lambda number: tiling.planar_snake(number, (rows, columns), grid_minor_dim, width))
+    batch, row, column = (np.asarray(x) for x in visit(np.arange(2 * rows * columns, dtype=np.int32)))
+    assert sorted(zip(batch, row, column, strict=True)) == list(np.ndindex(2, rows, columns))
+    minor, major = (row, column) if grid_minor_dim == "m" else (column, row)
+    inside = np.flatnonzero(np.diff(batch) == 0)
+    assert np.all(np.abs(np.diff(major))[inside] <= 1)
+    assert np.all(np.abs(np.diff(minor // width))[inside] <= 1)
+    snake = jax.vmap(
+        lambda number: plgpu.planar_snake(number, (rows, columns), 0 if grid_minor_dim == "m" else 1, width)
+    )
+    jax_row, jax_column = snake(np.arange(rows * columns, dtype=np.int32))
+    np.testing.assert_array_equal(jax_row, row[: rows * columns])
+    np.testing.assert_array_equal(jax_column, column[: rows * columns])
+
+
+def test_a_schedule_stored_before_the_later_fields_existed_is_read_as_it_ran():
+    stored = {name: value for name, value in dataclasses.asdict(BASE).items() if name in FIRST_FIELDS}
+    space = KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET)
+    assert space.decode(stored) == BASE
+    assert space.encode(dataclasses.asdict(BASE)) == stored
+
+
+@pytest.mark.parametrize(
+    "recording", sorted(SWEEPS.glob("matmul-*.jsonl.gz")), ids=lambda path: path.name.split(".")[0]
+)
+def test_the_space_still_holds_every_schedule_that_was_swept_and_spells_it_as_it_is_read(recording):
+    sweep, trials = replay.read(recording)
+    space = KERNEL.space(MatmulProblem.from_canonical(sweep.problem), TARGET)
+    today = {frozenset(space.encode(dataclasses.asdict(one)).items()) for one in space.schedules(space.legal()[0])}
+    swept = {frozenset(trial.schedule.items()) for trial in trials if trial.backend == KERNEL.backend}
+    assert len(swept) > 40
+    assert swept <= today
+
+
+def test_few_rows_take_swap_ab_and_only_where_it_pays_is_k_split():
+    def fields(problem):
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        return set(points.swap_ab.tolist()), max(points.split_k), set(points.consumers.tolist())
+
+    assert fields(MatmulProblem(65, 8192, 8192, transpose_a=True))[0] == {False}
+    assert fields(MatmulProblem(64, 8192, 8192)) == ({False, True}, 4, {"cooperative_n", "one"})
+    assert fields(MatmulProblem(4096, 4096, 4096, transpose_b=True)) == (
+        {False},
+        1,
+        {"cooperative_m", "cooperative_n", "ping_pong"},
+    )
+    assert fields(MatmulProblem(64, 64, 65536))[1] == 64
+    assert fields(MatmulProblem(64, 64, 128))[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "wanted"),
+    [
+        (MatmulProblem(256, 10240, 8192), {(128, 192, 1, False), (256, 160, 2, False)}),
+        (MatmulProblem(2048, 576, 7168), {(96, 192, 2, True), (80, 128, 1, True)}),
+        (MatmulProblem(2048, 5120, 5120), {(256, 160, 1, False), (160, 256, 1, True)}),
+        (MatmulProblem(2048, 5120, 5120, transpose_b=True), {(256, 160, 1, False)}),
+    ],
+    ids=str,
+)
+def test_tiles_of_no_power_of_two_keep_more_cores_busy_than_larger_ones_of_powers_of_two(problem, wanted):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    points = points.take(fits(footprint(problem, points)))
+    area = points.tile_m * points.tile_n
+    splits = points.split_k * (1 + (points.cluster == "split_k"))
+    work_tiles = -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n) * splits
+    work = -(-work_tiles // TARGET.cores) * area / splits
+    square = area & (area - 1) == 0
+    tiles = zip(points.tile_m.tolist(), points.tile_n.tolist(), splits.tolist(), points.swap_ab.tolist(), strict=True)
+    assert wanted <= set(tiles)
+    for one in np.flatnonzero(~square):
+        rivals = square & (splits == splits[one])
+        rivals &= 1 / points.tile_m + 1 / points.tile_n <= 1 / points.tile_m[one] + 1 / points.tile_n[one]
+        assert np.all(work[one] < work[rivals]), points.row(one)
+    assert not problem.transpose_b or not np.any(points.swap_ab), "columns of b are as fine as rows of a"
+
+
+def test_clusters_split_k_where_sms_idle_and_the_stages_hold_the_accumulators():
+    for problem in LARGE + SMALL + FUSED:
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        shared = points.take(points.cluster == "split_k")
+        found = footprint(problem, shared)
+        tiles = problem.batch * -(-problem.m // shared.tile_m) * -(-problem.n // shared.tile_n)
+        assert np.all(2 * tiles <= TARGET.cores)
+        assert np.all(shared.split_k == 1)
+        a, b = (operand.filled_bytes for operand in found.operands[:2])
+        assert np.all(shared.stages * np.maximum(a, b) >= found.exchanged_bytes)
+    assert set(KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET).legal()[0].cluster) == {"none", "m", "n"}
+
+
+def test_ping_pong_is_for_ctas_with_several_tiles_and_waits_for_each_step_only_where_untiled():
+    for problem in LARGE + SMALL + FUSED:
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        found = footprint(problem, points)
+        blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
+        ping_pong = points.consumers == "ping_pong"
+        assert np.all(~ping_pong | (blocks > TARGET.cores))
+        assert np.all(~ping_pong | (points.delay_release == (not tiling.untiled(problem))))
+        tiles = problem.batch * -(-problem.m // points.tile_m) * -(-problem.n // points.tile_n)
+        once = (tiles * points.split_k <= TARGET.cores) & (points.stages >= 6)
+        assert np.all((points.delay_release == 0) | ping_pong | (points.consumers == "one") | once)
+        assert np.all((points.delay_release == 0) | (points.stages > 2))
+
+
+def test_the_model_alone_takes_only_what_a_device_has_checked():
+    elsewhere = dataclasses.replace(TARGET, architecture="sm_100")
+    for problem in LARGE + SMALL + FUSED:
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        assert np.all(KERNEL.verified(problem, points, TARGET))
+        assert not np.any(KERNEL.verified(problem, points, elsewhere))
+
+
+def test_a_chip_with_one_core_gets_no_cluster():
+    points, _ = KERNEL.space(MatmulProblem(512, 512, 512), dataclasses.replace(TARGET, cores=1)).legal()
+    assert set(points.cluster) == {"none"}
+
+
+def test_every_rule_drops_what_no_other_rule_drops():
+    needed = set()
+    for problem in LARGE + SMALL:
+        space = KERNEL.space(problem, TARGET)
+        if space.size > 600_000:  # takes seconds, and shows nothing that the others do not
+            continue
+        points = space.points()
+        holds = {reason: np.asarray(rule(points)) for reason, rule in space.rules.items()}
+        for reason, column in holds.items():
+            others = np.all([other for name, other in holds.items() if name != reason], axis=0)
+            if np.any(others & ~column):
+                needed.add(reason)
+        assert list(holds) == list(space.rules)
+    assert needed == set(space.rules)

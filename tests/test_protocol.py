@@ -1,0 +1,47 @@
+"""Messages between a pool and its workers: what is said is what is heard, on one line each."""
+
+import pytest
+
+from scheduler.core.records import Failure, Measurement
+from scheduler.measure import protocol
+from scheduler.measure.protocol import decode, encode
+from search_spaces.kernel import Target
+
+MESSAGES = [
+    protocol.Hello("GPU-1", "cuda"),
+    protocol.Ready(Target("cuda", "NVIDIA H200", "sm_90", 132)),
+    protocol.Unable("no device\nat all"),
+    protocol.Request("measure", "m:OP", '{"n":8}', "xla", {}, 10, "cold", None, False),
+    protocol.Request("again", "m:OP", "{}", "mosaic_gpu", {"m": 1, "swap": True, "by": "n"}, 3, "warm", 1e-6, True),
+    protocol.Announcement("compile"),
+    protocol.Answer(None),
+    protocol.Answer(Measurement(0.1 + 0.2, (0.1, 1e-9), "cupti", "cold")),
+    protocol.Answer(Failure("memory", 'all "gone"'), retryable=True, fatal="no memory"),
+    protocol.Raised("it", "Traceback:\n  ..."),
+    protocol.Defect("Traceback:\n  ..."),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_its_line(message):
+    line = encode(message)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    heard = decode(line)
+    assert heard == message
+    assert type(heard) is type(message)
+    if isinstance(message, protocol.Request):
+        assert {name: type(value) for name, value in heard.schedule.items()} == {
+            name: type(value) for name, value in message.schedule.items()
+        }
+
+
+def test_every_message_is_among_those():
+    assert {type(message) for message in MESSAGES} == set(protocol.Message.__args__)
+
+
+def test_what_is_no_message_is_refused():
+    with pytest.raises(KeyError, match="Rumour"):
+        decode('{"$type": "Rumour"}')
+    with pytest.raises(TypeError, match="loud"):
+        decode('{"$type": "Announcement", "loud": true}')
