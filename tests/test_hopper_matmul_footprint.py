@@ -18,7 +18,7 @@ def test_a_space_of_a_million_points_and_its_footprint_take_little_more_python_t
         return bytecodes(lambda: footprint(problem, KERNEL.space(problem, TARGET).legal()[0]))
 
     few, many = MatmulProblem(100, 72, 40, batch=3, transpose_a=True), MatmulProblem(512, 512, 65536)
-    assert KERNEL.space(many, TARGET).size > 500 * KERNEL.space(few, TARGET).size
+    assert KERNEL.space(many, TARGET).size > 300 * KERNEL.space(few, TARGET).size
     assert taken(many) < 1.5 * taken(few)
 
 
