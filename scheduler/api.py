@@ -94,10 +94,8 @@ def tuned_matmul(
       NoCandidate: `backends` leaves XLA out and nothing else can answer, with the reason.
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
-    values = (transpose_a, transpose_b, precision, preferred_element_type, activation)
-    return calls.answer(
-        MATMUL, _MATMUL_OPTIONS, values, on_miss, backends, schedule, (a, b, bias, residual), _MATMUL_ADDED
-    )
+    how = (on_miss, backends, schedule, transpose_a, transpose_b, precision, preferred_element_type, activation)
+    return calls.answer(_MATMUL, how, a, b, bias, residual)
 
 
 @overload
@@ -151,8 +149,8 @@ def tuned_softmax(
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
-    operation: Operation[Any] = SOFTMAX_WITH_LSE if return_lse else SOFTMAX
-    return calls.answer(operation, ("axis",), (axis,), on_miss, backends, schedule, (x,))
+    called = _SOFTMAX_WITH_LSE if return_lse else _SOFTMAX
+    return calls.answer(called, (on_miss, backends, schedule, axis), x)
 
 
 def tuned_rms_norm(
@@ -185,7 +183,7 @@ def tuned_rms_norm(
       ValueError: `weight` is not as long as a row.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    return calls.answer(RMS_NORM, ("eps",), (float(eps),), on_miss, backends, schedule, (x, weight))
+    return calls.answer(_RMS_NORM, (on_miss, backends, schedule, float(eps)), x, weight)
 
 
 def tuned_silu_and_mul(
@@ -211,7 +209,7 @@ def tuned_silu_and_mul(
       ValueError: the last axis has no two halves.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    return calls.answer(SILU_AND_MUL, (), (), on_miss, backends, schedule, (x,))
+    return calls.answer(_SILU_AND_MUL, (on_miss, backends, schedule), x)
 
 
 def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
@@ -236,7 +234,8 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
         schedule: Any = None,
         **params: Any,
     ) -> Any:
-        return calls.answer(operation, tuple(params), tuple(params.values()), on_miss, backends, schedule, arrays)
+        called = calls.signature(operation, tuple(params))
+        return calls.answer(called, (on_miss, backends, schedule, *params.values()), *arrays)
 
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
     call.operation = operation  # type: ignore[attr-defined]
@@ -364,5 +363,10 @@ def _typed(value: Any) -> str:
     return jnp.dtype(value).name if isinstance(value, type) else str(value)
 
 
-_MATMUL_OPTIONS = ("transpose_a", "transpose_b", "precision", "preferred_element_type", "activation")
-_MATMUL_ADDED = ("bias", "residual")
+_MATMUL = calls.Signature(
+    MATMUL,
+    ("transpose_a", "transpose_b", "precision", "preferred_element_type", "activation"),
+    last=("bias", "residual"),
+)
+_SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
+_RMS_NORM, _SILU_AND_MUL = calls.Signature(RMS_NORM, ("eps",)), calls.Signature(SILU_AND_MUL)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from scheduler.dispatch import dispatch
-from scheduler.dispatch.dispatch import OnMiss
 from scheduler.dispatch.primitive import tuned_call
 from search_spaces.kernel import Operation, Unbound, as_tuple
 
@@ -25,26 +26,40 @@ target: Any = jax.make_user_context("")
 _compiled: dict[Any, Callable[..., Any]] = {}
 
 
-def answer(
-    operation: Operation[Any],
-    names: tuple[str, ...],
-    values: tuple[Any, ...],
-    on_miss: OnMiss | None,
-    backends: Backends | None,
-    schedule: Any,
-    arrays: tuple[Any, ...],
-    last: tuple[str, ...] = (),
-) -> Any:
-    """The answer to a call with these options, by name; the `last` of the arrays are given by name, too."""
-    question = (operation, names, values, on_miss, backends, schedule, last)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Signature:
+    """How users call an operation. Each is one object, told from others by its identity: that is quick to hash.
+
+    Attributes:
+      options: names of what is part of the compiled program, in the order in which calls give their values.
+      last: names of the last arrays, which are given by name.
+    """
+
+    operation: Operation[Any]
+    options: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@functools.cache
+def signature(operation: Operation[Any], options: tuple[str, ...]) -> Signature:
+    """The signature of a call with these options, all of its arrays given by place."""
+    return Signature(operation, options)
+
+
+def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
+    """The answer to a call.
+
+    Args:
+      how: `on_miss`, `backends`, `schedule`, and the values of the signature's options.
+    """
     tracer = jax.core.Tracer
     for x in arrays:
         if isinstance(x, tracer):
-            return _function(question)(*arrays)
+            return _function(called, how)(*arrays)
     try:
-        compiled = _compiled[question, target.value]
+        compiled = _compiled[called, how, target.value]
     except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
-        compiled = _compile(question)
+        compiled = _compile(called, how)
     return compiled(*arrays)
 
 
@@ -53,18 +68,18 @@ def forget() -> None:
     _compiled.clear()
 
 
-def _compile(question: tuple[Any, ...]) -> Callable[..., Any]:
-    """The jitted function that answers `question`, remembered under it."""
-    operation, *asked = question
-    key = (operation, *map(_frozen, asked)), target.value
+def _compile(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
+    """The jitted function that answers such calls, remembered."""
+    how = tuple(map(_frozen, how))
+    key = called, how, target.value
     with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for the answer to refuse
         return _compiled[key]
-    function = _function(key[0])
-    function.__name__ = f"tuned_{operation.name}"
+    function = _function(called, how)
+    function.__name__ = f"tuned_{called.operation.name}"
     try:
         hash(key)
     except TypeError as error:
-        raise TypeError(f"parameters of {operation.name} are part of the compiled program: {error}") from None
+        raise TypeError(f"parameters of {called.operation.name} are part of the compiled program: {error}") from None
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
     compiled = _compiled[key] = jax.jit(function)
@@ -80,14 +95,15 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def _function(question: tuple[Any, ...]) -> Callable[..., Any]:
-    operation, names, values, on_miss, backends, schedule, last = question
+def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
+    on_miss, backends, schedule, *values = how
+    operation, last = called.operation, called.last
     options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=target.value)
 
     def call(*arrays: Any) -> Any:
         arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
         first = len(arrays) - len(last)
-        named = dict(zip(names, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
+        named = dict(zip(called.options, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
         bound = operation.bind(*arrays[:first], **named)
         if isinstance(bound, Unbound):
             result = bound.answer()  # first: what JAX refuses, it refuses in its own words
