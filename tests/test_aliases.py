@@ -11,7 +11,7 @@ import pytest
 import values
 
 from scheduler.core import codec, identity
-from scheduler.core.hardware import describe, find
+from scheduler.core.hardware import find, swept
 from scheduler.core.records import Calibration, Entry, Failure
 from scheduler.dispatch import dispatch
 from scheduler.measure import replay
@@ -223,7 +223,7 @@ def test_every_recorded_sweep_is_read_in_todays_spelling(path):
     sweep, trials = replay.read(path)
     operation = load(sweep.operation)
     problem = operation.problem.from_canonical(sweep.problem)
-    hardware = describe(sweep.platform, sweep.kind, sweep.architecture, sweep.cores)
+    hardware = swept(sweep)
     assert {trial.backend for trial in trials} <= set(operation.backends)
     assert sweep.refused.keys() <= set(operation.backends)
     runner = replay.Replay(path)
