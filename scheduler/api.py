@@ -62,7 +62,7 @@ def tuned_matmul(
     """``activation(jnp.matmul(a, b) + bias) + residual`` by the best known schedule for its shapes on this chip.
 
     What is None is left out. Sums, bias, activation and residual are computed in float32 (in float64 and in complex
-    numbers where operands are that, in whole numbers where all are), and rounded once, to the dtype of the result.
+    numbers where operands are that, in integers where all are), and rounded once, to the dtype of the result.
     Where something follows the product, a search also times the program that users write, which rounds after each step;
     it answers where that was measured to be the fastest (``schedule={"program": "float32"}`` or ``backends="pallas"``
     leaves it out).

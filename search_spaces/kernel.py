@@ -146,7 +146,7 @@ class Problem(abc.ABC):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
 
-        Whole numbers have a quarter of their dtype's range for a standard deviation.
+        Integers have a quarter of their dtype's range for a standard deviation.
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
         return tuple(_operand(key, s) for key, s in zip(keys, self.operands(), strict=True))
@@ -270,7 +270,7 @@ def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
         try:
             return int(text)
         except ValueError:
-            raise ValueError(f"{name}={text} is not a whole number") from None
+            raise ValueError(f"{name}={text} is not an integer") from None
     return text
 
 
