@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import typing
@@ -564,7 +565,8 @@ class Operation(Generic[P]):
       vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. These two are
         a `jax.custom_vjp`: forward mode raises that one's TypeError, zero cotangents are given as arrays of zeros, and
         what `vjp_fwd` calls of its own operation has the library kernel's derivative (for a Hessian).
-      front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it. Default: see `bind`.
+      front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it; options are
+        keyword-only. Default: see `bind`.
 
     Raises:
       ValueError: no library kernel or two, two kernels of one backend, or rules that exclude each other.
@@ -620,13 +622,19 @@ class Operation(Generic[P]):
         Raises:
           TypeError, ValueError: what a JAX user expects of wrong arguments, in one sentence.
         """
+        if (wrong := next((name for name in options if name not in self._options), None)) is not None:
+            raise TypeError(f"{self.name} has no parameter {wrong!r} (it has: {', '.join(self._options)})")
         if self.front_end is not None:
             return self.front_end(*args, **options)
-        fields = [field.name for field in dataclasses.fields(self.problem)]
-        for name in options:
-            if name not in fields and name not in self.params:
-                raise TypeError(f"{self.name} has no parameter {name!r} (it has: {', '.join([*fields, *self.params])})")
         operands = tuple(jnp.asarray(x) for x in args)
-        problem = self.problem.of(*operands, **{name: x for name, x in options.items() if name in fields})
-        params = tuple((name, x) for name, x in options.items() if name not in fields)
-        return Bound(problem, operands, params=params)
+        told = {name: x for name, x in options.items() if name not in self.params}
+        params = tuple((name, x) for name, x in options.items() if name in self.params)
+        return Bound(self.problem.of(*operands, **told), operands, params=params)
+
+    @functools.cached_property
+    def _options(self) -> tuple[str, ...]:
+        """What `bind` takes by name."""
+        if self.front_end is None:
+            return *(field.name for field in dataclasses.fields(self.problem)), *self.params
+        parameters = inspect.signature(self.front_end).parameters.values()
+        return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)

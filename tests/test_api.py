@@ -1017,15 +1017,37 @@ def test_a_flag_of_another_type_is_the_same_problem():
         assert str(given) == str(plain)
 
 
+def test_bind_gives_the_problem_that_a_call_poses_and_restores_its_result():
+    a, b, bs = normal(0, 2, 3, 4, 5), normal(1, 5, 6), normal(2, 3, 5, 6)
+    bias = normal(3, 6)
+    for other, posed in ((b, {"m": 24}), (bs, {"m": 4, "batch": 6})):
+        bound = MATMUL.bind(a, other, bias=None, activation="relu")
+        assert bound.problem == MatmulProblem(**{"n": 6, "k": 5, "dtype": "float32", "activation": "relu"} | posed)
+        close(bound.restore(bound.problem.reference(*bound.operands)), jax.nn.relu(a @ other))
+    bound = MATMUL.bind(a[0, 0, 0], b, bias=bias)
+    assert bound.problem == MatmulProblem(1, 6, 5, "float32", bias="float32")
+    close(bound.restore(bound.problem.reference(*bound.operands)), a[0, 0, 0] @ b + bias)
+    unbound = MATMUL.bind(jnp.arange(6).reshape(2, 3), jnp.ones((3, 2), int))
+    assert "dtype='int32' is not one of" in unbound.reason
+    close(unbound.answer(), jnp.array([[3, 3], [12, 12]]))
+    bound = SCALE.bind(normal(0, 8), factor=2.0)
+    assert (bound.problem, bound.params, bound.restore) == (ScaleProblem(8), (("factor", 2.0),), None)
+
+
 def test_wrong_words_of_a_tuned_operation_are_answered_in_a_sentence():
     a, b = normal(0, 4, 5), normal(1, 5, 6)
     matmul = tuned(MATMUL)
+    with pytest.raises(TypeError, match="contracting dim"):
+        matmul(a, b[1:])
     with pytest.raises(ValueError, match=r"a \(5,\) and b \(5, 6\) are not \[m, k\] and \[k, n\]"):
-        matmul(a[0], b)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'm'"):
-        matmul(a, b, m=4)
-    with pytest.raises(TypeError, match=r"no parameter 'transposeb' \(it has: m, n, k, dtype, batch,"):
-        matmul(a, b, transposeb=True)
+        matmul(a[0], b, normal(2, 6))
+    for wrong in ("m", "transposeb"):
+        with pytest.raises(TypeError, match=rf"no parameter '{wrong}' \(it has: transpose_a, transpose_b, precision,"):
+            matmul(a, b, **{wrong: 4})
+    own = tuned(BIAS_GELU)
+    with pytest.raises(TypeError, match=r"no parameter 'tile' \(it has: m, n\)"):
+        own(a, b, tile=4)
+    close(matmul(a[0], b), a[0] @ b)
     assert matmul(a, b, out_dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 

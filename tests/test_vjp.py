@@ -247,9 +247,9 @@ def test_a_schedule_is_meant_for_the_call_alone():
     ("allowed", "others"),
     [
         (None, None),
-        ({"blocked"}, {"mosaic_gpu", "portable"}),
+        ({"blocked"}, {*MATMUL.backends} - {"xla"}),
         ({"xla"}, {"xla"}),
-        ({"blocked", "xla"}, {"mosaic_gpu", "portable", "xla"}),
+        ({"blocked", "xla"}, {*MATMUL.backends}),
     ],
 )
 def test_what_a_caller_allows_of_one_operation_is_allowed_of_the_ones_that_it_calls(allowed, others):
