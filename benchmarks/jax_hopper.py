@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space, Target
+from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 # Two warpgroups compute, a third one copies and keeps 40 registers for each of its threads (`memory_registers`).
@@ -113,12 +113,16 @@ class JaxHopperMatmul(Kernel[MatmulProblem, JaxHopperSchedule]):
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(p.m // block_m, p.n // block_n),
-            operands=(
-                Operand(block_m * s.tile_k * itemsize, axes=(0,), multicast=_doubled(s.cluster_dimension, "N")),
-                Operand(s.tile_k * block_n * itemsize, axes=(1,), multicast=_doubled(s.cluster_dimension, "M")),
+            step=Phase(
+                loads=(
+                    Operand(block_m * s.tile_k * itemsize, axes=(0,), multicast=_doubled(s.cluster_dimension, "N")),
+                    Operand(s.tile_k * block_n * itemsize, axes=(1,), multicast=_doubled(s.cluster_dimension, "M")),
+                ),
+                flops=2.0 * block_m * block_n * s.tile_k,
+                # Each 64-row instruction of each warpgroup reads its rows of a and all the columns it multiplies of b.
+                onchip_bytes_read=WARPGROUPS * (s.tile_m // 64) * (64 + s.tile_n) * s.tile_k * itemsize,
             ),
-            flops=2.0 * block_m * block_n * s.tile_k,
-            bytes_written=block_m * block_n * itemsize,
+            tile=Phase(bytes_written=block_m * block_n * itemsize),
             onchip_bytes=_whole(s.max_concurrent_steps * block_m * s.tile_k * itemsize)
             + _whole(s.max_concurrent_steps * s.tile_k * block_n * itemsize)
             + _whole(WARPGROUPS * slots * PIECE**2 * itemsize)
@@ -127,12 +131,10 @@ class JaxHopperMatmul(Kernel[MatmulProblem, JaxHopperSchedule]):
             minor=np.where(s.grid_minor_dim == "M", 0, 1),
             group=s.grid_tile_width,
             stages=s.max_concurrent_steps,
-            multipliers=WARPGROUPS,
+            consumers=WARPGROUPS,
             threads=WARPGROUPS * THREADS,
             registers=registers,
             registers_per_block=THREADS * (WARPGROUPS * registers + COPY_REGISTERS),
-            # Each 64-row instruction of each warpgroup reads its rows of a and all the columns it multiplies of b.
-            onchip_bytes_read=WARPGROUPS * (s.tile_m // 64) * (64 + s.tile_n) * s.tile_k * itemsize,
             cluster=np.where(s.cluster_dimension == "none", 1, 2),
             persistent=True,
         )

@@ -14,7 +14,19 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 import scheduler
-from search_spaces import Columns, Footprint, Kernel, Library, LibraryKernel, Operand, Operation, Problem, Space, Target
+from search_spaces import (
+    Columns,
+    Footprint,
+    Kernel,
+    Library,
+    LibraryKernel,
+    Operand,
+    Operation,
+    Phase,
+    Problem,
+    Space,
+    Target,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +71,11 @@ class BlockedBiasGelu(Kernel[BiasGeluProblem, Rows]):
         return Footprint(
             arithmetic="float32",
             grid=(np.ceil(problem.m / tile_m),),
-            operands=(Operand(bytes=tile_m * row, axes=(0,)), Operand(bytes=np.full_like(tile_m, row), axes=())),
-            flops=10.0 * tile_m * problem.n,
-            bytes_written=tile_m * row,
+            step=Phase(
+                loads=(Operand(bytes=tile_m * row, axes=(0,)), Operand(bytes=np.full_like(tile_m, row), axes=())),
+                flops=10.0 * tile_m * problem.n,
+            ),
+            tile=Phase(bytes_written=tile_m * row),
             onchip_bytes=(2 * tile_m + 1) * row,
         )
 

@@ -15,12 +15,11 @@ import tile_scheduler
 
 if TYPE_CHECKING:
     from search_spaces.errors import DeclarationError
+    from search_spaces.footprint import Footprint, Operand, Phase
     from search_spaces.kernel import (
-        Footprint,
         Kernel,
         Library,
         LibraryKernel,
-        Operand,
         Operation,
         Problem,
         Target,
@@ -38,6 +37,7 @@ __all__ = [
     "LibraryKernel",
     "Operand",
     "Operation",
+    "Phase",
     "Problem",
     "Space",
     "Target",
@@ -62,6 +62,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'search_spaces' has no attribute {name!r} (it has: {', '.join(__all__)})")
     places = {"Columns": "space", "Space": "space", "DeclarationError": "errors"}
+    places |= dict.fromkeys(("Footprint", "Operand", "Phase"), "footprint")
     module = importlib.import_module(f"search_spaces.{places.get(name, 'kernel')}")
     value = globals()[name] = getattr(module, name)
     return value

@@ -20,6 +20,7 @@ from jax import lax
 
 from search_spaces import aliases
 from search_spaces.errors import DeclarationError
+from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.space import Column, Columns, Space, one_truth_value, unknown
 
 P = TypeVar("P", bound="Problem")
@@ -275,105 +276,6 @@ def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
     return text
 
 
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """What one block loads of one operand in one step.
-
-    Attributes:
-      bytes: bytes loaded, ragged edges averaged in.
-      axes: the axes of `Footprint.grid` that select the block: blocks that agree on them load the same bytes.
-      multicast: blocks of a cluster that one load serves (1 where each loads for itself).
-      filled_bytes: on-chip bytes that it fills, what lies beyond ragged edges included; 0 where these are `bytes`.
-      row_bytes: bytes that follow each other in device memory before the block's next row; 0 where rows are long.
-      copy_bytes: width of the on-chip rows in which a copy unit delivers them, one row at a time; 0 where none does.
-      outside_rows: of these rows, those in groups of eight that lie wholly beyond an edge of the array, on average.
-      start_bytes: the largest power of two at a multiple of which all of these rows start in device memory; 0 where
-        that is a line of its cache.
-    """
-
-    bytes: Column
-    axes: tuple[int, ...]
-    multicast: Column | int = 1
-    filled_bytes: Column | int = 0
-    row_bytes: Column | int = 0
-    copy_bytes: Column | int = 0
-    outside_rows: Column | float = 0
-    start_bytes: Column | int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Footprint:
-    """What one launch of each schedule demands. Every `Column` has one entry per schedule; a scalar serves all.
-
-    Attributes:
-      arithmetic: whose peak rate applies: a dtype name, "tf32" (see `Problem.arithmetic`).
-      grid: output blocks along each axis; their product is the number of blocks.
-      operands: the loads of one step of one block.
-      flops: floating-point operations of one step of one block, padding included.
-      bytes_written: bytes of output of one block, ragged edges averaged in.
-      onchip_bytes: on-chip memory that one block asks for, exact to the byte.
-      steps: steps of the pipelined loop of one block.
-      minor: the axis of `grid` that advances first (the others follow from the last to the first)...
-      group: ...for so many blocks, before the next axis advances.
-      stages: steps whose loads may be in flight at once.
-      multipliers: groups of threads that multiply a step between them, each a part of its own, and wait until matrix
-        units have done so; 0 where nobody does.
-      alternating: groups of threads take blocks in turns, and one finishes its result while another multiplies.
-      ahead: steps whose products one of them starts before those of the step before have ended.
-      threads: threads of one block that compute.
-      registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
-      registers_per_block: registers of the whole block, helpers included; 0 where unknown.
-      onchip_bytes_read: on-chip bytes that the arithmetic units of one block read in one step; 0 where unknown.
-      special_ops: exponentials and the like of one step of one block.
-      vector_ops: plain float32 lane operations of one step of one block.
-      cluster: blocks that start together, share loads, and reach each other's on-chip memory.
-      exchanged_bytes: what one block writes into the on-chip memory of the others of its cluster.
-      persistent: blocks stay and take the next output block, so that one's epilogue overlaps the next one's loads.
-      copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
-      launches: device launches in all.
-      transactions: accesses of warps to device memory, and bulk copies, of one step of one block; 0 where unknown.
-      coalescing: share of what those move, in whole sectors of 32 bytes, that is wanted: 1 where nothing is in vain.
-      access_bytes: bytes of one access of one thread, at a multiple of which it must start; 0 where unknown.
-    """
-
-    arithmetic: str
-    grid: tuple[Column, ...]
-    operands: tuple[Operand, ...]
-    flops: Column
-    bytes_written: Column
-    onchip_bytes: Column
-    steps: Column | int = 1
-    minor: Column | int = 0
-    group: Column | int = 1
-    stages: Column | int = 1
-    multipliers: Column | int = 0
-    alternating: Column | bool = False
-    ahead: Column | int = 0
-    threads: Column | int = 128
-    registers: Column | int = 0
-    registers_per_block: Column | int = 0
-    onchip_bytes_read: Column | int = 0
-    special_ops: Column | int = 0
-    vector_ops: Column | int = 0
-    cluster: Column | int = 1
-    exchanged_bytes: Column | int = 0
-    persistent: Column | bool = False
-    copied_bytes: Column | float = 0.0
-    launches: Column | int = 1
-    transactions: Column | int = 0
-    coalescing: Column | float = 1.0
-    access_bytes: Column | int = 0
-
-    def __post_init__(self) -> None:
-        for number, operand in enumerate(self.operands):
-            for axis in operand.axes:
-                if not 0 <= axis < len(self.grid):
-                    last = f"has axes 0 to {len(self.grid) - 1}" if self.grid else "has none"
-                    raise DeclarationError(
-                        f"operand {number} of the footprint is selected by axis {axis}: its grid {last}"
-                    )
-
-
 class Kernel(abc.ABC, Generic[P, S]):
     """One operation on one backend.
 
@@ -499,9 +401,11 @@ class LibraryKernel(Kernel[P, Library]):
         return Footprint(
             arithmetic=problem.arithmetic,
             grid=(one,),
-            operands=(Operand(bytes=one * (problem.bytes_moved - written), axes=(0,)),),
-            flops=one * problem.flops,
-            bytes_written=one * written,
+            step=Phase(
+                loads=(Operand(bytes=one * (problem.bytes_moved - written), axes=(0,)),),
+                flops=one * problem.flops,
+            ),
+            tile=Phase(bytes_written=one * written),
             onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
         )
 

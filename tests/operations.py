@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space, Target
+from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Problem, Space, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,8 @@ class Double(Kernel[DoubleProblem, DoubleSchedule]):
         return Footprint(
             arithmetic="float32",
             grid=(problem.n / tile,),
-            operands=(Operand(bytes=4.0 * tile, axes=(0,)),),
-            flops=1.0 * tile,
-            bytes_written=4.0 * tile,
+            step=Phase(loads=(Operand(bytes=4.0 * tile, axes=(0,)),), flops=1.0 * tile),
+            tile=Phase(bytes_written=4.0 * tile),
             onchip_bytes=np.asarray(8 * tile),
         )
 
@@ -156,9 +155,8 @@ class Faulty(Kernel[FaultyProblem, FaultySchedule]):
         return Footprint(
             arithmetic="float32",
             grid=(1 + schedules.number,),
-            operands=(Operand(bytes=4.0, axes=(0,)),),
-            flops=1.0,
-            bytes_written=4.0,
+            step=Phase(loads=(Operand(bytes=4.0, axes=(0,)),), flops=1.0),
+            tile=Phase(bytes_written=4.0),
             onchip_bytes=np.asarray(8 + 0 * schedules.number),
         )
 

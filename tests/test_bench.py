@@ -18,7 +18,7 @@ from scheduler.core.records import Failure, Measurement
 from scheduler.measure.bench import SLOW, Bench
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
-from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space, Target
+from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
 from search_spaces.jax_compat import writing_over
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -56,9 +56,8 @@ class Deceiver(Kernel):
         return Footprint(
             arithmetic="float32",
             grid=(one,),
-            operands=(Operand(bytes=4.0 * problem.n * one, axes=(0,)),),
-            flops=1.0 * problem.n * one,
-            bytes_written=4.0 * problem.n * one,
+            step=Phase(loads=(Operand(bytes=4.0 * problem.n * one, axes=(0,)),), flops=1.0 * problem.n * one),
+            tile=Phase(bytes_written=4.0 * problem.n * one),
             onchip_bytes=8 * problem.n * np.ones(len(schedules), dtype=np.int64),
         )
 

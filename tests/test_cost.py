@@ -13,7 +13,7 @@ from scipy.stats import kendalltau
 from scheduler.core.hardware import CPU, find
 from scheduler.model import cost, traffic
 from scheduler.model.cost import Constants, CostModel
-from search_spaces import Columns, Footprint, Operand
+from search_spaces import Columns, Footprint, Operand, Phase
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.interpret import InterpretMatmul
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.one_jax
 
 H200, A100 = find("NVIDIA H200"), find("NVIDIA A100-SXM4-80GB")
 KIB = 1024
-OVERLAPPED = ("mma", "wgmma_bubble", "tile_bubble", "power", "smem", "l2", "tma_rows", "oob_fill")
+OVERLAPPED = ("mma", "wgmma_bubble", "step_bubble", "tile_bubble", "power", "smem", "l2", "tma_rows", "oob_fill")
 OVERLAPPED += ("hbm", "mufu", "fp32", "latency")
 
 
@@ -34,19 +34,19 @@ def tiled(problem, tile_m, tile_n, tile_k, minor="n"):
 
 
 def blocks(count, **fields):
-    """`count` equal blocks of arithmetic, one to a core."""
+    """`count` equal blocks of arithmetic, one to a core; `fields` are of the footprint, or of its step."""
     one = np.ones(1)
     base = Footprint(
         arithmetic="bfloat16",
         grid=(one * count,),
-        operands=(Operand(bytes=one * 32 * KIB, axes=(0,)),),
-        flops=one * 2 * 128 * 128 * 64,
-        bytes_written=one * 32 * KIB,
+        step=Phase(loads=(Operand(bytes=one * 32 * KIB, axes=(0,)),), flops=one * 2 * 128 * 128 * 64),
+        tile=Phase(bytes_written=one * 32 * KIB),
         onchip_bytes=np.array([200 * KIB]),
         steps=64,
         stages=4,
     )
-    return dataclasses.replace(base, **fields)
+    of_step = {name: fields.pop(name) for name in list(fields) if name in vars(base.step)}
+    return dataclasses.replace(base, **{"step": dataclasses.replace(base.step, **of_step)} | fields)
 
 
 # --- textbook formulas ----------------------------------------------------------------------------
@@ -112,15 +112,17 @@ def test_flash_attention_moves_a_fourth_of_what_standard_attention_moves():
     footprint = Footprint(
         arithmetic="float16",
         grid=(one, one * (length // rows)),
-        operands=(
-            Operand(one * rows * head_dim * itemsize / steps, axes=(0, 1)),
-            Operand(one * 2 * columns * head_dim * itemsize, axes=(0,)),
+        step=Phase(
+            loads=(Operand(one * 2 * columns * head_dim * itemsize, axes=(0,)),),
+            flops=one * 4 * rows * columns * head_dim,
+            mufu_ops=one * rows * columns,
         ),
-        flops=one * 4 * rows * columns * head_dim,
-        bytes_written=one * rows * head_dim * itemsize,
+        tile=Phase(
+            loads=(Operand(one * rows * head_dim * itemsize, axes=(0, 1)),),
+            bytes_written=one * rows * head_dim * itemsize,
+        ),
         onchip_bytes=one * (2 * rows + 2 * columns) * head_dim * itemsize,
         steps=steps,
-        special_ops=one * rows * columns,
     )
     moved = traffic.traffic(footprint, A100, l2_share=0.5)
     assert moved.cache_bytes[0] + length * head_dim * itemsize == flash
@@ -129,6 +131,96 @@ def test_flash_attention_moves_a_fourth_of_what_standard_attention_moves():
     terms = CostModel(A100).terms(footprint)
     # At head_dim 64 an A100 needs for the exponentials a good part of the time of the products.
     assert 0.3 < terms["mufu"][0] / terms["mma"][0] < 3
+
+
+# --- attention: softmax between two products of each step, and tiles of unequal work -----------------
+
+
+def attention(heads, length, causal=False, **how):
+    """A forward pass as FlashAttention-3 divides it: tiles of 128 queries, steps of 128 keys, head_dim 128."""
+    one, rows, columns, head_dim = np.ones(1), 128, 128, 128
+    tiles = length // rows
+    return Footprint(
+        arithmetic="bfloat16",
+        grid=(one * heads, one * tiles),
+        step=Phase(
+            loads=(Operand(bytes=2.0 * 2 * columns * head_dim, axes=(0,), tma_row_bytes=128),),
+            flops=4.0 * rows * columns * head_dim,
+            mufu_ops=rows * columns,
+            fp32_ops=6.0 * rows * columns,  # scale, maximum, difference, sum, conversion
+        ),
+        tile=Phase(loads=(Operand(2.0 * rows * head_dim, axes=(0, 1)),), bytes_written=2.0 * rows * head_dim),
+        onchip_bytes=np.array([200 * KIB]),
+        steps=(tiles + 1) / 2 if causal else tiles,
+        step_range=(1, tiles) if causal else None,
+        minor=1,
+        stages=2,
+        persistent=True,
+        **how,
+    )
+
+
+NONE, COOPERATIVE, AHEAD = {}, {"consumers": 2}, {"consumers": 1, "delay_release": 1}
+PING_PONG = COOPERATIVE | {"ping_pong": True}
+
+
+def test_consumers_that_take_turns_hide_their_softmax_behind_each_others_products():
+    model = CostModel(H200)
+    none, cooperative, ahead, ping_pong = (
+        model.seconds(attention(16, 8192, **how))[0] for how in (NONE, COOPERATIVE, AHEAD, PING_PONG)
+    )
+    assert ping_pong < 0.9 * min(none, cooperative), "consumer warpgroups are worth what they cost"
+    assert ahead < 0.9 * none, "one consumer that issues the next step's products"
+    assert ping_pong < ahead, "the last softmax of each tile shows where no other consumer has the next tile"
+    waiting, hiding = (model.terms(attention(16, 8192, **how)) for how in (COOPERATIVE, PING_PONG))
+    assert waiting["mufu"] == waiting["fp32"] == hiding["step_bubble"] == 0
+    assert waiting["step_bubble"] == pytest.approx(hiding["mufu"] + hiding["fp32"], rel=1e-2)
+
+
+@pytest.mark.parametrize(("heads", "length", "tflops"), [(16, 16384, 620.7), (32, 8192, 614.2), (64, 4096, 590.2)])
+def test_attention_in_ping_pong_is_predicted_as_it_was_measured(heads, length, tflops):
+    """FlashAttention-3 of head_dim 128 on an H100, as PyTorch's benchmark found it (pytorch/benchmark #2391)."""
+    seconds = CostModel(find("NVIDIA H100 80GB HBM3")).seconds(attention(heads, length, **PING_PONG))[0]
+    assert 4 * heads * length**2 * 128 / seconds / 1e12 == pytest.approx(tflops, rel=0.1)
+
+
+def test_exponentials_show_as_soon_as_they_take_longer_than_the_products():
+    model, twice = CostModel(H200), attention(16, 8192, **PING_PONG)
+    twice = dataclasses.replace(twice, step=dataclasses.replace(twice.step, mufu_ops=4 * 128 * 128))
+    terms = model.terms(twice)
+    assert terms["mufu"] > terms["mma"]
+    assert model.seconds(twice) > 1.2 * model.seconds(attention(16, 8192, **PING_PONG))
+
+
+@pytest.mark.parametrize("how", [NONE, COOPERATIVE, PING_PONG])
+@pytest.mark.parametrize(("heads", "waves"), [(66, 16), (33, 8), (8, 2), (4, 1)])
+def test_a_causal_launch_takes_half_of_a_full_one_and_the_rest_of_its_longest_tile(heads, waves, how):
+    model, tiles = CostModel(H200), 32
+    full, causal = (attention(heads, tiles * 128, causal, **how) for causal in (False, True))
+    mean = (tiles + 1) / 2
+    share = (waves * mean + tiles - mean) / (waves * tiles)
+    assert model.terms(causal)["mma"] / model.terms(full)["mma"] == pytest.approx(share)
+    assert model.seconds(causal) / model.seconds(full) == pytest.approx(share, rel=0.05)
+    assert model.floor(causal) <= model.seconds(causal)
+
+
+def test_no_launch_ends_before_its_longest_tile():
+    model = CostModel(H200)
+    full, causal = (attention(1, 4096, causal) for causal in (False, True))
+    assert model.floor(causal) == model.floor(full), "32 tiles, each on a core of its own"
+    assert model.seconds(causal) == pytest.approx(model.seconds(full), rel=0.1)
+    many, half = (attention(330, 4096, causal) for causal in (False, True))
+    assert model.floor(half) == pytest.approx(model.floor(many) * 33 / 64)
+
+
+def test_a_tiles_own_loads_and_results_are_spread_over_its_steps():
+    f = attention(8, 4096)
+    keys, queries = f.mean_step.loads
+    assert (keys.bytes, queries.bytes * f.steps) == (f.step.loads[0].bytes, f.tile.loads[0].bytes)
+    assert f.mean_step.bytes_written * f.steps == f.tile.bytes_written
+    moved = traffic.traffic(f, H200, l2_share=0.5)
+    assert moved.cache_bytes == 8 * 32 * (queries.bytes + keys.bytes) * f.steps, "queries once a tile"
+    assert moved.compulsory_bytes == 4 * 8 * 4096 * 128 * 2
 
 
 # --- physics --------------------------------------------------------------------------------------
@@ -171,7 +263,8 @@ def test_a_chip_that_supplies_more_is_never_slower(problem, supply, factor):
     more = {name: rate * factor for name, rate in value.items()} if supply == "flops_per_s" else value * factor
     kernel = InterpretMatmul()
     points, _ = kernel.space(problem, CPU.target).legal()
-    footprint = dataclasses.replace(kernel.footprint(problem, points, CPU.target), onchip_bytes_read=4096.0)
+    footprint = kernel.footprint(problem, points, CPU.target)
+    footprint = dataclasses.replace(footprint, step=dataclasses.replace(footprint.step, onchip_bytes_read=4096.0))
     before = CostModel(H200).seconds(footprint)
     after = CostModel(dataclasses.replace(H200, **{supply: more})).seconds(footprint)
     assert np.all(after <= before * (1 + 1e-9))
@@ -181,15 +274,13 @@ def test_a_chip_that_supplies_more_is_never_slower(problem, supply, factor):
 def test_one_block_more_than_cores_costs_a_second_wave(persistent):
     model = CostModel(H200)
     same = (Operand(bytes=np.array([8 * KIB]), axes=()),)  # all load the same, so that arithmetic is the bound
-    fits, spills = (
-        model.seconds(blocks(n, persistent=persistent, operands=same))[0] - H200.launch_s for n in (132, 133)
-    )
+    fits, spills = (model.seconds(blocks(n, persistent=persistent, loads=same))[0] - H200.launch_s for n in (132, 133))
     assert 1.8 < spills / fits < 2.1
 
 
 def test_ctas_that_exchange_accumulators_wait_for_each_other_and_for_their_bytes():
     model = CostModel(H200, Constants(dsmem_s=1e-6, dsmem_bytes_per_s=1e10))
-    alone, exchanging = (blocks(100, cluster=2, exchanged_bytes=size) for size in (0, 20_000))
+    alone, exchanging = (blocks(100, cluster=2, dsmem_bytes=size) for size in (0, 20_000))
     assert model.terms(alone)["dsmem"] == 0
     assert model.terms(exchanging)["dsmem"] == pytest.approx(1e-6 + 2e-6)
     assert model.seconds(exchanging) == pytest.approx(model.seconds(alone) + 3e-6)
@@ -234,10 +325,10 @@ def test_operands_that_are_a_small_part_of_the_cache_are_resident_there():
 
 def test_a_wgmma_that_still_runs_hides_the_bubble_before_the_next():
     """64 x 64 x 64 on an H200 multiplies 0.07 us, and pauses 0.1 us: of 512^3, each step took 0.09 us less."""
-    small = {"flops": np.array([2.0 * 64**3]), "multipliers": 1}
+    small = {"flops": np.array([2.0 * 64**3]), "consumers": 1}
     waiting, ahead, nobody = (
         CostModel(H200).terms(blocks(64, **small | more))["wgmma_bubble"][0] / 64
-        for more in ({}, {"ahead": 1}, {"multipliers": 0})
+        for more in ({}, {"delay_release": 1}, {"consumers": 0})
     )
     assert waiting == pytest.approx(Constants().wgmma_bubble_s)
     assert waiting - ahead == pytest.approx(0.09e-6, rel=0.2)
@@ -245,34 +336,34 @@ def test_a_wgmma_that_still_runs_hides_the_bubble_before_the_next():
 
 
 def test_two_consumer_warpgroups_hide_bubbles_behind_each_others_wgmma():
-    one, two = (CostModel(H200).terms(blocks(132, multipliers=groups)) for groups in (1, 2))
+    one, two = (CostModel(H200).terms(blocks(132, consumers=groups)) for groups in (1, 2))
     assert two["wgmma_bubble"] < one["wgmma_bubble"]
-    large = {"flops": np.array([2.0 * 128 * 256 * 64]), "multipliers": 2}
+    large = {"flops": np.array([2.0 * 128 * 256 * 64]), "consumers": 2}
     assert CostModel(H200).terms(blocks(132, **large))["wgmma_bubble"] == 0
 
 
 @pytest.mark.parametrize(("start_bytes", "times"), [(0, 1), (128, 1), (32, 1), (16, 2)])
 def test_rows_that_start_within_a_sector_take_twice_as_long(start_bytes, times):
     """128 x 64 of 1000^3, whose rows start at multiples of 16 bytes, took 2.1 ns a row; of 512 x 4096 x 4096, 1.0."""
-    operand = dataclasses.replace(blocks(1).operands[0], copy_bytes=128)
+    operand = dataclasses.replace(blocks(1).step.loads[0], tma_row_bytes=128)
     aligned, other = (
-        CostModel(H200).terms(blocks(132, operands=(dataclasses.replace(operand, start_bytes=start),)))["tma_rows"]
+        CostModel(H200).terms(blocks(132, loads=(dataclasses.replace(operand, start_bytes=start),)))["tma_rows"]
         for start in (0, start_bytes)
     )
     assert other / aligned == pytest.approx(times, rel=0.1)
 
 
 def test_an_epilogue_hides_only_behind_the_wgmma_of_the_other_ping_pong_warpgroup():
-    plain = {"persistent": True, "multipliers": 2, "operands": (Operand(bytes=np.array([8 * KIB]), axes=()),)}
-    lanes = plain | {"vector_ops": 100.0 * 128 * 128 / 64}
+    plain = {"persistent": True, "consumers": 2, "loads": (Operand(bytes=np.array([8 * KIB]), axes=()),)}
+    lanes = plain | {"tile": Phase(bytes_written=32 * KIB, fp32_ops=100.0 * 128 * 128)}
     model = CostModel(H200)
     slower = [
-        model.seconds(blocks(1320, **lanes, alternating=ping_pong))[0] / model.seconds(blocks(1320, **plain))[0]
+        model.seconds(blocks(1320, **lanes, ping_pong=ping_pong))[0] / model.seconds(blocks(1320, **plain))[0]
         for ping_pong in (False, True)
     ]
     assert slower[0] > 1.1
     assert slower[1] < 1.04
-    waiting, hiding = (model.terms(blocks(132, **lanes, alternating=ping_pong)) for ping_pong in (False, True))
+    waiting, hiding = (model.terms(blocks(132, **lanes, ping_pong=ping_pong)) for ping_pong in (False, True))
     assert hiding["fp32"] == 0, "nothing follows the last block"
     assert hiding["epilogue"] - waiting["epilogue"] == pytest.approx(waiting["tile_bubble"])
 
@@ -284,23 +375,23 @@ def test_clusters_wait_for_each_other_once():
 
 def test_multicast_spares_the_cache_and_leaves_the_memory_as_it_is():
     single = blocks(1320)
-    shared = dataclasses.replace(single, operands=(dataclasses.replace(single.operands[0], multicast=2),))
+    shared = blocks(1320, loads=(dataclasses.replace(single.step.loads[0], multicast=2),))
     one, two = (traffic.traffic(f, H200, l2_share=0.5) for f in (single, shared))
     assert two.cache_bytes == one.cache_bytes / 2
     assert two.memory_bytes == one.memory_bytes
 
 
 def test_a_shared_load_is_issued_in_parts_and_fills_every_core_that_it_serves():
-    single = dataclasses.replace(blocks(1320).operands[0], copy_bytes=128)
+    single = dataclasses.replace(blocks(1320).step.loads[0], tma_row_bytes=128)
     shared = dataclasses.replace(single, multicast=2)
-    one, two = (CostModel(H200).terms(blocks(1320, operands=(o,))) for o in (single, shared))
+    one, two = (CostModel(H200).terms(blocks(1320, loads=(o,))) for o in (single, shared))
     assert two["tma_rows"] == pytest.approx(one["tma_rows"] / 2)
     assert two["l2"] == one["l2"]
 
 
 def test_narrow_copies_take_twice_as_long():
     wide, narrow = (
-        CostModel(H200).terms(blocks(1320, operands=(dataclasses.replace(blocks(1).operands[0], copy_bytes=width),)))
+        CostModel(H200).terms(blocks(1320, loads=(dataclasses.replace(blocks(1).step.loads[0], tma_row_bytes=width),)))
         for width in (128, 64)
     )
     assert narrow["tma_rows"] == pytest.approx(2 * wide["tma_rows"])
@@ -310,9 +401,8 @@ def test_narrow_copies_take_twice_as_long():
 
 def test_what_lies_beyond_an_edge_is_filled_and_never_leaves_memory():
     inside = blocks(132)
-    padded = dataclasses.replace(
-        inside, operands=(dataclasses.replace(inside.operands[0], filled_bytes=2 * inside.operands[0].bytes),)
-    )
+    load = inside.step.loads[0]
+    padded = blocks(132, loads=(dataclasses.replace(load, filled_bytes=2 * load.bytes),))
     one, two = CostModel(H200).terms(inside), CostModel(H200).terms(padded)
     assert two["l2"] == pytest.approx(2 * one["l2"])
     assert two["hbm"] == one["hbm"]
@@ -486,8 +576,8 @@ def test_times_lie_where_other_models_put_them(m, n, k, tile, low_us, high_us):
 
 
 def test_one_extent_for_all_schedules_is_a_grid_like_any_other():
-    operand = Operand(bytes=4096.0, axes=(0,))
-    scalar = Footprint("float32", (64.0,), (operand,), 1.0, 4096.0, np.full(3, 8))
+    step = Phase((Operand(bytes=4096.0, axes=(0,)),), flops=1.0)
+    scalar = Footprint("float32", (64.0,), step, np.full(3, 8), Phase(bytes_written=4096.0))
     column = dataclasses.replace(scalar, grid=(np.full(3, 64.0),))
     model = CostModel(find("NVIDIA H200"))
     assert np.array_equal(np.broadcast_to(model.floor(scalar), 3), np.broadcast_to(model.floor(column), 3))

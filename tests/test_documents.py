@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import scheduler
 from jax.experimental import pallas as pl
-from search_spaces import Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space
+from search_spaces import Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Problem, Space
 """
 
 

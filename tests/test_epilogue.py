@@ -229,12 +229,12 @@ def test_an_interpret_footprint_counts_what_an_epilogue_reads():
     whole = Columns.of([InterpretSchedule(40, 50, 10, "m")])
     p = dataclasses.replace(PROBLEMS[2], k=20)
     f = INTERPRET.footprint(p, whole, CPU)
-    loaded = f.steps * sum(operand.bytes for operand in f.operands)
-    np.testing.assert_allclose(loaded + f.bytes_written, p.bytes_moved)
+    loaded = f.steps * sum(load.bytes for load in f.mean_step.loads)
+    np.testing.assert_allclose(loaded + f.tile.bytes_written, p.bytes_moved)
     bare = INTERPRET.footprint(p.plain, whole, CPU)
     assert f.onchip_bytes - bare.onchip_bytes == 2 * (50 + 40 * 50)
-    assert f.special_ops * f.steps == 40 * 50
-    assert bare.special_ops == 0
+    assert f.tile.mufu_ops == 40 * 50
+    assert bare.tile.mufu_ops == 0
 
 
 def test_the_gpu_kernel_takes_part_whatever_follows_the_product():

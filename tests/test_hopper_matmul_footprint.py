@@ -28,16 +28,16 @@ def test_a_footprint_accounts_for_the_whole_product(problem):
     found = footprint(problem, points)
     blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
     result = problem.result()
-    assert np.all(found.flops * found.steps * blocks >= problem.flops)
+    assert np.all(found.step.flops * found.steps * blocks >= problem.flops)
     written = np.where(points.split_k > 1, 4 * points.split_k, result.dtype.itemsize)
-    np.testing.assert_allclose(found.bytes_written * blocks, np.prod(result.shape) * written)
-    for operand, array in zip(found.operands, problem.operands(), strict=True):
+    np.testing.assert_allclose(found.tile.bytes_written * blocks, np.prod(result.shape) * written)
+    for operand, array in zip(found.mean_step.loads, problem.operands(), strict=True):
         readers = blocks / np.prod([found.grid[axis] for axis in operand.axes], axis=0)
         np.testing.assert_allclose(
             operand.bytes * found.steps * blocks, readers * np.prod(array.shape) * array.dtype.itemsize
         )
     assert np.all(blocks % found.cluster == 0)
-    assert np.all((found.exchanged_bytes > 0) == (points.cluster == "split_k"))
+    assert np.all((found.dsmem_bytes > 0) == (points.cluster == "split_k"))
 
 
 def test_192_accumulators_are_the_most_that_fit_the_registers():
@@ -112,11 +112,11 @@ def test_an_epilogue_costs_its_bytes_where_accumulators_are_complete():
     schedules = Columns.of([schedule(), schedule(split_k=2)])
     found, plain = footprint(problem, schedules), footprint(problem.plain, schedules)
     blocks, readers = 2 * 3, [2, 1]  # every row of tiles reads the bias
-    loaded = [operand.bytes * found.steps * blocks for operand in found.operands[2:]]
+    loaded = [operand.bytes * blocks for operand in found.tile.loads]
     assert [load[0] for load in loaded] == pytest.approx([bias * readers[0], residual * readers[1]])
     assert [load[1] for load in loaded] == [0, 0]
     assert (found.copied_bytes - plain.copied_bytes).tolist() == [0, bias + residual]
-    assert (found.special_ops * found.steps).tolist() == [128 * 128, 0]
+    assert found.tile.mufu_ops.tolist() == [128 * 128, 0]
     # For each consumer 128 columns of the bias, and two subtiles of 64 x 64 of the residual; a barrier for each.
     assert (found.onchip_bytes - plain.onchip_bytes).tolist() == [2 * (128 * 4 + 2 * 64 * 64 * 2 + 3 * 8), 0]
 
@@ -124,18 +124,18 @@ def test_an_epilogue_costs_its_bytes_where_accumulators_are_complete():
 @untiled
 def test_rows_start_where_the_pitch_of_their_array_lets_them():
     problem = MatmulProblem(1000, 504, 2000)  # rows of 4000, 1008 and 1008 bytes
-    a, b = footprint(problem, Columns.of([BASE])).operands
+    a, b = footprint(problem, Columns.of([BASE])).step.loads
     assert (a.start_bytes, b.start_bytes) == (32, 16)
-    a, b = footprint(dataclasses.replace(problem, transpose_a=True), Columns.of([BASE])).operands
+    a, b = footprint(dataclasses.replace(problem, transpose_a=True), Columns.of([BASE])).step.loads
     assert (a.start_bytes, b.start_bytes) == (16, 16)
-    a, b = footprint(MatmulProblem(1, 4096, 4096), Columns.of([BASE])).operands
+    a, b = footprint(MatmulProblem(1, 4096, 4096), Columns.of([BASE])).step.loads
     assert (a.start_bytes, b.start_bytes) == (0, 8192), "a single row starts where the array does"
 
 
 def test_rows_beyond_an_edge_count_in_whole_groups_of_eight():
     def outside(m, tile_m):
         few = footprint(MatmulProblem(m, 4096, 4096), Columns.of([schedule(tile_m=tile_m, consumers="cooperative_n")]))
-        return few.operands[0].outside_rows[0]
+        return few.step.loads[0].fill_rows[0]
 
     assert outside(1, 64) == 56, "of 64 rows of 128 bytes"
     assert outside(8, 64) == 56
@@ -151,17 +151,17 @@ def test_delay_release_keeps_a_stage_and_runs_ahead():
     ]
     found = footprint(MatmulProblem(4096, 4096, 4096), Columns.of(points))
     assert found.stages.tolist() == [4, 3, 3]
-    assert found.multipliers.tolist() == [2, 1, 1]
-    assert found.ahead.tolist() == [0, 1, 1]
-    assert found.alternating.tolist() == [False, False, True]
+    assert found.consumers.tolist() == [2, 1, 1]
+    assert found.delay_release.tolist() == [0, 1, 1]
+    assert found.ping_pong.tolist() == [False, False, True]
 
 
 @untiled
 def test_threads_store_only_what_tma_cannot_address_and_half_a_warp_takes_as_long_as_a_whole_one():
     points = Columns.of([schedule(epi_tile_n=64), schedule(epi_tile_n=32), schedule(split_k=2)])
     copied, written = (footprint(MatmulProblem(1024, n, 768), points) for n in (1000, 1001))
-    assert not np.any(copied.vector_ops)
-    wide, narrow, split = written.vector_ops * written.steps
+    assert not np.any(copied.tile.fp32_ops)
+    wide, narrow, split = written.tile.fp32_ops
     assert wide > 0
     assert (narrow, split) == (2 * wide, 0)
 

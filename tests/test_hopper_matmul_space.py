@@ -143,8 +143,8 @@ def test_clusters_split_k_where_sms_idle_and_the_stages_hold_the_accumulators():
         tiles = problem.batch * -(-problem.m // shared.tile_m) * -(-problem.n // shared.tile_n)
         assert np.all(2 * tiles <= TARGET.cores)
         assert np.all(shared.split_k == 1)
-        a, b = (operand.filled_bytes for operand in found.operands[:2])
-        assert np.all(shared.stages * np.maximum(a, b) >= found.exchanged_bytes)
+        a, b = (operand.filled_bytes for operand in found.step.loads)
+        assert np.all(shared.stages * np.maximum(a, b) >= found.dsmem_bytes)
     assert set(KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET).legal()[0].cluster) == {"none", "m", "n"}
 
 

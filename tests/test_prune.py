@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler.core.hardware import CPU, find
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from search_spaces import Columns, Footprint, Kernel, Operand, Space
+from search_spaces import Columns, Footprint, Kernel, Operand, Phase, Space
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
@@ -55,9 +55,8 @@ class Demanding(Kernel):
         return Footprint(
             arithmetic=problem.arithmetic,
             grid=(np.full(len(s), 132),),
-            operands=(Operand(bytes=np.full(len(s), 4096.0), axes=(0,)),),
-            flops=s.slow * problem.flops / 132,
-            bytes_written=np.full(len(s), 4096.0),
+            step=Phase(loads=(Operand(bytes=np.full(len(s), 4096.0), axes=(0,)),), flops=s.slow * problem.flops / 132),
+            tile=Phase(bytes_written=np.full(len(s), 4096.0)),
             onchip_bytes=s.kibibytes * 1024,
             registers=s.registers,
             registers_per_block=s.registers * s.warps * 32,

@@ -30,7 +30,7 @@ from scheduler.measure.runner import InProcess, Task
 from scheduler.search.sweep import file_name, sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
-from search_spaces import Operation, load
+from search_spaces import Operation, Phase, load
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 pytestmark = pytest.mark.one_jax
@@ -115,7 +115,7 @@ def test_the_model_does_not_change_a_sample(tmp_path):
     class Other(Double):
         def footprint(self, problem, schedules, target):
             footprint = super().footprint(problem, schedules, target)
-            return dataclasses.replace(footprint, flops=1e9 / schedules.tile**3)
+            return dataclasses.replace(footprint, step=Phase(footprint.step.loads, 1e9 / schedules.tile**3))
 
     other = Operation("double", DoubleProblem, (Other(), DoubleLibrary()))
     samples = [

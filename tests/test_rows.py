@@ -302,10 +302,10 @@ def test_a_footprint_accounts_for_every_byte_once(problem):
     found = footprint(problem, points)
     blocks = np.prod(np.broadcast_arrays(*found.grid), axis=0)
     result, x = problem.result(), problem.operands()[0]
-    np.testing.assert_allclose(found.bytes_written * blocks, np.prod(result.shape) * result.dtype.itemsize)
-    loaded = found.operands[0].bytes * found.steps * blocks / (np.prod(x.shape) * x.dtype.itemsize)
+    np.testing.assert_allclose(found.tile.bytes_written * blocks, np.prod(result.shape) * result.dtype.itemsize)
+    loaded = found.step.loads[0].bytes * found.steps * blocks / (np.prod(x.shape) * x.dtype.itemsize)
     np.testing.assert_allclose(loaded, 1)
-    assert np.all(found.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
+    assert np.all(found.step.flops * found.steps * blocks >= problem.flops * (1 - 1e-9))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{type(p).__name__}({p})")
@@ -389,10 +389,10 @@ def test_of_a_row_that_no_cluster_has_room_for_no_schedule_fits():
 def test_narrow_accesses_are_more_of_them():
     problem = SoftmaxProblem(4096, 4096)
     wide, narrow = (footprint(problem, Columns.of([registers(4, v)])) for v in (8, 4))
-    assert narrow.transactions[0] == 2 * wide.transactions[0]
+    assert narrow.step.transactions[0] == 2 * wide.step.transactions[0]
     assert wide.access_bytes[0] == 16
     odd = footprint(SoftmaxProblem(4096, 4095), Columns.of([registers(4, 1)]))
-    assert odd.transactions[0] == 8 * wide.transactions[0]
+    assert odd.step.transactions[0] == 8 * wide.step.transactions[0]
     assert odd.coalescing[0] == 64 / (64 + 32)
 
 

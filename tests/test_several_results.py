@@ -18,7 +18,7 @@ from scheduler.measure import bench as benches
 from scheduler.measure import verification
 from scheduler.measure.bench import Bench
 from scheduler.store.store import Store, default_url
-from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Space, Tolerance, load
+from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space, Tolerance, load
 from search_spaces.kernel import Library, nbytes
 from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
 
@@ -220,7 +220,7 @@ class Pair(Kernel):
         one = np.ones(len(schedules))
         loads = (Operand(bytes=4.0 * problem.n * one, axes=(0,)),)
         written = 1.0 * sum(map(nbytes, problem.results()))
-        return Footprint("float32", (one,), loads, flops=one, bytes_written=written, onchip_bytes=8 * one)
+        return Footprint("float32", (one,), Phase(loads, one), 8 * one, Phase(bytes_written=written))
 
     def run(self, problem, schedule, target, /, *args, **params):
         return BEHAVIOURS[schedule.behave](problem, *args)
@@ -277,7 +277,7 @@ def test_memory_and_traffic_count_every_result():
     assert benches.least_bytes(pair) == benches.least_bytes(single) + 2 * 2
     assert benches.needed_bytes(pair, CPU) > benches.needed_bytes(single, CPU)
     library = PAIR.library.footprint(pair, Columns.of([Library()]), CPU.target)
-    assert float(library.bytes_written[0]) == 4 * 2**20 + 4
+    assert float(library.tile.bytes_written[0]) == 4 * 2**20 + 4
     with pytest.raises(ValueError, match="which no memory holds"):
         SoftmaxWithLseProblem(2**62, 1, "bfloat16")
 

@@ -15,7 +15,7 @@ from scheduler import tuned
 from scheduler.core.backends import backends_of_another
 from scheduler.dispatch import dispatch
 from scheduler.store.store import Store, default_url
-from search_spaces import Footprint, Kernel, LibraryKernel, Operand, Operation, Space
+from search_spaces import Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space
 from search_spaces.matmul import MATMUL
 
 N = 12
@@ -49,9 +49,8 @@ class Blocked(Kernel):
         return Footprint(
             arithmetic="float32",
             grid=(problem.n / tile,),
-            operands=(Operand(bytes=4.0 * count * tile, axes=(0,)),),
-            flops=1.0 * tile,
-            bytes_written=4.0 * tile * len(problem.results()),
+            step=Phase(loads=(Operand(bytes=4.0 * count * tile, axes=(0,)),), flops=1.0 * tile),
+            tile=Phase(bytes_written=4.0 * tile * len(problem.results())),
             onchip_bytes=4 * (count + 1) * tile,
         )
 

@@ -12,7 +12,7 @@ import scheduler
 from scheduler import tuned, tuned_matmul
 from scheduler.cli.app import app
 from scheduler.core.hardware import CPU
-from search_spaces import DeclarationError, Footprint, Operand, Space
+from search_spaces import DeclarationError, Footprint, Operand, Phase, Space
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX
 
@@ -169,7 +169,7 @@ def test_an_operand_that_an_axis_outside_the_grid_selects_is_named(axis):
     with pytest.raises(
         DeclarationError, match=rf"operand 1 of the footprint is selected by axis {axis}: its grid has axes 0"
     ):
-        Footprint("float32", (np.ones(2),), operands, flops=1.0, bytes_written=4.0, onchip_bytes=np.ones(2))
+        Footprint("float32", (np.ones(2),), Phase(operands), onchip_bytes=np.ones(2))
 
 
 OWN = """

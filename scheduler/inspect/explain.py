@@ -14,7 +14,8 @@ from scheduler.core.records import Schedule, Trial
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
-from search_spaces.kernel import Footprint, Kernel, Operation, Problem
+from search_spaces.footprint import Footprint
+from search_spaces.kernel import Kernel, Operation, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardw
 def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
     """One for each schedule."""
     blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
-    columns = footprint.transactions * footprint.steps * blocks, footprint.coalescing, footprint.access_bytes
+    transactions = footprint.mean_step.transactions * footprint.steps * blocks
+    columns = transactions, footprint.coalescing, footprint.access_bytes
     rows = zip(*(np.broadcast_to(column, (schedules,)) for column in columns), strict=True)
     return [Access(*map(float, row)) if row[-1] else None for row in rows]

@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
 from scheduler.model.traffic import block_count, column, concurrent, resident, traffic
-from search_spaces.kernel import Footprint, Operand, Problem
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.kernel import Problem
 
 Array = npt.NDArray[np.float64]
 
@@ -134,8 +135,8 @@ class CostModel:
         wgmma_bubble: what tensor cores wait between a step's wgmma and the next one's, as far as neither another
           consumer warpgroup nor a step that was issued before keeps them busy (H200: 0.1 us, a step of 64 x 64 x 64
           takes 0.07).
-        tile_bubble: what they wait for while FP32 lanes and MUFU finish accumulators. Nothing with ping-pong
-          warpgroups, one in its epilogue while another multiplies.
+        step_bubble, tile_bubble: what they wait for while FP32 lanes and MUFU work on what a step, or a whole tile,
+          multiplied. Nothing with ping-pong warpgroups, one in its softmax or epilogue while another multiplies.
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
           multiplied at 1.78 GHz, with a quarter of them at its highest clock.
         smem: what tensor cores read from on-chip memory.
@@ -157,7 +158,7 @@ class CostModel:
           the first load and the last computing overlap with nothing; of the first block alone where blocks are
           persistent or share a core.
         epilogue: storing a block's result through the last-level cache; of the last block alone likewise, with what
-          lanes do to its accumulators where they hide the others'.
+          lanes do after the last MMA where they hide behind it before.
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
         cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
@@ -176,7 +177,11 @@ class CostModel:
         every byte moved once (bytes that fit into that cache may be there already, and count at its bandwidth).
         """
         f, h = footprint, self.hardware
-        arithmetic = np.ceil(block_count(f) / h.cores) * f.steps * f.flops * h.cores / (h.boost * h.peak(f.arithmetic))
+        each = block_count(f) / h.cores
+        # Of tiles that differ, a core has the mean number of steps or more, and so has the one with the longest tile.
+        flops = np.maximum(np.ceil(each) * _tile_flops(f, f.shortest), each * _tile_flops(f, f.steps))
+        flops = np.maximum(flops, _tile_flops(f, f.longest))
+        arithmetic = flops * h.cores / (h.boost * h.peak(f.arithmetic))
         moves = traffic(f, h, l2_share=1.0)
         loads, moved = moves.cache_bytes / h.l2_bytes_per_s, moves.compulsory_bytes
         memory = moved / np.where(moved < h.l2_bytes, h.l2_bytes_per_s, h.hbm_bytes_per_s)
@@ -205,54 +210,53 @@ class CostModel:
 
         The first two in seconds; `terms` says what each name means.
         """
-        f, h, c = footprint, self.hardware, self.in_force
+        f, h, c, demand = footprint, self.hardware, self.in_force, footprint.mean_step
         blocks, steps, at_once = block_count(f), column(f.steps), concurrent(f, h)
         full = np.floor(blocks / at_once)
         running = np.stack([at_once, blocks - full * at_once])
         waves = np.stack([full, np.ceil(blocks / at_once) - full])
         count, per_core = waves.sum(axis=0), np.ceil(running / h.cores)
+        # Cores that take one tile after another do a mean number of steps in each; what the longest has more is last.
+        last = np.stack([waves[1] == 0, waves[1] > 0])
+        paced = waves * steps + last * (column(f.longest) - steps)
         zero = np.zeros_like(count)
 
         moved = traffic(f, h, l2_share=c.l2_share)
         peak, core_rate, hbm_rate = h.peak(f.arithmetic), h.l2_bytes_per_s / h.cores, c.e_hbm * h.hbm_bytes_per_s
-        beyond_edges = sum(column(o.outside_rows) * o.multicast for o in f.operands)
+        beyond_edges = sum(column(o.fill_rows) * o.multicast for o in demand.loads)
         overlapped = {
-            "mma": per_core * f.flops * h.cores / (h.boost * peak),
-            "power": running * f.flops / (c.e_power * peak),
-            "smem": per_core * column(f.onchip_bytes_read) / (h.onchip_bytes_per_clock * h.clock_hz),
-            "l2": per_core * sum(_filled(o) for o in f.operands) / core_rate,
-            "tma_rows": per_core * sum(_tma_s(o, h, c) / o.multicast for o in f.operands),
+            "mma": per_core * demand.flops * h.cores / (h.boost * peak),
+            "power": running * demand.flops / (c.e_power * peak),
+            "smem": per_core * column(demand.onchip_bytes_read) / (h.onchip_bytes_per_clock * h.clock_hz),
+            "l2": per_core * sum(_filled(o) for o in demand.loads) / core_rate,
+            "tma_rows": per_core * sum(_tma_s(o, h, c) / o.multicast for o in demand.loads),
             "oob_fill": per_core * beyond_edges * c.fill_row_s,
-            "hbm": running * (moved.memory_bytes + blocks * f.bytes_written) / (blocks * steps) / hbm_rate,
-        }
-        lanes = {
-            "mufu": per_core * f.special_ops / (h.special_per_clock * h.clock_hz),
-            "fp32": per_core * f.vector_ops / (h.lanes_per_core * h.clock_hz),
+            "hbm": running * (moved.memory_bytes / (blocks * steps) + demand.bytes_written) / hbm_rate,
         }
         units = np.maximum(np.maximum(overlapped["mma"], overlapped["power"]), overlapped["smem"])
         overlapped["wgmma_bubble"] = _wgmma_bubble(f, per_core, units, c.wgmma_bubble_s)
         load = np.maximum(np.maximum(overlapped["l2"], overlapped["tma_rows"]), overlapped["hbm"])
         load = load + overlapped["oob_fill"]
-        compute = units + overlapped["wgmma_bubble"] + sum(lanes.values())
+        lanes = _lanes(f, h, per_core, count)
+        compute = units + overlapped["wgmma_bubble"] + lanes.busy_s
         latency_s = np.where(moved.l2_resident, h.l2_latency_s, h.memory_latency_s)
         overlapped["latency"] = (latency_s + (load + compute) / np.maximum(per_core, 1)) / f.stages
-        shown, last_lanes_s = _lanes(f, lanes, count)
-        overlapped |= shown
+        overlapped |= lanes.shown
 
         surrounded = column(f.persistent).astype(bool) | (resident(f, h) > 1)
         alone = np.where(surrounded, 1.0, count)
         shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
         serial = {
-            "step": c.step_s * steps * count,
+            "step": c.step_s * paced.sum(axis=0),
             "pipeline_setup": c.stage_s * f.stages + zero,
             "prologue": (latency_s + shorter) * alone,
-            "epilogue": per_core.max(axis=0) * f.bytes_written / core_rate * alone + last_lanes_s,
+            "epilogue": per_core.max(axis=0) * f.tile.bytes_written / core_rate * alone + lanes.last_s,
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
-            "dsmem": c.dsmem_s * (column(f.exchanged_bytes) > 0) + f.exchanged_bytes / c.dsmem_bytes_per_s + zero,
+            "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,
             "launch": c.launch_share * h.launch_s * column(f.launches) + zero,
         }
-        return overlapped, serial, waves * steps
+        return overlapped, serial, paced
 
 
 def arithmetic_intensity(footprint: Footprint) -> Array:
@@ -260,8 +264,14 @@ def arithmetic_intensity(footprint: Footprint) -> Array:
 
     ``2 tile_m tile_n / (itemsize (tile_m + tile_n))``: 0.5 for a naive bfloat16 dot product, 64 for tiles of 128 x 128.
     """
-    loads = sum(column(o.bytes) for o in footprint.operands)
-    return footprint.flops / np.maximum(loads, 1)
+    demand = footprint.mean_step
+    loads = sum(column(o.bytes) for o in demand.loads)
+    return demand.flops / np.maximum(loads, 1)
+
+
+def _tile_flops(footprint: Footprint, steps: npt.ArrayLike) -> Array:
+    """Floating-point operations of MMA of a tile of so many steps."""
+    return column(steps) * footprint.step.flops + footprint.tile.flops
 
 
 def _filled(operand: Operand) -> Array:
@@ -269,18 +279,58 @@ def _filled(operand: Operand) -> Array:
     return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
 
 
-def _lanes(footprint: Footprint, lanes: Mapping[str, Array], count: Array) -> tuple[dict[str, Array], Array]:
-    """`lanes` as they show in a step, "tile_bubble" included, and their seconds on the last block's accumulators.
+@dataclasses.dataclass(frozen=True)
+class _Lanes:
+    """What FP32 lanes and MUFU of a core do, in seconds.
 
-    Where tensor cores multiply, these wait while lanes finish a block's accumulators; or, with ping-pong warpgroups,
-    they go on with the next of `count` blocks, and only the last one's shows.
+    Attributes:
+      busy_s: in which they work, a step.
+      shown: those that show in a step: beside MMA by unit, and as the bubbles in which MMA waits for them.
+      last_s: of the whole launch, after MMA that nothing follows.
     """
-    accumulates, ping_pong = column(footprint.multipliers) > 0, column(footprint.alternating).astype(bool)
-    finishing = np.where(accumulates, sum(lanes.values()), 0.0)
-    beside = np.where(accumulates, np.where(ping_pong, 1 - 1 / count, 0.0), 1.0)
-    shown = {name: beside * seconds for name, seconds in lanes.items()}
-    shown["tile_bubble"] = np.where(ping_pong, 0.0, finishing)
-    return shown, np.where(ping_pong, finishing.max(axis=0) * footprint.steps, 0.0)
+
+    busy_s: Array
+    shown: Mapping[str, Array]
+    last_s: Array
+
+
+def _lanes(footprint: Footprint, hardware: Hardware, per_core: Array, count: Array) -> _Lanes:
+    """Lanes and MUFU as they show, of `count` tiles that follow each other on a core.
+
+    Where there is MMA, it waits for them unless another block of the core has MMA to issue, or they take turns with it:
+    consumers with each other, or in a step one consumer that has issued the next. Of those that take turns the last
+    shows: of the launch, or of each tile where no other consumer has the next one.
+    """
+    f = footprint
+    steps, shared = column(f.steps), resident(f, hardware) > 1
+    # FP32 lanes compute float32 themselves.
+    multiplies = (column(f.mean_step.flops) > 0) & (f.arithmetic != "float32")
+    ping_pong = column(f.ping_pong).astype(bool)
+    runs = np.where(ping_pong & column(f.persistent).astype(bool), 1.0, count)
+    # Of each phase: its lanes in one step, whether they take turns with MMA, and how many of it a launch has.
+    phases = {
+        "step_bubble": (_lane_seconds(f.step, hardware, per_core), ping_pong | (column(f.delay_release) > 0), steps),
+        "tile_bubble": (_lane_seconds(f.tile, hardware, per_core / steps), ping_pong, np.ones_like(steps)),
+    }
+    shown = {"mufu": np.zeros_like(per_core), "fp32": np.zeros_like(per_core)}
+    busy_s, last_s = np.zeros_like(per_core), np.zeros_like(count)
+    for bubble, (lanes, in_turn, times) in phases.items():
+        beside = np.where(multiplies, np.where(in_turn, 1 - runs / (count * times), shared), 1.0)
+        shown |= {unit: shown[unit] + beside * seconds for unit, seconds in lanes.items()}
+        total = lanes["mufu"] + lanes["fp32"]
+        shown[bubble] = np.where(multiplies & ~in_turn & ~shared, total, 0.0)
+        busy_s = busy_s + total
+        last_s = last_s + np.where(multiplies & in_turn, total.max(axis=0) * steps / times * runs, 0.0)
+    return _Lanes(busy_s, shown, last_s)
+
+
+def _lane_seconds(phase: Phase, hardware: Hardware, per_core: Array) -> dict[str, Array]:
+    """Seconds of a core's MUFU and of its FP32 lanes for so many of this phase."""
+    h = hardware
+    return {
+        "mufu": per_core * phase.mufu_ops / (h.special_per_clock * h.clock_hz),
+        "fp32": per_core * phase.fp32_ops / (h.lanes_per_core * h.clock_hz),
+    }
 
 
 def _wgmma_bubble(footprint: Footprint, per_core: Array, units: Array, bubble_s: float) -> Array:
@@ -289,14 +339,14 @@ def _wgmma_bubble(footprint: Footprint, per_core: Array, units: Array, bubble_s:
     A consumer warpgroup multiplies its part, waits `bubble_s`, and goes on; one that issues a step ahead does so for
     two steps at a time. The units are busy as long as the others' parts last.
     """
-    groups = per_core * footprint.multipliers
-    cycle = (units / np.maximum(groups, 1) + bubble_s) / (1 + column(footprint.ahead))
+    groups = per_core * footprint.consumers
+    cycle = (units / np.maximum(groups, 1) + bubble_s) / (1 + column(footprint.delay_release))
     return np.where(groups > 0, np.maximum(cycle - units, 0.0), 0.0)
 
 
 def _tma_s(operand: Operand, hardware: Hardware, constants: Constants) -> Array:
     """Seconds in which a core's TMA issues what a block fills with this operand in one step."""
-    width, start = column(operand.copy_bytes), column(operand.start_bytes)
+    width, start = column(operand.tma_row_bytes), column(operand.start_bytes)
     filled = _filled(operand)
     rows = np.where(width > 0, filled / np.maximum(width, 1), 0.0)
     misaligned = np.where((start > 0) & (start < hardware.sector_bytes), filled, 0.0)
@@ -311,8 +361,8 @@ def _pace(parts: Mapping[str, Array], p: float) -> Array:
     bandwidth or its latency, they hardly show, as the norm of three times that order has it: products of few rows come
     to 95 % of an H200's bandwidth with most tiles, and one stage more than the pipeline needs gains nothing.
     """
-    units = np.maximum(np.maximum(parts["mma"] + parts["tile_bubble"], parts["power"]), parts["smem"])
-    units = units + parts["wgmma_bubble"]
+    mma = parts["mma"] + parts["step_bubble"] + parts["tile_bubble"]
+    units = np.maximum(np.maximum(mma, parts["power"]), parts["smem"]) + parts["wgmma_bubble"]
     loads = np.maximum(parts["l2"], parts["tma_rows"]) + parts["oob_fill"]
     core = _norm(np.stack([units, parts["mufu"], parts["fp32"], loads]), p)
     return _norm(np.stack([core, parts["latency"], parts["hbm"] + parts["oob_fill"]]), 3 * p)

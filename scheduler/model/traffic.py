@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
-from search_spaces.kernel import Footprint
+from search_spaces.footprint import Footprint
 
 Array = npt.NDArray[np.float64]
 
@@ -40,13 +40,13 @@ def traffic(footprint: Footprint, hardware: Hardware, l2_share: float) -> Traffi
     Blocks of one window load a common operand block at about the same time, so device memory delivers it once for each
     window; between windows it stays in the cache as far as the operands fit into `l2_share` of it.
     """
-    f = footprint
+    f, demand = footprint, footprint.mean_step
     blocks, steps = block_count(f), column(f.steps)
     at_once = np.minimum(concurrent(f, hardware), blocks)
     windows = blocks / at_once
-    once = [all_blocks * steps * o.bytes for all_blocks, o in zip(block_loads(f, blocks), f.operands, strict=True)]
+    once = [all_blocks * steps * o.bytes for all_blocks, o in zip(block_loads(f, blocks), demand.loads, strict=True)]
     again = [
-        distinct * steps * o.bytes * windows for distinct, o in zip(block_loads(f, at_once), f.operands, strict=True)
+        distinct * steps * o.bytes * windows for distinct, o in zip(block_loads(f, at_once), demand.loads, strict=True)
     ]
     operands: Array = column(sum(once))
     kept = np.minimum(1.0, l2_share * hardware.l2_bytes / np.maximum(operands, 1.0))
@@ -55,9 +55,9 @@ def traffic(footprint: Footprint, hardware: Hardware, l2_share: float) -> Traffi
         np.where(l2_resident, 0.0, kept * a + (1 - kept) * np.maximum(a, b)) for a, b in zip(once, again, strict=True)
     ]
     return Traffic(
-        cache_bytes=column(sum(blocks * steps * o.bytes / o.multicast for o in f.operands)),
+        cache_bytes=column(sum(blocks * steps * o.bytes / o.multicast for o in demand.loads)),
         memory_bytes=column(sum(loaded)),
-        compulsory_bytes=operands + blocks * f.bytes_written,
+        compulsory_bytes=operands + blocks * steps * demand.bytes_written,
         l2_resident=l2_resident,
     )
 
@@ -83,14 +83,16 @@ def resident(footprint: Footprint, hardware: Hardware) -> Array:
 
 
 def block_loads(footprint: Footprint, blocks: npt.ArrayLike) -> list[Array]:
-    """Distinct blocks of each operand that the first `blocks` output blocks load in one step: one array per operand.
+    """Distinct blocks of each load of a mean step that the first `blocks` output blocks need: one array per load.
 
     Walking 9 of 9 x 9 output blocks of a matmul row by row takes 1 + 9 (90 in 9 steps), in groups of three 3 + 3 (54):
     the teaching example of grouped ordering (Triton's tutorial on matrix multiplication).
     """
     box = window(footprint, blocks)
     ones = np.ones(box.shape[1])
-    return [np.minimum(np.prod([ones, *(box[axis] for axis in o.axes)], axis=0), blocks) for o in footprint.operands]
+    return [
+        np.minimum(np.prod([ones, *(box[axis] for axis in o.axes)], axis=0), blocks) for o in footprint.mean_step.loads
+    ]
 
 
 def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:

@@ -71,6 +71,7 @@ def _launch_seconds(
 ) -> npt.NDArray[np.float64]:
     """Of one launch of each of `points`."""
     footprint = kernel.footprint(problem, points, hardware.target)
+    demand = footprint.mean_step
     blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
-    step_s = STEP_S + problem.bytes_moved / BYTES_PER_S + np.asarray(footprint.flops) / FLOPS_PER_S
+    step_s = STEP_S + problem.bytes_moved / BYTES_PER_S + np.asarray(demand.flops + demand.fp32_ops) / FLOPS_PER_S
     return np.broadcast_to(blocks * footprint.steps * step_s, (len(points),))

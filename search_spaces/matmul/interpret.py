@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.kernel import Kernel, Target
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, Space
@@ -62,27 +63,29 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
         rows, columns = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n)
         steps = _cdiv(p.k, s.tile_k)
         a, b = (p.m / rows) * (p.k / steps) * itemsize, (p.k / steps) * (p.n / columns) * itemsize
-        # Read once for each block of the result: part of it in each step.
-        bias = p.n / columns * _itemsize(p.bias) / steps
-        residual = (p.m / rows) * (p.n / columns) * _itemsize(p.residual) / steps
+        bias = p.n / columns * _itemsize(p.bias)
+        residual = (p.m / rows) * (p.n / columns) * _itemsize(p.residual)
         tile = s.tile_m * s.tile_k + s.tile_k * s.tile_n
         result = s.tile_m * s.tile_n
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(np.full(len(s), p.batch), rows, columns),
-            operands=(
-                Operand(bytes=a, axes=(0, 1)),
-                Operand(bytes=b, axes=(0, 2)),
-                *([Operand(bytes=bias, axes=(0, 2))] if p.bias else []),
-                *([Operand(bytes=residual, axes=(0, 1, 2))] if p.residual else []),
+            step=Phase(
+                loads=(Operand(bytes=a, axes=(0, 1)), Operand(bytes=b, axes=(0, 2))),
+                flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
             ),
-            flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
-            bytes_written=(p.m / rows) * (p.n / columns) * out_itemsize,
+            tile=Phase(
+                loads=(
+                    *([Operand(bytes=bias, axes=(0, 2))] if p.bias else []),
+                    *([Operand(bytes=residual, axes=(0, 1, 2))] if p.residual else []),
+                ),
+                mufu_ops=result * epilogue.EXPONENTIALS[p.activation],
+                bytes_written=(p.m / rows) * (p.n / columns) * out_itemsize,
+            ),
             onchip_bytes=tile * itemsize
             + s.tile_n * _itemsize(p.bias)
             + result * (4 + out_itemsize + _itemsize(p.residual)),
             steps=steps,
-            special_ops=result * epilogue.EXPONENTIALS[p.activation] / steps,
             minor=np.where(s.minor == "m", 1, 2),
             group=np.where(s.minor == "m", rows, columns),
         )

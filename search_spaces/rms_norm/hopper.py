@@ -55,7 +55,7 @@ class RmsNorm(Reduction):
 
 class HopperRmsNorm(HopperRows[RmsNormProblem]):
     version = 1
-    costs = ElementCosts(special_ops=(0.0, 0.0), vector_ops=(6.0, 7.0), widens=False)
+    costs = ElementCosts(mufu_ops=(0.0, 0.0), fp32_ops=(6.0, 7.0), widens=False)
 
     def reduction(self, problem: RmsNormProblem, *, eps: float = EPS, **params: Any) -> RmsNorm:
         return RmsNorm(problem.columns, eps)

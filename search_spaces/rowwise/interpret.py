@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from search_spaces.kernel import Footprint, Kernel, Operand, Target, as_tuple, nbytes
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.kernel import Kernel, Target, as_tuple, nbytes
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space
 
@@ -50,12 +51,14 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(blocks,),
-            operands=(
-                Operand(bytes=p.rows / blocks * row_bytes, axes=(0,)),
-                Operand(bytes=np.full(len(s), float(whole_bytes)), axes=()),
+            step=Phase(
+                loads=(
+                    Operand(bytes=p.rows / blocks * row_bytes, axes=(0,)),
+                    Operand(bytes=np.full(len(s), float(whole_bytes)), axes=()),
+                ),
+                flops=p.flops / p.rows * s.rows,
             ),
-            flops=p.flops / p.rows * s.rows,
-            bytes_written=p.rows / blocks * result_bytes,
+            tile=Phase(bytes_written=p.rows / blocks * result_bytes),
             onchip_bytes=s.rows * (row_bytes + result_bytes) + whole_bytes,
         )
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import Footprint, Kernel, Operand, Target
+from search_spaces.kernel import Kernel, Target
 from search_spaces.rowwise.hopper.accesses import coalescing, vectors
 from search_spaces.rowwise.hopper.kernel import refusal
 from search_spaces.rowwise.hopper.register_resident import COMPILER_PARAMS
@@ -81,18 +82,20 @@ class HopperSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(rows, columns),
-            operands=(Operand(bytes=2 * bytes_written, axes=(0, 1)),),
-            flops=5.0 * elements,
-            bytes_written=bytes_written,
+            step=Phase(
+                loads=(Operand(bytes=2 * bytes_written, axes=(0, 1)),),
+                flops=5.0 * elements,
+                fp32_ops=8 * elements + WARP * transactions,
+                mufu_ops=2 * elements,  # an exponential and a reciprocal
+                transactions=transactions,
+            ),
+            tile=Phase(bytes_written=bytes_written),
             onchip_bytes=np.zeros(len(s), dtype=np.int64),
             minor=1,
             group=columns,
             threads=WARPGROUP,
             registers=registers,
             registers_per_block=WARPGROUP * round_up(registers, 8),
-            special_ops=2 * elements,  # an exponential and a reciprocal
-            vector_ops=8 * elements + WARP * transactions,
-            transactions=transactions,
             coalescing=coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
             access_bytes=s.vector * p.itemsize,
         )

@@ -67,7 +67,7 @@ class Softmax(Reduction):
 class HopperSoftmax(HopperRows[SoftmaxProblem]):
     version = 1
     # Exponentials: in registers one; in chunks one for the sum, one for the result, and a correction a chunk.
-    costs = ElementCosts(special_ops=(1.0, 2.25), vector_ops=(8.0, 13.0), widens=True)
+    costs = ElementCosts(mufu_ops=(1.0, 2.25), fp32_ops=(8.0, 13.0), widens=True)
 
     def reduction(self, problem: SoftmaxProblem, **params: Any) -> Softmax:
         return Softmax()

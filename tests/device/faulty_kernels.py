@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from operations import DoubleLibrary, DoubleProblem
 
-from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Space, Target
+from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
 from search_spaces.jax_compat import plgpu
 
 TILE = 256
@@ -34,9 +34,8 @@ class Double(Kernel[DoubleProblem, DoubleSchedule]):
         return Footprint(
             arithmetic="float32",
             grid=(problem.n / TILE,),
-            operands=(Operand(bytes=4.0 * TILE, axes=(0,)),),
-            flops=1.0 * TILE,
-            bytes_written=4.0 * TILE,
+            step=Phase(loads=(Operand(bytes=4.0 * TILE, axes=(0,)),), flops=1.0 * TILE),
+            tile=Phase(bytes_written=4.0 * TILE),
             onchip_bytes=np.full(len(schedules), 8),
         )
 

@@ -12,7 +12,7 @@ from scheduler.core.records import Failure, Measurement
 from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.search.tuner import tune
-from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Problem, Space
+from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Problem, Space
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -64,9 +64,8 @@ class MosaicTwice(Kernel):
         return Footprint(
             arithmetic="float32",
             grid=(one * problem.n // TILE,),
-            operands=(Operand(bytes=4.0 * TILE * one, axes=(0,)),),
-            flops=1.0 * TILE,
-            bytes_written=4.0 * TILE,
+            step=Phase(loads=(Operand(bytes=4.0 * TILE * one, axes=(0,)),), flops=1.0 * TILE),
+            tile=Phase(bytes_written=4.0 * TILE),
             onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
         )
 

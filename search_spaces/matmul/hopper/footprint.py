@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import (
     ACCUMULATOR_BYTES,
     BARRIER_BYTES,
@@ -16,7 +17,6 @@ from search_spaces.hopper.limits import (
     WGMMA_ROWS,
 )
 from search_spaces.hopper.smem_layout import padded_bytes
-from search_spaces.kernel import Footprint, Operand
 from search_spaces.matmul.epilogue import EXPONENTIALS
 from search_spaces.matmul.hopper.kernel import PRODUCER_REGISTERS
 from search_spaces.matmul.hopper.tiling import Tiling
@@ -27,9 +27,9 @@ from search_spaces.space import Columns, cdiv, round_up
 # (ptxas); where an activation or a bias and a residual are applied, with 192 it spills one or two registers, with 160
 # none.
 OTHER_REGISTERS = 40
-# Lane operations that come with an exponential of an activation: a GELU makes 1024 x 3072 x 768 take 2.4 us longer, of
+# FP32 operations that come with an exponential of an activation: a GELU makes 1024 x 3072 x 768 take 2.4 us longer, of
 # which its exponentials take 0.8 (H200).
-LANE_OPERATIONS = 17
+ACTIVATION_OPERATIONS = 17
 # Those of a lane for each 4 bytes that it stores of a result whose rows TMA cannot address: 1024 x 50257 x 768 took 40
 # us longer than if TMA stored it, and 65 us where subtiles are half a warp wide (H200).
 STORE_OPERATIONS = 50
@@ -59,7 +59,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         elements * (s.split_k * ACCUMULATOR_BYTES + result.dtype.itemsize) + epilogue_bytes,
         padded_bytes(result.shape, t.c_extents, result.dtype.itemsize),
     )
-    exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / (t.steps * t.cluster_k)
+    exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / t.cluster_k
     # A warp stores a row of a subtile at a time, each lane 4 bytes.
     warps_wide = cdiv(np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n) * result.dtype.itemsize, 4 * WARP)
     rows_of_subtiles = s.tile_m * s.tile_n / np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n)
@@ -71,31 +71,40 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     return Footprint(
         arithmetic=p.arithmetic,
         grid=(t.products * t.cluster_k, blocks_m, blocks_n),
-        operands=(
-            Operand(
-                bytes=p.m / blocks_m * row_bytes,
-                axes=(0, 1),
-                multicast=t.cluster_n,
-                filled_bytes=s.tile_m * s.tile_k * itemsize,
-                row_bytes=(s.tile_m if p.transpose_a else s.tile_k) * itemsize,
-                copy_bytes=t.swizzle,
-                outside_rows=_outside_rows(a_rows, a_tile, t.swizzle // itemsize),
-                start_bytes=_start_bytes(t.extents[0], itemsize),
+        step=Phase(
+            loads=(
+                Operand(
+                    bytes=p.m / blocks_m * row_bytes,
+                    axes=(0, 1),
+                    multicast=t.cluster_n,
+                    filled_bytes=s.tile_m * s.tile_k * itemsize,
+                    tma_row_bytes=t.swizzle,
+                    fill_rows=_fill_rows(a_rows, a_tile, t.swizzle // itemsize),
+                    start_bytes=_start_bytes(t.extents[0], itemsize),
+                ),
+                Operand(
+                    bytes=p.n / blocks_n * row_bytes,
+                    axes=(0, 2),
+                    multicast=t.cluster_m,
+                    filled_bytes=s.tile_k * s.tile_n * itemsize,
+                    tma_row_bytes=t.swizzle,
+                    fill_rows=_fill_rows(b_rows, b_tile, t.swizzle // itemsize),
+                    start_bytes=_start_bytes(t.extents[1], itemsize),
+                ),
             ),
-            Operand(
-                bytes=p.n / blocks_n * row_bytes,
-                axes=(0, 2),
-                multicast=t.cluster_m,
-                filled_bytes=s.tile_k * s.tile_n * itemsize,
-                row_bytes=(s.tile_k if p.transpose_b else s.tile_n) * itemsize,
-                copy_bytes=t.swizzle,
-                outside_rows=_outside_rows(b_rows, b_tile, t.swizzle // itemsize),
-                start_bytes=_start_bytes(t.extents[1], itemsize),
-            ),
-            *epilogue,
+            flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
+            # Each multiplication of 64 rows reads these, and its columns once more.
+            onchip_bytes_read=t.cooperating
+            * (t.wg_rows + t.wg_rows // WGMMA_ROWS * t.wg_columns)
+            * s.tile_k
+            * itemsize,
         ),
-        flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
-        bytes_written=(p.m / blocks_m) * (p.n / blocks_n) / t.cluster_k * t.out_itemsize,
+        tile=Phase(
+            loads=epilogue,
+            fp32_ops=ACTIVATION_OPERATIONS * exponentials + stored,
+            mufu_ops=exponentials,
+            bytes_written=(p.m / blocks_m) * (p.n / blocks_n) / t.cluster_k * t.out_itemsize,
+        ),
         onchip_bytes=round_up(s.stages * s.tile_m * s.tile_k * itemsize, SMEM_ALIGNMENT)
         + round_up(s.stages * s.tile_k * s.tile_n * itemsize, SMEM_ALIGNMENT)
         + round_up(t.consumers * t.epi_stages * t.epi_m * t.epi_n * t.out_itemsize, SMEM_ALIGNMENT)
@@ -106,27 +115,23 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         group=s.grid_tile_width * np.where(s.grid_minor_dim == "m", t.cluster_m, t.cluster_n),
         # A stage whose wgmma may be pending is loaded again one step later.
         stages=s.stages - s.delay_release,
-        multipliers=t.cooperating,
-        alternating=np.equal(s.consumers, "ping_pong"),
-        ahead=s.delay_release,
+        consumers=t.cooperating,
+        ping_pong=np.equal(s.consumers, "ping_pong"),
+        delay_release=s.delay_release,
         threads=t.consumers * WARPGROUP,
         registers=registers,
         # With one consumer nobody gives registers back, and all threads have as many.
         registers_per_block=WARPGROUP
         * (t.consumers * allocated + np.where(t.consumers == 1, allocated, PRODUCER_REGISTERS)),
-        # Each multiplication of 64 rows reads these, and its columns once more.
-        onchip_bytes_read=t.cooperating * (t.wg_rows + t.wg_rows // WGMMA_ROWS * t.wg_columns) * s.tile_k * itemsize,
-        special_ops=exponentials,
-        vector_ops=LANE_OPERATIONS * exponentials + stored / t.steps,
         cluster=t.cluster_m * t.cluster_n * t.cluster_k,
-        exchanged_bytes=(t.cluster_k > 1) * (s.tile_m * s.tile_n // 2 * ACCUMULATOR_BYTES),
+        dsmem_bytes=(t.cluster_k > 1) * (s.tile_m * s.tile_n // 2 * ACCUMULATOR_BYTES),
         persistent=True,
         copied_bytes=sum(before) + after,
         launches=1 + sum(copy > 0 for copy in (*before, after)),
     )
 
 
-def _outside_rows(rows: tuple[int, Any], tile: tuple[Any, Any], width: Any) -> Any:
+def _fill_rows(rows: tuple[int, Any], tile: tuple[Any, Any], width: Any) -> Any:
     """Swizzled rows, `width` elements wide, that a part of an array of so many rows fills beyond its edge, on average.
 
     A group of eight in which the array has a row costs nothing extra: 1 x 4096 x 14336 with tiles of 8 rows comes to
@@ -142,33 +147,31 @@ def _start_bytes(extents: tuple[Any, Any], itemsize: int) -> Any:
     return np.where(extents[0] > 1, pitch & -pitch, 0)
 
 
-def _epilogue(p: MatmulProblem, s: Columns, t: Tiling) -> tuple[list[Operand], Any]:
-    """What a block loads of the bias and the residual, spread over its steps, and what they take on chip, in bytes.
+def _epilogue(p: MatmulProblem, s: Columns, t: Tiling) -> tuple[tuple[Operand, ...], Any]:
+    """What a block loads of the bias and the residual, and what they take on chip, in bytes.
 
     Nothing where k is split: `footprint` counts them with the reduction.
     """
     whole = s.split_k == 1
     columns, rows = p.n / (t.grid_n * t.cluster_n), p.m / (t.grid_m * t.cluster_m)
-    steps = t.steps * t.cluster_k  # of all CTAs that share a tile
     loads: list[Operand] = []
     onchip_bytes: Any = 0
     if p.bias:
         itemsize = jnp.dtype(p.bias).itemsize
-        loads.append(Operand(bytes=whole * columns * itemsize / steps, axes=(0, 2)))
+        loads.append(Operand(bytes=whole * columns * itemsize / t.cluster_k, axes=(0, 2)))
         onchip_bytes += round_up(t.consumers * t.bias_width * itemsize, SMEM_ALIGNMENT) + t.consumers * BARRIER_BYTES
     if p.residual:
         itemsize, stages = jnp.dtype(p.residual).itemsize, t.consumers * t.epi_stages
         loads.append(
             Operand(
-                bytes=whole * rows * columns * itemsize / steps,
+                bytes=whole * rows * columns * itemsize / t.cluster_k,
                 axes=(0, 1, 2),
-                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / steps,
-                row_bytes=s.tile_n * itemsize,
-                copy_bytes=t.residual_swizzle,
-                outside_rows=whole
-                * _outside_rows((p.m, t.grid_m * t.cluster_m), (s.tile_m, s.tile_n), t.residual_swizzle // itemsize)
-                / steps,
+                filled_bytes=whole * s.tile_m * s.tile_n * itemsize / t.cluster_k,
+                tma_row_bytes=t.residual_swizzle,
+                fill_rows=whole
+                * _fill_rows((p.m, t.grid_m * t.cluster_m), (s.tile_m, s.tile_n), t.residual_swizzle // itemsize)
+                / t.cluster_k,
             )
         )
         onchip_bytes += round_up(stages * t.epi_m * t.epi_n * itemsize, SMEM_ALIGNMENT) + stages * BARRIER_BYTES
-    return loads, whole * onchip_bytes
+    return tuple(loads), whole * onchip_bytes

@@ -38,8 +38,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.footprint import Footprint
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import Footprint, Kernel, Target
+from search_spaces.kernel import Kernel, Target
 from search_spaces.matmul.hopper.dsmem_reduction import dsmem_reduction
 from search_spaces.matmul.hopper.footprint import footprint
 from search_spaces.matmul.hopper.kernel import kernel

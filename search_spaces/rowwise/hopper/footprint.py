@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import ACCESS_BYTES, WARP, WARPGROUP, WARPS
-from search_spaces.kernel import Footprint, Operand
 from search_spaces.rowwise.hopper.accesses import coalescing
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.register_resident import RegisterResident
@@ -29,13 +29,13 @@ class ElementCosts:
     """What the formula costs for one element.
 
     Attributes:
-      special_ops: exponentials and the like, of a row in registers and of one in chunks.
-      vector_ops: other instructions, likewise, without accesses.
+      mufu_ops: exponentials and the like, of a row in registers and of one in chunks.
+      fp32_ops: other instructions, likewise, without accesses.
       widens: whether ptxas keeps register-cached chunks as float32 (docs/kernels/rows-hopper.md).
     """
 
-    special_ops: tuple[float, float]
-    vector_ops: tuple[float, float]
+    mufu_ops: tuple[float, float]
+    fp32_ops: tuple[float, float]
     widens: bool
 
 
@@ -70,15 +70,16 @@ def _of_registers(p: RowProblem, s: Columns, costs: ElementCosts, statistics: in
     shared = _Shared(p)
     accesses = plan.layout.rows * plan.accesses * s.warps * (2 * s.rows + shared.accesses(s.vector))
     registers = _RESIDENT_REGISTERS + (s.rows + shared.words) * plan.accesses * s.vector
-    common = _common(p, s, blocks=-(-p.rows // rows), rows=rows, cluster=1, steps=1, shared=shared)
+    step = Phase(
+        mufu_ops=costs.mufu_ops[0] * rows * p.columns,
+        fp32_ops=costs.fp32_ops[0] * rows * p.columns + WARP * accesses,
+        transactions=accesses,
+    )
     return Footprint(
-        **common,
+        **_common(p, s, blocks=-(-p.rows // rows), rows=rows, cluster=1, steps=1, shared=shared, step=step),
         onchip_bytes=np.full(len(s), REDUCTION_BYTES),
         threads=WARPGROUP,
         **_registers(registers, WARPGROUP),
-        special_ops=costs.special_ops[0] * rows * p.columns,
-        vector_ops=costs.vector_ops[0] * rows * p.columns + WARP * accesses,
-        transactions=accesses,
     )
 
 
@@ -117,20 +118,23 @@ def _of_chunks(
     registers = _CHUNK_REGISTERS + words * s.vector
     copied = (plan.alignments > 1) & (shared.bytes > 0)
     elements = p.columns / s.cluster
-    common = _common(p, s, blocks=np.full(len(s), p.rows), rows=1, cluster=s.cluster, steps=steps, shared=shared)
+    step = Phase(
+        mufu_ops=costs.mufu_ops[1] * elements / steps,
+        fp32_ops=(costs.fp32_ops[1] * elements + WARP * accesses) / steps,
+        onchip_bytes_read=in_smem / plan.chunks * 2 * p.itemsize * elements / steps,
+        transactions=accesses / steps,
+    )
     return Footprint(
-        **common,
+        **_common(
+            p, s, blocks=np.full(len(s), p.rows), rows=1, cluster=s.cluster, steps=steps, shared=shared, step=step
+        ),
         steps=steps,
         onchip_bytes=plan.smem_bytes(p.itemsize, statistics),
         threads=s.warps * WARP,
         **_registers(registers, s.warps * WARP),
-        onchip_bytes_read=in_smem / plan.chunks * 2 * p.itemsize * elements / steps,
-        special_ops=costs.special_ops[1] * elements / steps,
-        vector_ops=(costs.vector_ops[1] * elements + WARP * accesses) / steps,
         cluster=s.cluster,
         copied_bytes=np.where(copied, (1 + plan.alignments) * shared.bytes, 0.0),
         launches=np.where(copied, 2, 1),
-        transactions=accesses / steps,
     )
 
 
@@ -147,19 +151,24 @@ class _Shared:
         return -(-vector * self.itemsize // ACCESS_BYTES)
 
 
-def _common(p: RowProblem, s: Columns, *, blocks: Any, rows: Any, cluster: Any, steps: Any, shared: _Shared) -> Any:
-    """Fields that all residencies fill alike, of blocks of so many rows."""
+def _common(
+    p: RowProblem, s: Columns, *, blocks: Any, rows: Any, cluster: Any, steps: Any, shared: _Shared, step: Phase
+) -> dict[str, Any]:
+    """Fields that all residencies fill alike, of blocks of so many rows; `step` has what each demands of lanes."""
     bytes_written = p.rows / (blocks * cluster) * p.columns * p.itemsize
     return {
         "arithmetic": p.arithmetic,
         "grid": (blocks, cluster),
         "minor": 1,
-        "operands": (
-            Operand(bytes=bytes_written / steps, axes=(0, 1)),
-            Operand(bytes=shared.bytes / cluster / steps, axes=(1,)),
+        "step": dataclasses.replace(
+            step,
+            loads=(
+                Operand(bytes=bytes_written / steps, axes=(0, 1)),
+                Operand(bytes=shared.bytes / cluster / steps, axes=(1,)),
+            ),
+            flops=p.flops / p.rows * rows / cluster / steps,
         ),
-        "flops": p.flops / p.rows * rows / cluster / steps,
-        "bytes_written": bytes_written,
+        "tile": Phase(bytes_written=bytes_written),
         "coalescing": coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
         "access_bytes": s.vector * p.itemsize,
     }

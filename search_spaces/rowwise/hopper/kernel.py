@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
+from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX, WARP, WARPGROUP, WARPS
-from search_spaces.kernel import Footprint, Kernel, Target
+from search_spaces.kernel import Kernel, Target
 from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
 from search_spaces.rowwise.hopper.reduction import Reduction
