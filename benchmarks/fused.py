@@ -37,9 +37,9 @@ from scheduler.model.cost import CostModel
 from scheduler.search import jobs
 from scheduler.store.store import Store, default_url
 from search_spaces import Library, LibraryKernel, Operation, Target
-from search_spaces.kernel import Tolerance
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
+from search_spaces.problem import Tolerance
 
 ACTIVATIONS = {"": lambda x: x, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 AS_WRITTEN = "as_written"

@@ -35,7 +35,7 @@ from scheduler.search import jobs
 from scheduler.search.jobs import Malformed
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, load
-from search_spaces.kernel import Tolerance
+from search_spaces.problem import Tolerance
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.rms_norm.problem import EPS
 from search_spaces.rowwise.problem import RowProblem

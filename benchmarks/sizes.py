@@ -27,8 +27,8 @@ from scheduler.measure.pool import Pool
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search import jobs
 from scheduler.store.store import Store
-from search_spaces.kernel import nbytes
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.problem import nbytes
 
 JOB = Path(__file__).with_suffix(".toml")
 # Where the interpreter rehearses: two workers, of which one at a time can hold the larger problems.

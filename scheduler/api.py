@@ -21,8 +21,9 @@ from scheduler.prediction.predict import Answer
 from scheduler.prediction.predict import predict as predict_for
 from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load
-from search_spaces.kernel import Operation, Problem
 from search_spaces.matmul import MATMUL, epilogue
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
 from search_spaces.silu_and_mul import SILU_AND_MUL

@@ -16,15 +16,9 @@ import tile_scheduler
 if TYPE_CHECKING:
     from search_spaces.errors import DeclarationError
     from search_spaces.footprint import Footprint, Operand, Phase
-    from search_spaces.kernel import (
-        Kernel,
-        Library,
-        LibraryKernel,
-        Operation,
-        Problem,
-        Target,
-        Tolerance,
-    )
+    from search_spaces.kernel import Kernel, Library, LibraryKernel, Target
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem, Tolerance
     from search_spaces.space import Columns, Space
 
 __all__ = [
@@ -63,6 +57,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'search_spaces' has no attribute {name!r} (it has: {', '.join(__all__)})")
     places = {"Columns": "space", "Space": "space", "DeclarationError": "errors"}
     places |= dict.fromkeys(("Footprint", "Operand", "Phase"), "footprint")
+    places |= {"Problem": "problem", "Tolerance": "problem", "Operation": "operation"}
     module = importlib.import_module(f"search_spaces.{places.get(name, 'kernel')}")
     value = globals()[name] = getattr(module, name)
     return value
@@ -74,7 +69,7 @@ def load(name: str) -> Operation[Any]:
     Raises:
       ValueError: there is none of that name; the message says what was looked for and names those shipped here.
     """
-    from search_spaces.kernel import Operation
+    from search_spaces.operation import Operation
 
     place = _OWN.get(name, name)
     module_name, _, attribute = place.rpartition(":")

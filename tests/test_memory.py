@@ -20,8 +20,8 @@ from scheduler.measure.pool import Pool
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.search.tuner import tune
-from search_spaces.kernel import Problem, nbytes
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.problem import Problem, nbytes
 from search_spaces.rms_norm import RmsNormProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 

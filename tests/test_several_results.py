@@ -19,7 +19,8 @@ from scheduler.measure import verification
 from scheduler.measure.bench import Bench
 from scheduler.store.store import Store, default_url
 from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space, Tolerance, load
-from search_spaces.kernel import Library, nbytes
+from search_spaces.kernel import Library
+from search_spaces.problem import nbytes
 from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
 
 X = jax.random.normal(jax.random.key(0), (3, 6, 40), jnp.float32)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scheduler.measure.verification import mismatch
-from search_spaces.kernel import Tolerance
+from search_spaces.problem import Tolerance
 
 TOLERANCE = Tolerance(absolute=0.01, relative=0.01)
 

@@ -15,7 +15,8 @@ from scheduler.core.errors import SchedulerError
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Record
-    from search_spaces.kernel import Operation, Problem
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
 
 OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.inspect.explain import Access, Account, Ranked
     from scheduler.prediction.predict import Answer
-    from search_spaces.kernel import Problem
+    from search_spaces.problem import Problem
 
 
 def explanation_json(

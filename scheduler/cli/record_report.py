@@ -29,7 +29,7 @@ from search_spaces import spelled
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from search_spaces.kernel import Problem
+    from search_spaces.problem import Problem
 
 
 def stale(record: Record) -> bool:

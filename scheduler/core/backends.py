@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from search_spaces.kernel import Operation
+from search_spaces.operation import Operation
 
 
 def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces import locate
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 
 def tune(operation: Operation[Any], problem: Problem) -> str:

@@ -10,7 +10,8 @@ from search_spaces.space import Choice
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from search_spaces.kernel import Operation, Problem
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
 
 # A schedule as sets and dictionaries can hold it; one of a backend; and that of one version of its kernel.
 Fields = tuple[tuple[str, Choice], ...]

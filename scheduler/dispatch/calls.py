@@ -14,7 +14,8 @@ import numpy as np
 
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.primitive import tuned_call
-from search_spaces.kernel import Operation, Unbound, as_tuple
+from search_spaces.operation import Operation, Unbound
+from search_spaces.problem import as_tuple
 
 Backends = str | Sequence[str]
 MOST_COMPILED = 1024

@@ -35,7 +35,9 @@ from scheduler.model.feasibility import illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import aliases, end_load
-from search_spaces.kernel import Kernel, Library, Operation, Problem, Target
+from search_spaces.kernel import Kernel, Library, Target
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 from search_spaces.space import Choice
 
 OnMiss = Literal["model", "tune", "xla", "error"]

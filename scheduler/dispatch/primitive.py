@@ -19,7 +19,9 @@ from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from search_spaces import jax_compat
 from search_spaces.front_end import EXPLICIT_AXES
-from search_spaces.kernel import Library, Operation, Params, Problem, Target, as_tuple
+from search_spaces.kernel import Library, Target
+from search_spaces.operation import Operation, Params
+from search_spaces.problem import Problem, as_tuple
 
 # It has as many results as its problem.
 tuned_call_p = Primitive("tuned_call")

@@ -20,7 +20,8 @@ from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import cuda_wanted
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 State = Literal["ok", "note", "broken"]
 

@@ -15,7 +15,9 @@ from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.kernel import Kernel
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

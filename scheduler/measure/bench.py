@@ -23,7 +23,9 @@ from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat
-from search_spaces.kernel import SLAB, Kernel, Operation, Problem, as_tuple, nbytes
+from search_spaces.kernel import Kernel
+from search_spaces.operation import Operation
+from search_spaces.problem import SLAB, Problem, as_tuple, nbytes
 
 Results = tuple[jax.Array, ...]
 Compiled = Callable[..., Results]

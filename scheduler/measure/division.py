@@ -16,7 +16,8 @@ from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.bench import needed_bytes
 from scheduler.measure.runner import require_memory
 from scheduler.measure.worker_process import CONTEXT_BYTES, WorkerProcess
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # So many candidates of a problem are tried with the whole device to themselves, and fail for lack of memory there.
 MOST_ALONE = 2

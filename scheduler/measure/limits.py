@@ -12,7 +12,8 @@ from scheduler.core.records import Measurement
 from scheduler.measure.runner import RunnerOptions, Task
 from scheduler.measure.subprocess_pipe import Limit
 from scheduler.model.cost import CostModel
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # All in seconds; the others bound what adapts to what was seen.
 START_LIMIT_S = 180.0

@@ -20,7 +20,8 @@ from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, env
 from scheduler.measure.subprocess_pipe import Children
 from scheduler.measure.worker_process import CONTEXT_BYTES, Result, WorkerProcess
 from search_spaces import locate
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # XLA tries algorithms out while it compiles, and picks one in this process and another in the next: on an H200 its
 # product of 4096^3 in bfloat16 takes 170 us or 176. A library's time is that of so many processes.

@@ -27,7 +27,8 @@ from search_spaces import spelled
 
 if TYPE_CHECKING:
     from scheduler.measure.runner import Task
-    from search_spaces.kernel import Operation, Problem
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
 
 T = TypeVar("T")
 

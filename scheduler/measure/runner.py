@@ -13,7 +13,8 @@ from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
 from scheduler.measure.bench import Bench, least_bytes
 from scheduler.measure.gpu import Gpu
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

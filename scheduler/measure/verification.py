@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from search_spaces.kernel import Problem, Tolerance
+from search_spaces.problem import Problem, Tolerance
 
 # Results of more elements are compared with the reference of so many of them, 512 MiB of float32, in so many rows.
 MOST_COMPARED = 2**27

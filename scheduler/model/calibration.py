@@ -18,7 +18,9 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Environment, Measurement, Trial
 from scheduler.model.cost import CostModel
-from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.kernel import Kernel
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
 Array = npt.NDArray[np.float64]

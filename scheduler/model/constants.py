@@ -13,7 +13,8 @@ from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
 from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
-from search_spaces.kernel import Kernel, Operation
+from search_spaces.kernel import Kernel
+from search_spaces.operation import Operation
 
 _log = logging.getLogger("scheduler")
 

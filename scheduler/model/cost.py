@@ -23,7 +23,7 @@ import numpy.typing as npt
 from scheduler.core.hardware import Hardware
 from scheduler.model.traffic import block_count, column, concurrent, resident, traffic
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Problem
+from search_spaces.problem import Problem
 
 Array = npt.NDArray[np.float64]
 

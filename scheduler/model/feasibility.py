@@ -6,7 +6,8 @@ from typing import Any
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Schedule
-from search_spaces.kernel import Kernel, Problem
+from search_spaces.kernel import Kernel
+from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
 

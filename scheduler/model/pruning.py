@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
 from scheduler.model.cost import CostModel, arithmetic_intensity
-from search_spaces.kernel import Kernel, Problem
+from search_spaces.kernel import Kernel
+from search_spaces.problem import Problem
 from search_spaces.space import Choice, Columns, Space
 
 

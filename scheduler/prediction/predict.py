@@ -19,7 +19,9 @@ from scheduler.model.feasibility import illegal
 from scheduler.model.pruning import Pruned, prune
 from scheduler.prediction.transfer import TELLING, Neighbour, nearest
 from scheduler.prediction.validation import recheck
-from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.kernel import Kernel
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
 # The model alone displaces the library only where it promises this much: its own error is of that size.

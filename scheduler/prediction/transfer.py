@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from scheduler.core.records import Entry, Record
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # Doublings of all sizes together up to which a problem's winner is worth a trial...
 WORTH_A_TRIAL = 3.0

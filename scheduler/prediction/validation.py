@@ -8,7 +8,8 @@ from scheduler.core.backends import allowed_backends
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Record
 from scheduler.model.feasibility import illegal
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 
 def recheck(

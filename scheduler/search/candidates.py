@@ -13,7 +13,8 @@ from scheduler.measure.runner import Runner
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import Candidate, prune
 from scheduler.prediction.transfer import Neighbour
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # Of the legal schedules, the search chooses among this share that the model ranks first, but never among too few.
 KEPT_SHARE = 0.25

@@ -14,7 +14,8 @@ from scheduler.core.identity import point_of
 from scheduler.core.records import Environment, Trial
 from scheduler.measure import replay
 from scheduler.store.store import Store
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from scheduler.core.hardware import Hardware
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from search_spaces.kernel import Kernel, Operation, Problem
+from search_spaces.kernel import Kernel
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
 # A step of Pallas's interpreter on one core, as timed on products of 256^3 to 2048^3: it takes so long at least, goes

@@ -24,7 +24,8 @@ from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
 from search_spaces import load
 from search_spaces.errors import DeclarationError
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 from search_spaces.space import unknown
 
 BUDGET = 64

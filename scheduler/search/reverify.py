@@ -20,7 +20,8 @@ from scheduler.prediction import predict, validation
 from scheduler.search import final_comparison, finalists
 from scheduler.search.final_comparison import Result
 from search_spaces import load
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # A winner within this share of the fastest still holds: a change of versions is worth a new search above it.
 WITHIN = 0.03

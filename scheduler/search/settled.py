@@ -11,7 +11,8 @@ from scheduler.core.identity import key_of
 from scheduler.core.records import L2, Record
 from scheduler.prediction.validation import recheck
 from scheduler.search.trials import Keeper
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 
 def settled(

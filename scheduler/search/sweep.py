@@ -21,7 +21,8 @@ from scheduler.measure.replay import Recorder, second_pass
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 REPETITIONS = 5
 # Of the second pass.

@@ -29,7 +29,8 @@ from scheduler.search.settled import settled, useless
 from scheduler.search.trials import Keeper, Keeping, Trials
 from scheduler.search.trials import seconds as time_of
 from scheduler.store.lease import leased
-from search_spaces.kernel import Operation, Problem
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
 
 # A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
 PATIENCE = 24

@@ -1,11 +1,11 @@
 """The matrix product: ``MATMUL``, its problem and its kernels."""
 
-from search_spaces.kernel import Operation
 from search_spaces.matmul import front_end, rules
 from search_spaces.matmul.hopper import MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
+from search_spaces.operation import Operation
 
 MATMUL = Operation(
     name="matmul",

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 
 from search_spaces.front_end import unposed, weakly_typed
-from search_spaces.kernel import Bound, Unbound
 from search_spaces.matmul import rules, xla
 from search_spaces.matmul.problem import MatmulProblem, Operands
+from search_spaces.operation import Bound, Unbound
 
 
 def bind(

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces.kernel import Problem, TakeRows, Tolerance
 from search_spaces.matmul import epilogue
+from search_spaces.problem import Problem, TakeRows, Tolerance
 
 _FLOATS = ("bfloat16", "float16", "float32")
 # Operands' dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: they are for the

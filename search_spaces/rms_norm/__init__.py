@@ -1,6 +1,6 @@
 """The root-mean-square norm: ``RMS_NORM``, its problem and its kernels."""
 
-from search_spaces.kernel import Operation
+from search_spaces.operation import Operation
 from search_spaces.rms_norm import front_end
 from search_spaces.rms_norm.hopper import HopperRmsNorm
 from search_spaces.rms_norm.problem import RmsNormProblem

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from search_spaces.kernel import Bound, Unbound
+from search_spaces.operation import Bound, Unbound
 from search_spaces.rms_norm.problem import EPS, RmsNormProblem
 from search_spaces.rowwise import front_end
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.front_end import unposed, weakly_typed
-from search_spaces.kernel import Bound, Unbound, as_tuple
+from search_spaces.operation import Bound, Unbound
+from search_spaces.problem import as_tuple
 from search_spaces.rowwise.problem import RowProblem
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Kernel, Target, as_tuple, nbytes
+from search_spaces.kernel import Kernel, Target
+from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space
 

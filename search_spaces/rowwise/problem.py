@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from search_spaces.kernel import Problem, TakeRows, Tolerance
+from search_spaces.problem import Problem, TakeRows, Tolerance
 
 DTYPES = ("bfloat16", "float16", "float32")
 

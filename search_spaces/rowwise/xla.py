@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from search_spaces.kernel import Library, LibraryKernel, Target, Tolerance, as_tuple
+from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.problem import Tolerance, as_tuple
 from search_spaces.rowwise.problem import RowProblem
 
 P = TypeVar("P", bound=RowProblem)

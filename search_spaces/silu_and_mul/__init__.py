@@ -1,6 +1,6 @@
 """SiLU of one half of each row times the other: ``SILU_AND_MUL``, its problem and its kernels."""
 
-from search_spaces.kernel import Operation
+from search_spaces.operation import Operation
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows

@@ -2,7 +2,7 @@
 
 import jax
 
-from search_spaces.kernel import Operation
+from search_spaces.operation import Operation
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows

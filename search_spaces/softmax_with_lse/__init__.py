@@ -1,6 +1,6 @@
 """Softmax and log-sum-exp over the last axis: ``SOFTMAX_WITH_LSE``, its problem and its kernels."""
 
-from search_spaces.kernel import Operation
+from search_spaces.operation import Operation
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows

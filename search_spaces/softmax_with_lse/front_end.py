@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.kernel import Bound, Unbound
+from search_spaces.operation import Bound, Unbound
 from search_spaces.rowwise import front_end
 from search_spaces.softmax_with_lse.problem import SoftmaxWithLseProblem
 

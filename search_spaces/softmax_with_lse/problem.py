@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.kernel import Tolerance
+from search_spaces.problem import Tolerance
 from search_spaces.rowwise.problem import RowProblem
 
 

@@ -1,0 +1,257 @@
+"""One instance of an operation: its shapes and dtypes, its operands and results, and what a right answer is."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import json
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from search_spaces.space import unknown
+
+P = TypeVar("P", bound="Problem")
+T = TypeVar("T")
+# How the operands of part of a problem are taken from those of all of it.
+TakeRows = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
+# One array where an operation has one result, a tuple of them where it has several.
+Arrays = jax.Array | tuple[jax.Array, ...]
+# Operands above so many elements are drawn in slabs: random bits and float32 numbers take six times a narrow operand.
+SLAB = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """An element is right if ``|actual - expected| <= absolute + relative * |expected|``."""
+
+    absolute: float
+    relative: float
+
+
+# Extents below this make no array that could be too large to count its bytes.
+_SMALL = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem(abc.ABC):
+    """One instance of an operation: everything that changes which schedule is best, and nothing else.
+
+    A subclass is a frozen dataclass whose fields are int, bool or str. What changes no schedule (an epsilon, a scale)
+    is a parameter of the call instead.
+
+    Raises:
+      ValueError: an array would have 2^63 bytes or more. A subclass with a `__post_init__` calls this one's last.
+    """
+
+    def __post_init__(self) -> None:
+        if all(value < _SMALL for value in vars(self).values() if isinstance(value, int)):
+            return
+        for array in (*self.operands(), *self.results()):
+            if (size := nbytes(array)) >= 2**63:
+                shape = ", ".join(map(str, array.shape))
+                raise ValueError(f"{array.dtype}[{shape}] would be {size / 2**30:.3g} GiB, which no memory holds")
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls: type[P], *args: Any, **params: Any) -> P:
+        """The problem that a call poses: reads shapes and dtypes only, so arrays and tracers alike.
+
+        Raises:
+          TypeError, ValueError: what a JAX user expects of wrong operands, in one sentence.
+        """
+
+    @abc.abstractmethod
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the arrays that a kernel's `run` gets."""
+
+    @abc.abstractmethod
+    def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of what a kernel's `run` returns; a tuple of them where it returns several arrays."""
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of all results: `result`, always as a tuple."""
+        return as_tuple(self.result())
+
+    def pack(self, results: Sequence[T]) -> T | tuple[T, ...]:
+        """What belongs to each result, as `result` has it: in a tuple, or by itself where it is no tuple."""
+        return tuple(results) if isinstance(self.result(), tuple) else results[0]
+
+    @abc.abstractmethod
+    def reference(self, *args: jax.Array) -> Arrays:
+        """The right answer in float32 or better, by plain XLA at its highest precision; a tuple where `result` is."""
+
+    @property
+    @abc.abstractmethod
+    def flops(self) -> float:
+        """Floating-point operations that the answer needs, padding not counted."""
+
+    @property
+    def bytes_moved(self) -> float:
+        """Compulsory device-memory traffic in bytes: each operand read once, each result written once."""
+        arrays = (*self.operands(), *self.results())
+        return float(sum(map(nbytes, arrays)))
+
+    @property
+    def arithmetic(self) -> str:
+        """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
+        return str(self.operands()[0].dtype)
+
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers | None:
+        """As `jax.lax.dot_general` wants them, where this is a product of its first two operands; None elsewhere.
+
+        What is one, policies of `jax.checkpoint` take for a dot: `dots_saveable` saves it, and so on.
+        """
+        return None
+
+    def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
+        """How far from `reference` a right answer may be; follows from dtype and length of reductions.
+
+        One for each result where there are several; a single one holds for all of them.
+        """
+        allowed = [8 * float(jnp.finfo(s.dtype).eps) if _floats(s) else 0.0 for s in self.results()]
+        return self.pack([Tolerance(absolute=x, relative=x) for x in allowed])
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
+
+        Integers have a quarter of their dtype's range for a standard deviation.
+        """
+        keys = jax.random.split(jax.random.key(seed), len(self.operands()))
+        return tuple(_operand(key, s) for key, s in zip(keys, self.operands(), strict=True))
+
+    def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
+        """The problem whose results are these rows of this one's, and what takes its operands from these.
+
+        So that a result of gigabytes is compared with a reference of some of its rows. None, the default, where rows of
+        the result do not follow from part of the operands: the reference is then as large as the result.
+
+        Args:
+          rows: which, along `row_axes`, in ascending order.
+        """
+        return None
+
+    @property
+    def row_axes(self) -> tuple[int, ...]:
+        """The axis of each result, from its end, along which the rows of `at_rows` lie: by default the last but one."""
+        return (-2,) * len(self.results())
+
+    def neighbour(self) -> Problem | None:
+        """A slightly smaller problem whose extents no tile divides, on which a schedule that wins must be right too.
+
+        Of the same dtypes and layouts. None, the default, where there is none, or none is wanted.
+        """
+        return None
+
+    def canonical(self) -> str:
+        """The problem as JSON with sorted names, fields at their defaults left out: what a cache is keyed by."""
+        return json.dumps(self.told(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_canonical(cls: type[P], text: str) -> P:
+        """The inverse of `canonical`.
+
+        Raises:
+          ValueError: `text` is no problem of this type.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a problem is a JSON object, not {text!r}")
+        return cls.parse({name: str(value) for name, value in values.items()})
+
+    @classmethod
+    def parse(cls: type[P], texts: Mapping[str, str]) -> P:
+        """The problem with fields given as text, as on a command line: ``{"m": "4096", "dtype": "bfloat16"}``.
+
+        Raises:
+          ValueError: an unknown, missing or malformed field, with the right names in the message.
+        """
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        types = _types(cls)
+        values: dict[str, int | bool | str] = {}
+        for name, text in texts.items():
+            if name not in fields:
+                raise ValueError(f"no field {unknown(name, fields)}")
+            values[name] = _parse_value(name, text, types[name])
+        required = [n for n, f in fields.items() if f.default is dataclasses.MISSING]
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"missing {', '.join(missing)} (the fields are: {', '.join(fields)})")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """As it is typed: fields without a default, `dtype`, and what else is not at its default, in their order."""
+        always = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name == "dtype"}
+        told = always | self.told()
+        return " ".join(f"{field.name}={told[field.name]}" for field in dataclasses.fields(self) if field.name in told)
+
+    def told(self) -> dict[str, int | bool | str]:
+        """The fields that differ from their defaults; one problem has one spelling, whether 1, a NumPy bool or True."""
+        types = _types(type(self))
+        told: dict[str, int | bool | str] = {}
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) != field.default:
+                kind = types[field.name]
+                told[field.name] = kind(value) if kind in (int, bool) else value
+        return told
+
+
+def as_tuple(arrays: T | Sequence[T]) -> tuple[T, ...]:
+    """Several arrays as a tuple, and a single one as a tuple of one."""
+    return tuple(arrays) if isinstance(arrays, tuple | list) else (cast("T", arrays),)
+
+
+def _floats(s: jax.ShapeDtypeStruct) -> bool:
+    return bool(jnp.issubdtype(s.dtype, jnp.floating))
+
+
+def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
+    return (_drawn if s.size <= SLAB else _in_slabs)(key, s.shape, s.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _in_slabs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """`_drawn` with the temporary memory of one slab at a time."""
+    count = math.prod(shape)
+    keys = jax.random.split(key, -(-count // SLAB))
+    slabs = lax.map(lambda key: _drawn(key, (SLAB,), dtype), keys)
+    return slabs.ravel()[:count].reshape(shape)
+
+
+def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    normal = jax.random.normal(key, shape, jnp.float32)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return normal.astype(dtype)
+    least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return jnp.clip(jnp.round(normal * (most / 4)), least, most).astype(dtype)
+
+
+@functools.cache
+def _types(problem: type[Problem]) -> dict[str, Any]:
+    return typing.get_type_hints(problem)
+
+
+def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(f"{name}={text} is not true or false")
+        return text.lower() in ("true", "1")
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name}={text} is not an integer") from None
+    return text
+
+
+def nbytes(array: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an array of this shape and dtype."""
+    return array.size * array.dtype.itemsize
