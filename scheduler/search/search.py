@@ -137,7 +137,7 @@ class Search:
         return len(self._seconds) - 1 - list(self._seconds).index(self.best[0])
 
     def _expected(self) -> float:
-        """The largest improvement that the surrogate expects of an untried candidate, as a share of the time."""
+        """The largest improvement that is expected of an untried candidate, as a share of the time."""
         self._sampler.hopeless = self._hopeless()
         known = Known.of(self._study.get_trials(deepcopy=False))
         return float(self._sampler.improvement(known).max()) if known.log_s else np.inf
@@ -207,24 +207,29 @@ class PoolSampler(optuna.samplers.BaseSampler):
 
     def contradicted(self, known: Known) -> bool:
         """Whether the model, but for one factor, misses the known times by more than its usual error."""
-        if len(known.log_s) < _FEWEST:
-            return False
-        log_s = np.array(list(known.log_s.values()))
-        residual = log_s - self._log_predicted[list(known.log_s)]
-        return bool(np.std(residual) > _ACCURATE)
+        return len(known.log_s) >= _FEWEST and bool(np.std(self._residuals(known)) > _ACCURATE)
+
+    def _residuals(self, known: Known) -> Array:
+        residuals: Array = np.array(list(known.log_s.values())) - self._log_predicted[list(known.log_s)]
+        return residuals
 
     def improvement(self, known: Known) -> Array:
-        """What the surrogate expects of each candidate, as a share of the time; -1 for those that are not free.
+        """What is expected of each candidate, as a share of the time; -1 for those that are not free.
 
-        Failures count as the slowest known time, and candidates that still run as their mean.
+        By the model and its residuals, or, where these contradict it, by the surrogate: failures count as the slowest
+        known time there, and candidates that still run as their mean.
         """
         log_s, free = list(known.log_s.values()), np.flatnonzero(self._free(known))
+        expected = np.full(len(self._x), -1.0)
+        if not self.contradicted(known):
+            mean = self._log_predicted[free] + self._residuals(known).mean()
+            expected[free] = expected_improvement(mean, np.full(len(free), _ACCURATE), min(log_s))
+            return expected
         x = self._x[[*known.log_s, *known.failed]]
         y = np.array([*log_s, *[max(log_s)] * len(known.failed)])
         if known.running:
             fantasies, _ = predict(x, y, self._x[known.running])
             x, y = np.concatenate([x, self._x[known.running]]), np.concatenate([y, fantasies])
-        expected = np.full(len(self._x), -1.0)
         expected[free] = expected_improvement(*predict(x, y, self._x[free]), min(log_s))
         return expected
 

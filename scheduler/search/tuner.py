@@ -32,7 +32,7 @@ from scheduler.store.lease import leased
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# A search gives up after so many trials in a row that brought nothing, where the surrogate expects nothing more.
+# A search gives up after so many trials in a row that brought nothing, where nothing more is expected.
 PATIENCE = 24
 # A search that is longer where kernels are interpreted, in seconds, is wanted by nobody who has not bounded it.
 LONGEST_INTERPRETED_S = 600.0
