@@ -20,6 +20,7 @@ from scheduler.search.jobs import parse_backends
 from scheduler.store import text_files
 from scheduler.store.store import Store
 from search_spaces import Kernel, aliases, load
+from search_spaces.hopper import smem_layout
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
@@ -167,7 +168,9 @@ def test_a_store_of_before_is_gone_on_with(tmp_path):
     assert store.calibrations() == [newer]
 
 
-def test_every_record_shipped_before_is_read_and_served(old_cache, old_lines):
+def test_every_record_shipped_before_is_read_and_served(old_cache, old_lines, monkeypatch):
+    # As where they were measured: before JAX 0.11 ragged rows have their copies padded, and one schedule is not legal.
+    monkeypatch.setattr(smem_layout, "HAS_UNTILED_SWIZZLE", True)
     store, hardware = Store(old_cache, readonly=True), find("NVIDIA H200")
     count = dict.fromkeys(OF_OPERATIONS, 0)
     for line in old_lines:
