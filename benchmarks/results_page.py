@@ -283,7 +283,7 @@ def _quality(result: Result) -> Iterator[str]:
             found = [row["search"][strategy][trials]["median"] for row in rows]
             yield line(f"{trials} trials, {strategy}", *spread(found))
     picks = [row["nvmatmulheuristics"] for row in rows if row["nvmatmulheuristics"]]
-    for count in ("1", "8", "16"):
+    for count in ("1", "8", "16") if picks else ():
         title = f"nvMatmulHeuristics, best of {count} ({len(picks)} shapes)"
         yield line(title, *spread(one[count] for one in picks))
     yield from ("", "![best so far against trials](../benchmarks/results/search_quality-nvidia-h200.svg)", "")

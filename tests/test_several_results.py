@@ -75,11 +75,11 @@ def test_the_log_sum_exp_of_narrow_rows_is_in_float32(dtype):
 
 
 @pytest.mark.parametrize("call", [pallas, functools.partial(ours, backends="xla")])
-def test_rows_of_infinities_have_the_log_sum_exp_that_jax_gives_them(call):
+def test_rows_of_infinities_are_what_jax_makes_of_them(call):
     rows = jnp.array([[-jnp.inf] * 8, [0.0] * 7 + [-jnp.inf], [0.0] * 7 + [jnp.inf], [1e30] * 8])
     (p, lse), (right, right_lse) = call(rows), plain(rows)
     close(lse, right_lse)
-    close(jnp.delete(p, 2, axis=0), jnp.delete(right, 2, axis=0))
+    close(p, right)
 
 
 @pytest.mark.parametrize("axis", [0, -2, (0, 2)])

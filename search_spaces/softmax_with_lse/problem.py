@@ -36,10 +36,12 @@ class SoftmaxWithLseProblem(RowProblem):
         (x,) = args
         most = jnp.max(x, axis=-1, keepdims=True)
         # A row of minus infinity is no number minus itself: its sum is 0, as `jax.nn.logsumexp` has it.
-        most = lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0.0))
-        e = jnp.exp(x - most)
+        shift = lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0.0))
+        e = jnp.exp(x - shift)
         total = jnp.sum(e, axis=-1, keepdims=True)
-        return e / total, (most + jnp.log(total))[..., 0]
+        # Of a row with an infinity `jax.nn.softmax` is NaN throughout.
+        p = jnp.where(most == jnp.inf, jnp.nan, e / total)
+        return p, (shift + jnp.log(total))[..., 0]
 
     @property
     def flops(self) -> float:
