@@ -1,0 +1,155 @@
+"""Scaled dot-product attention as a problem: shapes, and which keys each query sees."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.problem import Problem
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Gemma 2's cap of attention logits (arXiv:2408.00118, table 1): with what a search measures where logits are capped.
+SOFTCAP = 50.0
+
+
+class Lengths(NamedTuple):
+    """How many queries and keys of each sequence of a batch there are, ``int32[batch]``; None where all are."""
+
+    q: Any = None
+    kv: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem(Problem):
+    """Queries ``q[batch, q_len, heads, head_dim]`` on keys and values ``[batch, kv_len, kv_heads, ...]``.
+
+    The layout and meaning are those of `jax.nn.dot_product_attention`: query head n sees the key head
+    ``n // (heads // kv_heads)``, and a causal mask is aligned at the top left: query i sees keys 0 to i.
+
+    Attributes:
+      batch, q_len, kv_len, heads, kv_heads, head_dim: extents, at least 1; `heads` is a multiple of `kv_heads`.
+      head_dim_v: of values and of the result; 0 is `head_dim`.
+      causal: query i sees no key beyond i.
+      window_left, window_right: query i sees keys from ``i - window_left`` to ``i + window_right``; -1 is no bound.
+      q_lengths, kv_lengths: an operand ``int32[batch]`` says how many queries, keys of each sequence are there.
+      softcap: logits are ``cap * tanh(logits / cap)``; the cap is a parameter of the call.
+      dtype: of q, k, v and the result.
+    """
+
+    batch: int
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int = 0
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    q_lengths: bool = False
+    kv_lengths: bool = False
+    softcap: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, least in (("head_dim_v", 0), ("window_left", -1), ("window_right", -1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        # One problem has one spelling, or a cache would hold it twice.
+        if self.head_dim_v == self.head_dim:
+            object.__setattr__(self, "head_dim_v", 0)
+        if self.causal and self.window_right != -1:  # What is bounded by i is bounded by i + right.
+            object.__setattr__(self, "window_right", -1)
+        if self.window_left >= self.q_len - 1:  # No query is so far from the first key.
+            object.__setattr__(self, "window_left", -1)
+        if self.window_right >= self.kv_len - 1:
+            object.__setattr__(self, "window_right", -1)
+        super().__post_init__()
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a head of keys and values."""
+        return self.heads // self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a value."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def arithmetic(self) -> str:
+        return "tf32" if self.dtype == "float32" else self.dtype
+
+    @property
+    def right(self) -> int | None:
+        """Query i sees keys up to ``i + right``; None is all of them."""
+        return 0 if self.causal else None if self.window_right < 0 else self.window_right
+
+    @property
+    def left(self) -> int | None:
+        """Query i sees keys from ``i - left`` on; None is all of them."""
+        return None if self.window_left < 0 else self.window_left
+
+    @functools.cached_property
+    def visible_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of one head of one sequence, of full length."""
+        i = np.arange(self.q_len, dtype=np.int64)
+        first = np.zeros_like(i) if self.left is None else np.maximum(i - self.left, 0)
+        end = np.full_like(i, self.kv_len) if self.right is None else np.minimum(i + self.right + 1, self.kv_len)
+        return int(np.maximum(end - first, 0).sum())
+
+    def array(self, *shape: int, dtype: str = "") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or self.dtype))
+
+    def qkv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of q, k and v."""
+        p = self
+        return (
+            p.array(p.batch, p.q_len, p.heads, p.head_dim),
+            p.array(p.batch, p.kv_len, p.kv_heads, p.head_dim),
+            p.array(p.batch, p.kv_len, p.kv_heads, p.value_dim),
+        )
+
+    def out(self) -> jax.ShapeDtypeStruct:
+        return self.array(self.batch, self.q_len, self.heads, self.value_dim)
+
+    def lse(self) -> jax.ShapeDtypeStruct:
+        """Of the log-sum-exp of each query's scaled, capped, visible logits, natural logarithm."""
+        return self.array(self.batch, self.heads, self.q_len, dtype="float32")
+
+    def length_operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """`q_lengths`, then `kv_lengths`, as far as the problem has them: the last of its operands."""
+        return (self.array(self.batch, dtype="int32"),) * (self.q_lengths + self.kv_lengths)
+
+    def lengths(self, args: Any) -> Lengths:
+        """The lengths among operands."""
+        given = args[len(args) - self.q_lengths - self.kv_lengths :]
+        return Lengths(given[0] if self.q_lengths else None, given[-1] if self.kv_lengths else None)
+
+    def random_lengths(self, seed: int) -> tuple[jax.Array, ...]:
+        """From 1 to all."""
+        keys = jax.random.split(jax.random.key(seed), 2)
+        most = [n for n, given in ((self.q_len, self.q_lengths), (self.kv_len, self.kv_lengths)) if given]
+        pairs = zip(keys, most, strict=False)
+        return tuple(jax.random.randint(key, (self.batch,), 1, n + 1, jnp.int32) for key, n in pairs)
+
+    def neighbour(self) -> Problem | None:
+        q_len, kv_len = (n - less if n > 8 else n for n, less in ((self.q_len, 1), (self.kv_len, 3)))
+        below = dataclasses.replace(self, q_len=q_len, kv_len=kv_len)
+        return None if below == self else below
+
+    def default_scale(self) -> float:
+        """Of logits where a call does not say: ``1 / sqrt(head_dim)``."""
+        return float(self.head_dim**-0.5)

@@ -1,0 +1,87 @@
+"""Attention as a problem: operands, inputs, reference and tolerance, whatever computes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.attention.formula import attention
+from search_spaces.attention.problem import AttentionProblem
+from search_spaces.problem import Arrays, Tolerance
+
+# Of a log-sum-exp: logits are sums in float32 (TF32 products of float32 operands are off by 2^-11 each).
+LSE_TOLERANCE = Tolerance(absolute=2.0**-8, relative=2.0**-12)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionProblem(AttentionProblem):
+    """``softmax(q k^T * scale, where visible) v``: see `AttentionProblem`.
+
+    Attributes:
+      return_lse: the second result is the log-sum-exp, ``float32[batch, heads, q_len]``.
+    """
+
+    return_lse: bool = False
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, *lengths: Any, **fields: Any) -> FlashAttentionProblem:
+        """From operands in the order of `operands`; `fields` are those that shapes do not tell.
+
+        Where there is one array of lengths, `fields` say which one it is.
+        """
+        if any(x.ndim != 4 for x in (q, k, v)):
+            raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} are not [batch, length, heads, head_dim]")
+        if len({str(x.dtype) for x in (q, k, v)}) > 1:
+            raise TypeError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; one dtype is needed")
+        (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
+        if k.shape != (batch, kv_len, kv_heads, head_dim) or v.shape[:-1] != k.shape[:-1]:
+            raise ValueError(f"k {k.shape} and v {v.shape} do not belong to q {q.shape}")
+        if len(lengths) != int(fields.get("q_lengths", False)) + int(fields.get("kv_lengths", False)):
+            raise ValueError(f"{len(lengths)} arrays of lengths, which q_lengths= and kv_lengths= must say")
+        for x in lengths:
+            if x.shape != (batch,) or x.dtype != jnp.int32:
+                raise ValueError(f"lengths are int32[{batch}], not {x.dtype}{list(x.shape)}")
+        return cls(
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_dim_v=v.shape[-1],
+            dtype=str(q.dtype),
+            **fields,
+        )
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """q, k and v, then `q_lengths` and `kv_lengths`, as far as the problem has them."""
+        return *self.qkv(), *self.length_operands()
+
+    def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        return (self.out(), self.lse()) if self.return_lse else self.out()
+
+    def reference(self, *args: jax.Array) -> Arrays:
+        out, lse = attention(self, *args)
+        return (out, lse) if self.return_lse else out
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Standard normal; lengths from 1 to all."""
+        whole = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
+        return *super(FlashAttentionProblem, whole).inputs(seed), *self.random_lengths(seed)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.heads * self.visible_pairs * (self.head_dim + self.value_dim)
+
+    def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
+        """Rounding of the result, and that of probabilities to its dtype before they are multiplied.
+
+        A probability p is off by up to p eps / 2, and values are standard normal: a query that sees few keys is off
+        by that of the largest value, some 4, and one that sees many by less.
+        """
+        eps = float(jnp.finfo(self.dtype).eps) if self.dtype != "float32" else 2.0**-10
+        out = Tolerance(absolute=2 * eps, relative=eps)
+        return (out, LSE_TOLERANCE) if self.return_lse else out

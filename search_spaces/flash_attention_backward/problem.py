@@ -1,0 +1,97 @@
+"""The backward pass of attention as a problem: operands, inputs, reference and tolerance, whatever computes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.attention.formula import attention
+from search_spaces.attention.problem import AttentionProblem
+from search_spaces.problem import Arrays, Problem, Tolerance
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionBackwardProblem(AttentionProblem):
+    """The gradients of ``softmax(q k^T * scale, where visible) v`` in q, k and v: see `AttentionProblem`.
+
+    Operands are q, k, v, the forward pass's result and log-sum-exp (natural, of scaled logits, -inf where a query sees
+    no key), the cotangent of the result, that of the log-sum-exp if there is one, and the lengths.
+
+    Attributes:
+      lse_cotangent: the log-sum-exp was a result that something depends on.
+      deterministic: the same bits in every run, whatever order blocks take.
+    """
+
+    lse_cotangent: bool = False
+    deterministic: bool = False
+
+    @classmethod
+    def of(
+        cls, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *rest: Any, **fields: Any
+    ) -> FlashAttentionBackwardProblem:
+        """From operands in the order of `operands`; `fields` are those that shapes do not tell."""
+        (batch, q_len, heads, head_dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
+        p = cls(
+            batch=batch,
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            head_dim_v=v.shape[-1],
+            dtype=str(q.dtype),
+            **fields,
+        )
+        for name, wanted, x in zip(p.names, p.operands(), (q, k, v, out, lse, d_out, *rest), strict=True):
+            if x.shape != wanted.shape or x.dtype != wanted.dtype:
+                raise ValueError(f"{name} is {x.dtype}{list(x.shape)}, not {wanted.dtype}{list(wanted.shape)}")
+        return p
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the operands, in their order."""
+        rest = {name: getattr(self, name) for name in ("lse_cotangent", "q_lengths", "kv_lengths")}
+        return "q", "k", "v", "out", "lse", "d_out", *(name for name, given in rest.items() if given)
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        cotangents = (self.out(), *((self.lse(),) if self.lse_cotangent else ()))
+        return *self.qkv(), self.out(), self.lse(), *cotangents, *self.length_operands()
+
+    def result(self) -> tuple[jax.ShapeDtypeStruct, ...]:  # type: ignore[override]
+        """dq, dk and dv, as q, k and v."""
+        return self.qkv()
+
+    def reference(self, *args: jax.Array) -> Arrays:
+        q, k, v, _, _, d_out, *rest = args
+        lengths = rest[self.lse_cotangent :]
+        (_, lse), vjp = jax.vjp(
+            lambda *qkv: attention(self, *qkv, *lengths), *(x.astype(jnp.float32) for x in (q, k, v))
+        )
+        d_lse = rest[0] if self.lse_cotangent else jnp.zeros_like(lse)
+        gradients: tuple[jax.Array, ...] = vjp((d_out.astype(jnp.float32), d_lse))
+        return gradients
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        """Standard normal, lengths from 1 to all, and the forward pass's results of these."""
+        lengths = self.random_lengths(seed)
+        plain = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
+        q, k, v, _, _, *cotangents = Problem.inputs(plain, seed)
+        out, lse = jax.jit(lambda *args: attention(self, *args))(q, k, v, *lengths)
+        return q, k, v, out.astype(self.dtype), lse, *cotangents, *lengths
+
+    @property
+    def flops(self) -> float:
+        """Of five products, as FlashAttention counts: what recomputes more does not do more."""
+        return 2.0 * self.batch * self.heads * self.visible_pairs * (3 * self.head_dim + 2 * self.value_dim)
+
+    def tolerance(self) -> tuple[Tolerance, ...]:  # type: ignore[override]
+        """Rounding of the results, and of probabilities and their cotangents to the dtype before they are multiplied.
+
+        A gradient of keys or values is a sum over queries and the heads of a group, of terms p d_out and ds q, each off
+        by its eps: where p is close to 1, as in the first rows of a causal mask, a term is some 4 x 4.
+        """
+        eps = float(jnp.finfo(self.dtype).eps) if self.dtype != "float32" else 2.0**-10
+        return (Tolerance(absolute=4 * eps, relative=2 * eps),) * 3
