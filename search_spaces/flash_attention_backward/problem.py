@@ -60,7 +60,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         cotangents = (self.out(), *((self.lse(),) if self.lse_cotangent else ()))
         return *self.qkv(), self.out(), self.lse(), *cotangents, *self.length_operands()
 
-    def result(self) -> tuple[jax.ShapeDtypeStruct, ...]:  # type: ignore[override]
+    def result(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """dq, dk and dv, as q, k and v."""
         return self.qkv()
 
@@ -87,7 +87,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         """Of five products, as FlashAttention counts: what recomputes more does not do more."""
         return 2.0 * self.batch * self.heads * self.visible_pairs * (3 * self.head_dim + 2 * self.value_dim)
 
-    def tolerance(self) -> tuple[Tolerance, ...]:  # type: ignore[override]
+    def tolerance(self) -> tuple[Tolerance, ...]:
         """Rounding of the results, and of probabilities and their cotangents to the dtype before they are multiplied.
 
         A gradient of keys or values is a sum over queries and the heads of a group, of terms p d_out and ds q, each off
