@@ -15,7 +15,6 @@ from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 
 P = TypeVar("P", bound=Problem)
-S = TypeVar("S")
 # What a kernel gets besides arrays, and changes no schedule: names and values.
 Params = tuple[tuple[str, Any], ...]
 

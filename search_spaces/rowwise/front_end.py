@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,13 @@ from search_spaces.front_end import unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
 from search_spaces.problem import as_tuple
 from search_spaces.rowwise.problem import RowProblem
+
+
+def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
+    """The call of what lies along another axis than the last, which has no rows; None where it is the last."""
+    if axis in (-1, jnp.ndim(x) - 1):
+        return None
+    return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", answer)
 
 
 def bind(problem: type[RowProblem], x: Any, *shared: Any, **params: Any) -> Bound[Any] | Unbound:

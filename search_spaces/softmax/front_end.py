@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from search_spaces.operation import Bound, Unbound
 from search_spaces.rowwise import front_end
@@ -14,6 +13,5 @@ from search_spaces.softmax.problem import SoftmaxProblem
 
 def bind(x: Any, *, axis: Any = -1) -> Bound[SoftmaxProblem] | Unbound:
     """A call of `scheduler.tuned_softmax`, whose arguments these are."""
-    if axis not in (-1, jnp.ndim(x) - 1):
-        return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", lambda: jax.nn.softmax(x, axis))
-    return front_end.bind(SoftmaxProblem, x)
+    along = front_end.elsewhere(x, axis, lambda: jax.nn.softmax(x, axis))
+    return along or front_end.bind(SoftmaxProblem, x)

@@ -14,12 +14,10 @@ from search_spaces.softmax_with_lse.problem import SoftmaxWithLseProblem
 
 def bind(x: Any, *, axis: Any = -1) -> Bound[SoftmaxWithLseProblem] | Unbound:
     """A call of `scheduler.tuned_softmax` with ``return_lse=True``, whose arguments these are."""
-    if axis in (-1, jnp.ndim(x) - 1):
-        return front_end.bind(SoftmaxWithLseProblem, x)
 
     def answer() -> tuple[jax.Array, jax.Array]:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         p, lse = jax.nn.softmax(wide, axis), jax.nn.logsumexp(wide, axis)
         return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else p, lse
 
-    return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", answer)
+    return front_end.elsewhere(x, axis, answer) or front_end.bind(SoftmaxWithLseProblem, x)
