@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +10,12 @@ import numpy as np
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import Target
+from search_spaces.problem import nbytes
 from search_spaces.space import Columns, Space
 
 # Extents of a tile, as far as the model asks: those of FlashAttention-3 at a head size of 128.
 BLOCK_Q = BLOCK_KV = 128
+LEAST_ROWS = 64  # of one instruction (PTX ISA, wgmma.mma_async)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def window(p: AttentionProblem) -> int | None:
     return None if p.left is None else p.left + 1
 
 
-def footprint(p: AttentionProblem, schedules: Columns, products: int) -> Footprint:
+def footprint(p: AttentionProblem, schedules: Columns, target: Target, products: int) -> Footprint:
     """Of a kernel like FlashAttention-3's, which it is taken for: nobody outside knows its tiles.
 
     Args:
@@ -79,26 +80,32 @@ def footprint(p: AttentionProblem, schedules: Columns, products: int) -> Footpri
     """
     one = np.ones(len(schedules))
     itemsize = int(jnp.dtype(p.dtype).itemsize)
-    rows, columns = min(BLOCK_Q, p.q_len), min(BLOCK_KV, p.kv_len)
-    tiles = -(-p.q_len // rows)
+    # A few queries: the heads of a group fold into rows of one instruction, and keys divide among the cores.
+    packed = p.q_len * p.group <= LEAST_ROWS
+    heads = p.kv_heads if packed else p.heads
+    rows = p.q_len * p.group if packed else min(BLOCK_Q, p.q_len)
+    computed_rows, columns = LEAST_ROWS if packed else BLOCK_Q, min(BLOCK_KV, p.kv_len)
+    tiles = 1 if packed else -(-p.q_len // rows)
     steps = max(1.0, p.visible_pairs / (p.q_len * columns))
+    splits = max(1, min(int(steps), target.cores // (heads * p.batch))) if packed else 1
+    blocks = tiles * splits
     head_bytes = (p.head_dim + p.value_dim) * itemsize
-    written: Any = sum(x.size * x.dtype.itemsize for x in p.results())
+    written = float(sum(map(nbytes, p.results())))
     return Footprint(
         arithmetic=p.arithmetic,
-        grid=(tiles * one, p.heads * one, p.batch * one),
+        grid=(blocks * one, heads * one, p.batch * one),
         step=Phase(
-            loads=(Operand(bytes=one * columns * head_bytes, axes=(1, 2)),),
-            flops=one * 2.0 * products * BLOCK_Q * columns * (p.head_dim + p.value_dim) / 2,
-            mufu_ops=one * BLOCK_Q * columns,
-            fp32_ops=one * 4.0 * BLOCK_Q * columns,
+            loads=(Operand(bytes=one * columns * head_bytes, axes=(0, 1, 2) if packed else (1, 2)),),
+            flops=one * products * computed_rows * columns * float(p.head_dim + p.value_dim),
+            mufu_ops=one * computed_rows * columns,
+            fp32_ops=one * 4.0 * computed_rows * columns,
         ),
         tile=Phase(
             loads=(Operand(bytes=one * rows * head_bytes * (products - 1) / 2, axes=(0, 1, 2)),),
-            bytes_written=one * written / (tiles * p.heads * p.batch),
+            bytes_written=one * written / (blocks * heads * p.batch),
         ),
         onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
-        steps=one * steps,
+        steps=one * steps / splits,
         stages=2,
         consumers=2,
         ping_pong=True,

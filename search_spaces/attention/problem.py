@@ -111,6 +111,12 @@ class AttentionProblem(Problem):
         return int(np.maximum(end - first, 0).sum())
 
     @property
+    def library_bytes_moved(self) -> float:
+        """XLA writes logits in float32, reads them, writes probabilities in the dtype, and reads those."""
+        itemsize = int(jnp.dtype(self.dtype).itemsize)
+        return self.bytes_moved + 2.0 * (4 + itemsize) * self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
     def every_query_sees(self) -> bool:
         """Whether each query sees a key, whatever the operands are."""
         return not (self.q_lengths or self.kv_lengths) and (self.left is None or self.q_len - self.left <= self.kv_len)

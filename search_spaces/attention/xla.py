@@ -11,6 +11,7 @@ from jax import lax
 
 from search_spaces.attention.formula import sees_any, visible
 from search_spaces.attention.problem import AttentionProblem, Lengths
+from search_spaces.kernel import Target
 
 # Logits in memory at a time, 4 GiB in float32: a longer problem is computed some queries at a time.
 MOST_LOGITS = 2**30
@@ -81,6 +82,11 @@ def unwritten(p: AttentionProblem) -> str | None:
     if p.softcap:
         return "jax.nn.dot_product_attention caps no logits"
     return "jax.nn.dot_product_attention takes values as wide as keys" if p.head_dim_v else None
+
+
+def compiles(p: AttentionProblem, target: Target) -> bool:
+    """Whether `jax.nn.dot_product_attention` does under `jax.jit`: it asks for products that only GPUs have."""
+    return p.dtype != "float16" or target.platform == "cuda"
 
 
 def q_rows(p: AttentionProblem) -> int:

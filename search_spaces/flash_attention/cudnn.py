@@ -31,7 +31,7 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
         return cudnn.space()
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
-        return cudnn.footprint(problem, schedules, products=2)
+        return cudnn.footprint(problem, schedules, target, products=2)
 
     def run(
         self,

@@ -8,6 +8,7 @@ from search_spaces.attention import xla
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.space import Space
 
 
 class XlaFlashAttention(LibraryKernel[FlashAttentionProblem]):
@@ -19,6 +20,10 @@ class XlaFlashAttention(LibraryKernel[FlashAttentionProblem]):
         if problem.return_lse or xla.unwritten(problem) is not None:  # JAX rounds its log-sum-exp to the dtype of keys
             return (Library.program,)
         return (Library.program, "plain")
+
+    def space(self, problem: FlashAttentionProblem, target: Target) -> Space[Library]:
+        whole = super().space(problem, target)
+        return whole if xla.compiles(problem, target) else Space(Library, {"program": (Library.program,)})
 
     def run(
         self,

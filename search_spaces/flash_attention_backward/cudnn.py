@@ -37,7 +37,7 @@ class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSch
         return cudnn.space()
 
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
-        return cudnn.footprint(problem, schedules, products=5)
+        return cudnn.footprint(problem, schedules, target, products=5)
 
     def run(
         self,

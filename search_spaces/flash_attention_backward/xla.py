@@ -11,6 +11,7 @@ from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.kernel import Library, LibraryKernel, Target
 from search_spaces.problem import Tolerance
+from search_spaces.space import Space
 
 
 class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
@@ -22,6 +23,10 @@ class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
         if problem.lse_cotangent or xla.unwritten(problem) is not None:
             return (Library.program,)
         return (Library.program, "plain")
+
+    def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[Library]:
+        whole = super().space(problem, target)
+        return whole if xla.compiles(problem, target) else Space(Library, {"program": (Library.program,)})
 
     def tolerance(self, problem: FlashAttentionBackwardProblem, schedule: Library) -> tuple[Tolerance, ...]:
         """Of what users write, whose cotangents of probabilities are rounded before their mean is taken off."""
