@@ -305,7 +305,7 @@ def test_what_no_problem_says_is_answered_by_plain_jax():
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"k": lambda k: k[..., :8]}, "shape should be"),
+        ({"k": lambda k: k[..., :8]}, "do not belong to q"),
         ({"k": lambda k: k.astype("bfloat16")}, "dtype should be"),
         ({"k": lambda k: k[:, :, :1].repeat(3, axis=2), "v": lambda v: v[:, :, :1].repeat(3, axis=2)}, "multiple"),
         ({"q_lengths": lambda _: jnp.ones(2, "float32")}, "dtype should be"),
