@@ -43,12 +43,12 @@ tile_scheduler.warn()
 
 _OWN = {
     "matmul": "search_spaces.matmul:MATMUL",
-    "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",
-    "flash_attention_backward": "search_spaces.flash_attention_backward:FLASH_ATTENTION_BACKWARD",
     "rms_norm": "search_spaces.rms_norm:RMS_NORM",
     "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
     "softmax": "search_spaces.softmax:SOFTMAX",
     "softmax_with_lse": "search_spaces.softmax_with_lse:SOFTMAX_WITH_LSE",
+    "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",
+    "flash_attention_backward": "search_spaces.flash_attention_backward:FLASH_ATTENTION_BACKWARD",
 }
 OPERATIONS = tuple(_OWN)
 
