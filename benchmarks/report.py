@@ -2,8 +2,9 @@
 
     python benchmarks/report.py matmul
 
-For a suite that takes longer than a device can be had at a time: `matmul`, `rows` and `fused` keep each row as soon as
-it is measured. The result is written in the place of a whole one, with the list of problems that have no row in it.
+For a suite that takes longer than a device can be had at a time: `matmul`, `rows`, `fused` and `attention` keep each
+row as soon as it is measured. The result is written in the place of a whole one, with the list of problems that have no
+row in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attention
 import comparison
 import fused
 import rows
@@ -46,6 +48,11 @@ class Benchmark:
 
 
 BENCHMARKS = {
+    "attention": Benchmark(
+        lambda chip: [(attention.timed_by(one).name, told(one.problem)) for one in attention.suite_of(chip)],
+        attention.summary,
+        [attention.FORWARD, attention.BACKWARD],
+    ),
     "matmul": Benchmark(
         lambda _: [("matmul", told(product.problem)) for product in MATMULS], comparison.summarize, [RIVALS]
     ),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from harness import RESULTS, ROOT, Kept, environment, paced, write_result
 from independent import REPETITIONS
 
+from scheduler.core.backends import named_backends
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
@@ -63,10 +64,9 @@ def found(operation: Operation[Any], problem: Problem, hardware: Hardware, store
 
 def answers(operation: Operation[Any], record: Record) -> dict[str, Entry]:
     """By name: the library's program, the best Pallas schedule and the final answer, of those that there are."""
-    library = frozenset({operation.library.backend})
     entries = {
-        "xla": record.best(library),
-        "pallas": record.best(frozenset(operation.backends) - library),
+        "xla": record.best(frozenset({operation.library.backend})),
+        "pallas": record.best(named_backends(operation, "pallas")),
         "final": record.winner,
     }
     return {name: entry for name, entry in entries.items() if entry is not None}

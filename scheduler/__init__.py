@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         tuned_silu_and_mul,
         tuned_softmax,
     )
+    from scheduler.attention import tuned_flash_attention
     from scheduler.core.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
     from scheduler.measure.replay import Replay
     from scheduler.store.store import Store
@@ -39,6 +40,7 @@ __all__ = [
     "target",
     "tune",
     "tuned",
+    "tuned_flash_attention",
     "tuned_matmul",
     "tuned_rms_norm",
     "tuned_silu_and_mul",
@@ -51,6 +53,7 @@ _ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "Sto
 _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
+    "tuned_flash_attention": "scheduler.attention",
 }
 
 

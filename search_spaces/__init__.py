@@ -47,6 +47,8 @@ _OWN = {
     "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
     "softmax": "search_spaces.softmax:SOFTMAX",
     "softmax_with_lse": "search_spaces.softmax_with_lse:SOFTMAX_WITH_LSE",
+    "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",
+    "flash_attention_backward": "search_spaces.flash_attention_backward:FLASH_ATTENTION_BACKWARD",
 }
 OPERATIONS = tuple(_OWN)
 

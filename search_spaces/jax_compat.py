@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import ad_checkpoint, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
@@ -200,6 +201,79 @@ def lower(run: Callable[..., Sequence[jax.Array]], ctx: Any, args: Sequence[Any]
     plain = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     with config._check_vma(False):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *args)
+
+
+def cudnn_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *lengths: jax.Array,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    with_lse: bool,
+) -> tuple[jax.Array, Any]:
+    """Attention by cuDNN: ``[batch, q_len, heads, head_dim]`` and the log-sum-exp ``float32[batch, heads, q_len]``.
+
+    By JAX's own primitive, without the checks before it, which ask the default device rather than the one that code is
+    made for. Only where that is an NVIDIA GPU does it lower.
+
+    Args:
+      lengths: none, or those of queries and of keys, ``int32[batch]`` each.
+      window: keys that a query sees with its own; None is all.
+      with_lse: compute the log-sum-exp; else it is None.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    operands = (q, k, v, *_cudnn_rest(q, lengths))
+    out, *lse = cudnn._dot_product_attention_fwd_p.bind(
+        *operands, **_cudnn_params(scale, causal, window, bool(lengths)), is_training=with_lse
+    )
+    return out, lse[0] if with_lse else None
+
+
+def cudnn_attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[jax.Array, ...]:
+    """The gradients of q, k and v, of what `cudnn_attention` returned."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    operands = (q, k, v, *_cudnn_rest(q, ()), lse, out, d_out)
+    gradients = cudnn._dot_product_attention_bwd_p.bind(*operands, **_cudnn_params(scale, causal, window, False))
+    return tuple(gradients)
+
+
+def _cudnn_rest(q: jax.Array, lengths: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Bias, lengths, offsets and page tables, of which there are at most lengths."""
+    unused = jnp.zeros(0, q.dtype)
+    return unused, *(lengths or (unused, unused)), unused, unused, unused, unused
+
+
+def _cudnn_params(scale: float, causal: bool, window: int | None, padding: bool) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = ("PADDING_CAUSAL" if causal else "PADDING") if padding else ("CAUSAL" if causal else "NO_MASK")
+    params: dict[str, Any] = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType[mask],
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+    }
+    if JAX_VERSION >= (0, 12):
+        params |= {"score_mod_name": None, "score_mod_jaxpr": None}
+    return params
 
 
 def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensionNumbers | None]) -> None:

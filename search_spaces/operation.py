@@ -66,6 +66,7 @@ class Operation(Generic[P]):
       jvp: ``jvp(call, problem, primals, tangents) -> (result, tangent)``. Default: the library kernel's derivative.
       transpose: ``transpose(call, problem, cotangent, args) -> cotangents``: where the operation is linear in the
         arguments given as None. Default: not transposable (its `jvp` then must not need it).
+      vjp_params: names of what only `vjp_fwd` and `vjp_bwd` take besides arrays: no kernel gets it.
       batch: ``batch(call, problem, args, dims) -> (result, dim)``: one call for a vmapped one; a dim that is None is
         not batched. Default: one call for each element of the batch, in sequence.
       vjp_fwd: ``vjp_fwd(call, problem, args) -> (result, residuals)``: the result, and any pytree of arrays that the
@@ -73,6 +74,7 @@ class Operation(Generic[P]):
       vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. These two are
         a `jax.custom_vjp`: forward mode raises that one's TypeError, zero cotangents are given as arrays of zeros, and
         what `vjp_fwd` calls of its own operation has the library kernel's derivative (for a Hessian).
+        ``call.params`` are the params of the call by their names, for the other operation that `vjp_bwd` may call.
       front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it; options are
         keyword-only. Default: see `bind`.
 
@@ -84,6 +86,7 @@ class Operation(Generic[P]):
     problem: type[P]
     kernels: tuple[Kernel[P, Any], ...]
     params: tuple[str, ...] = ()
+    vjp_params: tuple[str, ...] = ()
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
     batch: Callable[..., Any] | None = None

@@ -101,6 +101,11 @@ class Problem(abc.ABC):
         return float(sum(map(nbytes, arrays)))
 
     @property
+    def library_bytes_moved(self) -> float:
+        """Traffic of XLA's implementation, in bytes: what it writes between its kernels and reads again included."""
+        return self.bytes_moved
+
+    @property
     def arithmetic(self) -> str:
         """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
         return str(self.operands()[0].dtype)

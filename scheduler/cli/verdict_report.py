@@ -106,9 +106,9 @@ def _against_xla(record: Record) -> str:
         if stands.state == "undecided":
             medians = f"takes {stands.ratio:.3g} times as long by the medians, which decides nothing"
             where = f"is {stands.interval}" if stands.interval else medians
-            return f"Undecided, and XLA answers: the best Pallas schedule {where}."
+            return f"Undecided, and XLA answers: the best other schedule {where}."
         said = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
-        return f"{said}; the best Pallas schedule takes {stands.ratio:.3g} times as long."
+        return f"{said}; the best other schedule takes {stands.ratio:.3g} times as long."
     stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"
     if stands.state == "ahead":
         digits = ".3f" if stands.ratio < 1.1 else ".3g"

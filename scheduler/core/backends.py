@@ -9,7 +9,7 @@ from search_spaces.operation import Operation
 
 
 def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
-    """The backends that `wanted` names: None for all; "pallas" is all but the library's, among other names, too.
+    """The backends that `wanted` names: None for all; "pallas" is all but the libraries', among other names, too.
 
     Raises:
       TypeError: `wanted` is neither a name nor several.
@@ -17,13 +17,14 @@ def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None
     """
     if wanted is None:
         return None
-    known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {operation.library.backend})'
+    pallas = [kernel.backend for kernel in operation.kernels if not (kernel.library or kernel.vendor)]
+    others = " and ".join(backend for backend in operation.backends if backend not in pallas)
+    known = f'(there are: {", ".join(operation.backends)}; "pallas" is all but {others})'
     if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable):
         raise TypeError(f"backends={wanted!r} is neither a name nor several {known}")
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     if not names:
         raise ValueError(f"backends is empty: nothing could run {known}")
-    pallas = [kernel.backend for kernel in operation.kernels if not kernel.library]
     return frozenset(
         backend for name in names for backend in (pallas if name == "pallas" else [operation.kernel(name).backend])
     )

@@ -43,7 +43,11 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
     """
     if operation.vjp_fwd is not None and not jax_compat.has_explicit_axes(args):
         return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
-    return _bind(operation, problem, params, options, *args)
+    return _bind(operation, problem, _of_kernels(operation, params), options, *args)
+
+
+def _of_kernels(operation: Operation[Any], params: Params) -> Params:
+    return tuple(named for named in params if named[0] not in operation.vjp_params)
 
 
 def _bind(operation: Operation[Any], problem: Problem, params: Params, options: Options, /, *args: Any) -> Any:
@@ -145,13 +149,15 @@ def _transpose(
 @functools.lru_cache(maxsize=1024)
 def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
     """The call with the operation's own backward pass: a `jax.custom_vjp`, with what that means for forward mode."""
-    call = _caller(operation, problem, params, options)
+    kernels_params = _of_kernels(operation, params)
+    call = _caller(operation, problem, kernels_params, options)
+    call.params = dict(params)  # type: ignore[attr-defined]
     forward, backward = operation.vjp_fwd, operation.vjp_bwd
     assert forward is not None
     assert backward is not None
 
     def answer(*args: Any) -> Any:
-        return _bind(operation, problem, params, options, *args)
+        return _bind(operation, problem, kernels_params, options, *args)
 
     answer.__name__ = f"tuned_{operation.name}"  # which JAX's error names in forward mode
     differentiable = jax.custom_vjp(answer)

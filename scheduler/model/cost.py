@@ -201,7 +201,7 @@ class CostModel:
         results = float(sum(np.prod(s.shape, dtype=np.float64) for s in problem.results()))
         busy = results / (results + c.library_grain * h.cores) if results else 1.0
         arithmetic = problem.flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
-        memory = problem.bytes_moved / (c.library_e_hbm * h.hbm_bytes_per_s)
+        memory = problem.library_bytes_moved / (c.library_e_hbm * h.hbm_bytes_per_s)
         overlapped = float(_norm(np.array([arithmetic, memory]), c.library_p))
         return c.library_scale * (overlapped + h.launch_s + c.library_s)
 

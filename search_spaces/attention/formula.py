@@ -25,6 +25,16 @@ def visible(p: AttentionProblem, rows: Any, columns: Any, lengths: Lengths) -> A
     return seen
 
 
+def sees_any(p: AttentionProblem, lengths: Lengths) -> Any:
+    """Whether a query sees a key at all, as ``[batch or 1, q_len]``."""
+    i = jnp.arange(p.q_len)[None]
+    keys = jnp.array([p.kv_len]) if lengths.kv is None else lengths.kv
+    first = jnp.zeros_like(i) if p.left is None else jnp.maximum(i - p.left, 0)
+    end = keys[:, None] if p.right is None else jnp.minimum(i + p.right + 1, keys[:, None])
+    there = True if lengths.q is None else i < lengths.q[:, None]
+    return (first < end) & there
+
+
 def attention(
     p: AttentionProblem, q: Any, k: Any, v: Any, *lengths: Any, scale: float | None = None, softcap: float = SOFTCAP
 ) -> tuple[jax.Array, jax.Array]:

@@ -110,6 +110,17 @@ class AttentionProblem(Problem):
         end = np.full_like(i, self.kv_len) if self.right is None else np.minimum(i + self.right + 1, self.kv_len)
         return int(np.maximum(end - first, 0).sum())
 
+    @property
+    def library_bytes_moved(self) -> float:
+        """XLA writes logits in float32, reads them, writes probabilities in the dtype, and reads those."""
+        itemsize = int(jnp.dtype(self.dtype).itemsize)
+        return self.bytes_moved + 2.0 * (4 + itemsize) * self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def every_query_sees(self) -> bool:
+        """Whether each query sees a key, whatever the operands are."""
+        return not (self.q_lengths or self.kv_lengths) and (self.left is None or self.q_len - self.left <= self.kv_len)
+
     def array(self, *shape: int, dtype: str = "") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or self.dtype))
 

@@ -1,1 +1,26 @@
-"""Flash attention forward."""
+"""Flash attention forward: ``FLASH_ATTENTION``, its problem and its kernels."""
+
+from search_spaces.flash_attention import front_end, rules
+from search_spaces.flash_attention.cudnn import CudnnFlashAttention
+from search_spaces.flash_attention.interpret import InterpretedFlashAttention
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.flash_attention.xla import XlaFlashAttention
+from search_spaces.operation import Operation
+
+FLASH_ATTENTION = Operation[FlashAttentionProblem](
+    name="flash_attention",
+    problem=FlashAttentionProblem,
+    kernels=(
+        CudnnFlashAttention(),
+        InterpretedFlashAttention(),
+        XlaFlashAttention(),
+    ),
+    params=("scale", "softcap"),
+    vjp_params=("deterministic",),
+    batch=rules.batch,
+    vjp_fwd=rules.vjp_fwd,
+    vjp_bwd=rules.vjp_bwd,
+    front_end=front_end.bind,
+)
+
+__all__ = ["FLASH_ATTENTION", "FlashAttentionProblem"]

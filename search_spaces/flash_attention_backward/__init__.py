@@ -1,1 +1,23 @@
-"""Flash attention backward."""
+"""Flash attention backward: ``FLASH_ATTENTION_BACKWARD``, its problem and its kernels."""
+
+from search_spaces.flash_attention_backward import rules
+from search_spaces.flash_attention_backward.cudnn import CudnnFlashAttentionBackward
+from search_spaces.flash_attention_backward.interpret import InterpretedFlashAttentionBackward
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.flash_attention_backward.xla import XlaFlashAttentionBackward
+from search_spaces.operation import Operation
+
+# Its derivatives, for a Hessian, are those of the library kernel.
+FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
+    name="flash_attention_backward",
+    problem=FlashAttentionBackwardProblem,
+    kernels=(
+        CudnnFlashAttentionBackward(),
+        InterpretedFlashAttentionBackward(),
+        XlaFlashAttentionBackward(),
+    ),
+    params=("scale", "softcap"),
+    batch=rules.batch,
+)
+
+__all__ = ["FLASH_ATTENTION_BACKWARD", "FlashAttentionBackwardProblem"]

@@ -1,0 +1,115 @@
+"""What cuDNN's attention is offered for, forward and backward, and what it is taken to demand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.attention.problem import AttentionProblem
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.kernel import Target
+from search_spaces.problem import nbytes
+from search_spaces.space import Columns, Space
+
+# Extents of a tile, as far as the model asks: those of FlashAttention-3 at a head size of 128.
+BLOCK_Q = BLOCK_KV = 128
+LEAST_ROWS = 64  # of one instruction (PTX ISA, wgmma.mma_async)
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnSchedule:
+    """Which of cuDNN's engines runs is XLA's and cuDNN's own matter."""
+
+    engine: str = "heuristic"
+
+
+def space() -> Space[CudnnSchedule]:
+    return Space(CudnnSchedule, {"engine": (CudnnSchedule.engine,)})
+
+
+def refusal(p: AttentionProblem, target: Target) -> str | None:
+    """Why cuDNN is not asked for a problem, forward or backward; None where it is.
+
+    What JAX's binding of it checks (`jax._src.cudnn.fused_attention_stablehlo`), and what is wrong or unchecked in it.
+    """
+    if target.platform != "cuda":
+        return f"runs on NVIDIA GPUs, not on {target.kind}"
+    if p.dtype == "float32":
+        return "takes bfloat16 and float16"
+    if p.softcap:
+        return "caps no logits"
+    if p.head_dim_v:
+        return "takes values as wide as keys (others from cuDNN 9.10 on, unchecked here)"
+    widest = 256 if _generation(target) >= 90 else 128
+    if p.head_dim % 8 or p.head_dim > widest:
+        return f"needs a head_dim that 8 divides, of at most {widest} on {target.architecture}"
+    return _mask_refusal(p)
+
+
+def _mask_refusal(p: AttentionProblem) -> str | None:
+    if p.left is not None and not p.causal:
+        return "a window without a causal mask reaches into the future with it (jax-ml/jax#39576)"
+    if p.right is not None and not p.causal:
+        return "has no window to the right"
+    if p.causal and p.q_len != p.kv_len:
+        return "a causal mask of other than as many queries as keys has not been checked with it"
+    if p.causal and p.q_len == 1:
+        return "its result of a single query with a causal mask is defective (cuDNN 9.18.1, known issues)"
+    if p.causal and (p.q_lengths or p.kv_lengths):
+        return "a causal mask with lengths has not been checked with it"
+    return None
+
+
+def _generation(target: Target) -> int:
+    digits = "".join(filter(str.isdigit, target.architecture))
+    return int(digits or 0)
+
+
+def window(p: AttentionProblem) -> int | None:
+    """Keys that a query sees, its own among them, as cuDNN counts; None is all up to its own."""
+    return None if p.left is None else p.left + 1
+
+
+def footprint(p: AttentionProblem, schedules: Columns, target: Target, products: int) -> Footprint:
+    """Of a kernel like FlashAttention-3's, which it is taken for: nobody outside knows its tiles.
+
+    Args:
+      products: matrix products of a tile of logits: 2 forward, 5 backward.
+    """
+    one = np.ones(len(schedules))
+    itemsize = int(jnp.dtype(p.dtype).itemsize)
+    # A few queries: the heads of a group fold into rows of one instruction, and keys divide among the cores.
+    packed = p.q_len * p.group <= LEAST_ROWS
+    heads = p.kv_heads if packed else p.heads
+    rows = p.q_len * p.group if packed else min(BLOCK_Q, p.q_len)
+    computed_rows, columns = LEAST_ROWS if packed else BLOCK_Q, min(BLOCK_KV, p.kv_len)
+    tiles = 1 if packed else -(-p.q_len // rows)
+    steps = max(1.0, p.visible_pairs / (p.q_len * columns))
+    splits = max(1, min(int(steps), target.cores // (heads * p.batch))) if packed else 1
+    blocks = tiles * splits
+    head_bytes = (p.head_dim + p.value_dim) * itemsize
+    written = float(sum(map(nbytes, p.results())))
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(blocks * one, heads * one, p.batch * one),
+        step=Phase(
+            loads=(Operand(bytes=one * columns * head_bytes, axes=(0, 1, 2) if packed else (1, 2)),),
+            flops=one * products * computed_rows * columns * float(p.head_dim + p.value_dim),
+            mufu_ops=one * computed_rows * columns,
+            fp32_ops=one * 4.0 * computed_rows * columns,
+        ),
+        tile=Phase(
+            loads=(Operand(bytes=one * rows * head_bytes * (products - 1) / 2, axes=(0, 1, 2)),),
+            bytes_written=one * written / (blocks * heads * p.batch),
+        ),
+        onchip_bytes=np.zeros(len(schedules), dtype=np.int64),
+        steps=one * steps / splits,
+        stages=2,
+        consumers=2,
+        ping_pong=True,
+        delay_release=1,
+        threads=256,
+        persistent=True,
+    )

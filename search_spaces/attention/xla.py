@@ -1,0 +1,167 @@
+"""Attention and its gradients as XLA computes them: the answer to beat, and the one for what no kernel can."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.attention.formula import sees_any, visible
+from search_spaces.attention.problem import AttentionProblem, Lengths
+from search_spaces.kernel import Target
+
+# Logits in memory at a time, 4 GiB in float32: a longer problem is computed some queries at a time.
+MOST_LOGITS = 2**30
+
+
+def forward(
+    p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scale: float, softcap: float
+) -> tuple[jax.Array, jax.Array]:
+    """The result in the dtype of `q` and the log-sum-exp in float32: products of operands, and float32 in between."""
+    rows = q_rows(p)
+    blocks = -(-p.q_len // rows)
+    if blocks == 1:
+        return _block(p, q, k, v, of, jnp.arange(p.q_len), scale, softcap)
+
+    def one(operands: Any) -> tuple[jax.Array, jax.Array]:
+        q, number = operands
+        return _block(p, q, k, v, of, number * rows + jnp.arange(rows), scale, softcap)
+
+    out, lse = lax.map(jax.checkpoint(one), (divided(q, rows), jnp.arange(blocks)))
+    lse = jnp.moveaxis(lse, 0, 2).reshape(p.batch, p.heads, blocks * rows)[..., : p.q_len]
+    return joined(out, p.q_len), lse
+
+
+def backward(
+    p: AttentionProblem, operands: Any, d_lse: Any, of: Lengths, *, scale: float, softcap: float
+) -> tuple[jax.Array, ...]:
+    """dq, dk and dv of `operands`, which are q, k, v, the forward pass's results and the cotangent of the first."""
+    q, k, v, out, lse, d_out = operands
+    delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
+    delta = delta if d_lse is None else delta - d_lse
+    rows = q_rows(p)
+    blocks = -(-p.q_len // rows)
+    gradients = functools.partial(_block_gradients, p, k, v, of, scale=scale, softcap=softcap)
+    if blocks == 1:
+        return tuple(x.astype(q.dtype) for x in gradients((q, lse, delta, d_out), jnp.arange(p.q_len)))
+
+    def one(sums: Any, block: Any) -> tuple[Any, jax.Array]:
+        *operands, number = block
+        dq, dk, dv = gradients(operands, number * rows + jnp.arange(rows))
+        return (sums[0] + dk, sums[1] + dv), dq
+
+    statistics = (jnp.moveaxis(divided(jnp.moveaxis(x, 2, 1), rows), 2, 3) for x in (lse, delta))
+    by_block = (divided(q, rows), *statistics, divided(d_out, rows), jnp.arange(blocks))
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    (dk, dv), dq = lax.scan(one, zeros, by_block)
+    return joined(dq, p.q_len).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scale: float) -> jax.Array:
+    """`jax.nn.dot_product_attention`, but for queries that see no key, whose result is zeros here."""
+    bounded = p.left is not None or (p.right is not None and not p.causal)
+    left, right = p.q_len if p.left is None else p.left, p.kv_len if p.right is None else p.right
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        is_causal=p.causal,
+        query_seq_lengths=of.q,
+        key_value_seq_lengths=of.kv,
+        local_window_size=(left, right) if bounded else None,
+    )
+    return out if p.every_query_sees else jnp.where(sees_any(p, of)[..., None, None], out, 0)
+
+
+def unwritten(p: AttentionProblem) -> str | None:
+    """Why `jax.nn.dot_product_attention` cannot say the problem; None where it can."""
+    if p.softcap:
+        return "jax.nn.dot_product_attention caps no logits"
+    return "jax.nn.dot_product_attention takes values as wide as keys" if p.head_dim_v else None
+
+
+def compiles(p: AttentionProblem, target: Target) -> bool:
+    """Whether `jax.nn.dot_product_attention` does under `jax.jit`: it asks for products that only GPUs have."""
+    return p.dtype != "float16" or target.platform == "cuda"
+
+
+def q_rows(p: AttentionProblem) -> int:
+    """Queries whose logits are in memory at a time."""
+    return max(1, min(p.q_len, MOST_LOGITS // (p.batch * p.heads * p.kv_len)))
+
+
+def divided(x: jax.Array, rows: int) -> jax.Array:
+    """``[batch, q_len, ...]`` as ``[blocks, batch, rows, ...]``, the last block filled with zeros."""
+    blocks = -(-x.shape[1] // rows)
+    padded = jnp.pad(x, ((0, 0), (0, blocks * rows - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+    return jnp.moveaxis(padded.reshape(x.shape[0], blocks, rows, *x.shape[2:]), 1, 0)
+
+
+def joined(x: jax.Array, q_len: int) -> jax.Array:
+    """The inverse of `divided`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :q_len]
+
+
+def _seen(p: AttentionProblem, of: Lengths, rows: jax.Array) -> jax.Array:
+    """Whether a query sees a key, as ``[batch or 1, 1, 1, rows, kv_len]``."""
+    columns = jnp.arange(p.kv_len)
+    if of.q is None and of.kv is None:
+        return visible(p, rows, columns, of)[None, None, None]
+    seen: jax.Array = jax.vmap(lambda of: visible(p, rows, columns, of))(of)
+    return seen[:, None, None]
+
+
+def _logits(p: AttentionProblem, q: Any, k: Any, scale: float, softcap: float) -> jax.Array:
+    """Scaled and capped, ``[batch, kv_heads, group, rows, kv_len]``."""
+    q = q.reshape(*q.shape[:2], p.kv_heads, p.group, p.head_dim)
+    logits: jax.Array = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=_wide(q)) * scale
+    return softcap * jnp.tanh(logits / softcap) if p.softcap else logits
+
+
+def _block(
+    p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, rows: jax.Array, scale: float, softcap: float
+) -> tuple[jax.Array, jax.Array]:
+    seen = _seen(p, of, rows)
+    logits = jnp.where(seen, _logits(p, q, k, scale, softcap), -jnp.inf)
+    most = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    most = jnp.where(jnp.isfinite(most), most, 0.0)
+    e = jnp.exp(logits - most)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    sees = jnp.any(seen, axis=-1, keepdims=True)
+    total = jnp.where(sees, total, 1.0)
+    out = jnp.einsum("bkgts,bskv->btkgv", (e / total).astype(v.dtype), v, preferred_element_type=_wide(q))
+    lse = jnp.where(sees, most + jnp.log(total), -jnp.inf)
+    shape = (p.batch, q.shape[1], p.heads, p.value_dim)
+    return out.reshape(shape).astype(q.dtype), lse.reshape(p.batch, p.heads, -1)
+
+
+def _block_gradients(
+    p: AttentionProblem, k: Any, v: Any, of: Lengths, operands: Any, rows: jax.Array, *, scale: float, softcap: float
+) -> tuple[jax.Array, ...]:
+    """Of some queries, dk and dv being their part of the sums; in float32."""
+    q, lse, delta, d_out = operands
+    wide, grouped = _wide(q), (*q.shape[:2], p.kv_heads, p.group)
+    by_row = (p.batch, p.kv_heads, p.group, q.shape[1], 1)
+    logits = _logits(p, q, k, scale, softcap)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(by_row)
+    # What nobody sees may be larger than what is seen: no exponential of it, which could overflow.
+    probabilities = jnp.exp(jnp.where(_seen(p, of, rows), logits - lse, -jnp.inf))
+    d_out = d_out.reshape(*grouped, p.value_dim)
+    d_probabilities = jnp.einsum("btkgv,bskv->bkgts", d_out, v, preferred_element_type=wide)
+    d_logits = probabilities * (d_probabilities - delta.reshape(by_row))
+    if p.softcap:
+        d_logits *= 1 - (logits / softcap) ** 2
+    d_logits = (d_logits * scale).astype(q.dtype)
+    dq = jnp.einsum("bkgts,bskh->btkgh", d_logits, k, preferred_element_type=wide)
+    dk = jnp.einsum("bkgts,btkgh->bskh", d_logits, q.reshape(*grouped, p.head_dim), preferred_element_type=wide)
+    dv = jnp.einsum("bkgts,btkgv->bskv", probabilities.astype(v.dtype), d_out, preferred_element_type=wide)
+    return dq.reshape(q.shape), dk, dv
+
+
+def _wide(x: Any) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,69 @@
+"""Attention by cuDNN, the vendor's library: the answer to beat on an NVIDIA GPU, and a legal one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from search_spaces import jax_compat
+from search_spaces.attention import cudnn
+from search_spaces.attention.cudnn import CudnnSchedule
+from search_spaces.attention.formula import sees_any
+from search_spaces.attention.problem import SOFTCAP, Lengths
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.footprint import Footprint
+from search_spaces.kernel import Kernel, Target
+from search_spaces.space import Columns, Space
+
+
+class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
+    """What ``jax.nn.dot_product_attention(implementation="cudnn")`` runs, and its statistics in float32."""
+
+    backend = "cudnn"
+    version = 1
+    vendor = True
+
+    def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
+        return cudnn.refusal(problem, target)
+
+    def space(self, problem: FlashAttentionProblem, target: Target) -> Space[CudnnSchedule]:
+        return cudnn.space()
+
+    def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
+        return cudnn.footprint(problem, schedules, target, products=2)
+
+    def run(
+        self,
+        problem: FlashAttentionProblem,
+        schedule: CudnnSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> Any:
+        p, (q, k, v), of = problem, args[:3], problem.lengths(args)
+        out, lse = jax_compat.cudnn_attention(
+            q,
+            k,
+            v,
+            *_lengths(p, of),
+            scale=p.default_scale() if scale is None else scale,
+            causal=p.causal,
+            window=cudnn.window(p),
+            with_lse=p.return_lse,
+        )
+        if not p.every_query_sees:
+            sees = sees_any(p, of)
+            out = jnp.where(sees[..., None, None], out, 0)
+            lse = jnp.where(sees[:, None], lse, -jnp.inf) if p.return_lse else lse
+        return (out, lse) if p.return_lse else out
+
+
+def _lengths(p: FlashAttentionProblem, of: Lengths) -> tuple[Any, ...]:
+    """Both or none, and never 0: nothing says what cuDNN makes of that."""
+    if of.q is None and of.kv is None:
+        return ()
+    given = (of.q, p.q_len), (of.kv, p.kv_len)
+    return tuple(jnp.full(p.batch, n, jnp.int32) if x is None else jnp.maximum(x, 1) for x, n in given)

@@ -1,0 +1,140 @@
+"""Attention as users call it: as `jax.nn.dot_product_attention` takes operands; what no problem says goes to XLA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.attention import xla
+from search_spaces.attention.problem import DTYPES, Lengths
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.operation import Bound, Unbound
+
+
+class Options(NamedTuple):
+    """Of a call of `scheduler.tuned_flash_attention`; `left` and `right` are the window's, None without a bound."""
+
+    causal: bool
+    scale: float | None
+    left: int | None
+    right: int | None
+    softcap: float | None
+    return_lse: bool
+
+
+def bind(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Any = None,
+    softcap: float | None = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Bound[FlashAttentionProblem] | Unbound:
+    """A call of `scheduler.tuned_flash_attention`, whose arguments these are.
+
+    Raises:
+      ValueError: a window or a softcap that is none.
+    """
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap!r} is not above 0")
+    how = Options(bool(causal), scale, *_bounds(window), softcap, bool(return_lse))
+    of = Lengths(q_lengths, kv_lengths)
+    posed = _problem(q, k, v, of, how)
+    if isinstance(posed, str):
+        return Unbound(posed, lambda: answer(q, k, v, of, how))
+    params: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": bool(deterministic) or None}
+    given = tuple((name, value) for name, value in params.items() if value is not None)
+    operands = tuple(x if x.ndim == 4 else x[None] for x in (q, k, v)) + tuple(x for x in of if x is not None)
+    if q.ndim == 4:
+        return Bound(posed, operands, params=given)
+
+    def restore(*results: jax.Array) -> Any:
+        return posed.pack([x[0] for x in results])
+
+    return Bound(posed, operands, restore, given)
+
+
+def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
+    """The same by plain JAX, in float64 where operands are that. What JAX refuses, it refuses in its words."""
+    narrow = jax.nn.dot_product_attention
+    if how.softcap is None and not how.return_lse and jnp.shape(v)[-1:] == jnp.shape(k)[-1:]:
+        # Refused is what that refuses; computed is what rows without keys, and an empty array, are here.
+        jax.eval_shape(
+            lambda q, k, v, of: narrow(q, k, v, query_seq_lengths=of.q, key_value_seq_lengths=of.kv), q, k, v, of
+        )
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    dtype = jnp.result_type(q, k, v)
+    flat = q.ndim == 3
+    q, k, v = (x[None] if flat else x for x in (q, k, v))
+    p: Any = _Unposed(q, k, v, of, how)
+    scale = p.head_dim**-0.5 if how.scale is None else how.scale
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    if not (q.size and k.size and v.size):
+        out, lse = jnp.zeros(p.out_shape, dtype), jnp.full(p.lse_shape, -jnp.inf)
+    else:
+        out, lse = xla.forward(p, q, k, v, of, scale=scale, softcap=how.softcap or 1.0)
+    out, lse = (out[0], lse[0]) if flat else (out, lse)
+    return (out, lse) if how.return_lse else out
+
+
+class _Unposed:
+    """What `xla.forward` reads of a problem, of operands that pose none: their extents may be 0, their dtype any."""
+
+    def __init__(self, q: Any, k: Any, v: Any, of: Lengths, how: Options) -> None:
+        if any(x.ndim != 4 for x in (q, k, v)):
+            raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} are not [batch, length, heads, head_dim]")
+        (self.batch, self.q_len, self.heads, self.head_dim), (_, self.kv_len, self.kv_heads, _) = q.shape, k.shape
+        self.value_dim = v.shape[-1]
+        if k.shape[::3] != q.shape[::3] or v.shape[:-1] != k.shape[:-1]:
+            raise ValueError(f"k {k.shape} and v {v.shape} do not belong to q {q.shape}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads are no multiple of {self.kv_heads} key heads")
+        self.group = self.heads // max(1, self.kv_heads)
+        self.left, self.right = how.left, 0 if how.causal else how.right
+        self.softcap = how.softcap is not None
+        self.out_shape = (self.batch, self.q_len, self.heads, self.value_dim)
+        self.lse_shape = (self.batch, self.heads, self.q_len)
+
+
+def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentionProblem | str:
+    given = {"q": q, "k": k, "v": v} | {f"{name}_lengths": x for name, x in of._asdict().items() if x is not None}
+    if reason := unposed(given):
+        return reason
+    if (axes := {x.ndim for x in (q, k, v)}) not in ({3}, {4}):
+        return f"q, k and v have {' or '.join(map(str, sorted(axes)))} axes, where 3 or 4 are wanted of each"
+    if reason := weakly_typed(q, k, v):
+        return reason
+    if str(q.dtype) not in DTYPES:
+        return f"q is {q.dtype}; kernels take {', '.join(DTYPES)}"
+    structs = [jax.ShapeDtypeStruct(x.shape if x.ndim == 4 else (1, *x.shape), x.dtype) for x in (q, k, v)]
+    try:
+        return FlashAttentionProblem.of(
+            *structs,
+            *(x for x in of if x is not None),
+            causal=how.causal,
+            window_left=-1 if how.left is None else how.left,
+            window_right=-1 if how.right is None else how.right,
+            q_lengths=of.q is not None,
+            kv_lengths=of.kv is not None,
+            softcap=how.softcap is not None,
+            return_lse=how.return_lse,
+        )
+    except (TypeError, ValueError) as error:
+        return str(error)
+
+
+def _bounds(window: Any) -> tuple[int | None, int | None]:
+    """The window's bounds to the left and to the right, None without one."""
+    sides = (window, window) if window is None or isinstance(window, int) else tuple(window)
+    if len(sides) != 2 or any(side is not None and (not isinstance(side, int) or side < 0) for side in sides):
+        raise ValueError(f"window={window!r} is neither a number of keys nor two, to the left and to the right")
+    return sides[0], sides[1]

@@ -1,0 +1,64 @@
+"""The gradients of attention by cuDNN, the vendor's library: the answer to beat on an NVIDIA GPU, and a legal one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from search_spaces import jax_compat
+from search_spaces.attention import cudnn
+from search_spaces.attention.cudnn import CudnnSchedule
+from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.footprint import Footprint
+from search_spaces.kernel import Kernel, Target
+from search_spaces.space import Columns, Space
+
+
+class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSchedule]):
+    """What the derivative of ``jax.nn.dot_product_attention(implementation="cudnn")`` runs."""
+
+    backend = "cudnn"
+    version = 1
+    vendor = True
+
+    def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
+        p = problem
+        if p.lse_cotangent:
+            return "takes no cotangent of the log-sum-exp"
+        if p.deterministic:
+            return "sums dq in any order, unless all of XLA is told to be deterministic"
+        if p.q_lengths or p.kv_lengths:
+            return "its gradients beyond a length have not been checked"
+        return cudnn.refusal(p, target)
+
+    def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[CudnnSchedule]:
+        return cudnn.space()
+
+    def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
+        return cudnn.footprint(problem, schedules, target, products=5)
+
+    def run(
+        self,
+        problem: FlashAttentionBackwardProblem,
+        schedule: CudnnSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> tuple[jax.Array, ...]:
+        p = problem
+        q, k, v, out, lse, d_out = args
+        return jax_compat.cudnn_attention_backward(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            d_out,
+            scale=p.default_scale() if scale is None else scale,
+            causal=p.causal,
+            window=cudnn.window(p),
+        )

@@ -1,0 +1,56 @@
+"""The gradients of attention as XLA computes them: those of ``jax.nn.dot_product_attention``, and the formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from search_spaces.attention import xla
+from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.problem import Tolerance
+from search_spaces.space import Space
+
+
+class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
+    """The formula from the log-sum-exp, some queries at a time where logits take much memory; and "plain"."""
+
+    version = 1
+
+    def programs(self, problem: FlashAttentionBackwardProblem) -> tuple[str, ...]:
+        if problem.lse_cotangent or xla.unwritten(problem) is not None:
+            return (Library.program,)
+        return (Library.program, "plain")
+
+    def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[Library]:
+        whole = super().space(problem, target)
+        return whole if xla.compiles(problem, target) else Space(Library, {"program": (Library.program,)})
+
+    def tolerance(self, problem: FlashAttentionBackwardProblem, schedule: Library) -> tuple[Tolerance, ...]:
+        """Of what users write, whose cotangents of probabilities are rounded before their mean is taken off."""
+        exact = problem.tolerance()
+        if schedule.program != "plain":
+            return exact
+        return tuple(Tolerance(absolute=8 * one.absolute, relative=8 * one.relative) for one in exact)
+
+    def run(
+        self,
+        problem: FlashAttentionBackwardProblem,
+        schedule: Library,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> tuple[jax.Array, ...]:
+        p, of = problem, problem.lengths(args)
+        scale = p.default_scale() if scale is None else scale
+        if schedule.program == "plain":
+            q, k, v, _, _, d_out = args[:6]
+            _, vjp = jax.vjp(lambda q, k, v: xla.as_written(p, q, k, v, of, scale=scale), q, k, v)
+            gradients: tuple[jax.Array, ...] = vjp(d_out)
+            return gradients
+        d_lse = args[6] if p.lse_cotangent else None
+        return xla.backward(p, args[:6], d_lse, of, scale=scale, softcap=softcap)

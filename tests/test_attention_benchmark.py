@@ -1,0 +1,95 @@
+"""The benchmark of attention: its points, and the figures it boils them down to."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler.core import hardware
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import attention as benchmark
+from attention_points import points
+from jax_attention import JAX_ATTENTION
+
+pytestmark = pytest.mark.one_jax
+
+H200 = hardware.find("NVIDIA H200")
+
+
+def test_points_are_apart_and_cudnn_is_asked_for_all_of_them():
+    suite = points()
+    assert len({(point.backward, point.problem) for point in suite}) == len(suite) >= 100
+    assert {point.kind for point in suite} == {"square", "grouped", "ragged", "window", "decode", "float16"}
+    for point in suite:
+        assert benchmark.timed_by(point).kernel("cudnn").supports(point.problem, H200.target) is None
+    squares = [point.problem for point in suite if point.kind == "square"]
+    assert {p.batch * p.q_len for p in squares} == {16384}
+    assert {p.heads * p.head_dim for p in squares} == {2048}
+    assert {1, 64} <= {point.problem.batch for point in suite if point.kind == "decode"}
+
+
+def test_the_rival_of_jax_takes_float16():
+    narrow = [point.problem for point in points() if point.kind == "float16"]
+    for problem in narrow:
+        assert JAX_ATTENTION.supports(problem, H200.target) is None
+        assert len(JAX_ATTENTION.space(problem, H200.target).legal()[0]) >= 1
+    assert all(
+        JAX_ATTENTION.supports(p.problem, H200.target) for p in points() if p.kind == "square" and not p.backward
+    )
+
+
+def row(*, backward=False, kind="square", causal=False, vs_cudnn=1.1, final=1.1, model=0.95, cudnn_us=10.0):
+    return {
+        "backward": backward,
+        "kind": kind,
+        "causal": causal,
+        "cudnn_us": cudnn_us,
+        "pallas_us": vs_cudnn and 10.0,
+        "pallas_vs_cudnn": vs_cudnn,
+        "final_vs_cudnn": final,
+        "final_vs_xla": 2.0,
+        "pallas_vs_jax": None,
+        "model_vs_pallas": model,
+    }
+
+
+def test_the_summary_takes_the_points_that_each_figure_is_about():
+    figures = benchmark.summary(
+        [
+            row(vs_cudnn=1.21),
+            row(causal=True, vs_cudnn=1.0),
+            row(backward=True, vs_cudnn=0.9),
+            row(backward=True, causal=True, vs_cudnn=None, final=1.0, model=None),
+            row(kind="decode", vs_cudnn=0.8, final=0.99, model=0.7),
+            row(cudnn_us=None, vs_cudnn=0.1, final=None),
+        ]
+    )
+    assert figures["points"] == 6
+    assert figures["pallas_vs_cudnn_geomean"] == pytest.approx(1.1)
+    assert figures["pallas_vs_cudnn_worst"] == 1.0
+    assert figures["causal_vs_cudnn_geomean"] == pytest.approx(1.0)
+    assert figures["backward_vs_cudnn_geomean"] == pytest.approx(0.9)
+    assert figures["backward_vs_cudnn_worst"] == 0.0
+    assert figures["decode_vs_cudnn_worst"] == 0.8
+    assert figures["final_vs_cudnn_worst"] == 0.99
+    assert figures["model_first_choice_worst"] == 0.7
+    assert figures["pallas_vs_jax_geomean"] is None
+
+
+def test_a_rehearsal_searches_times_compares_and_writes_every_figure(tmp_path, capfd):
+    where = ["--work", str(tmp_path / "work"), "--results", str(tmp_path), "--cache", str(tmp_path / "cache.db")]
+    options = ["--budget", "3", "--rounds", "1", *where]
+    benchmark.main(["--search", *options])
+    benchmark.main(["--errors", *options])
+    benchmark.main(options)
+    (file,) = tmp_path.glob("attention-cpu*.json")
+    written = json.loads(file.read_text())
+    assert written["summary"].keys() == benchmark.summary([]).keys()
+    assert written["summary"]["points"] == len(written["rows"]) == 3
+    assert written["summary"]["final_vs_xla_worst"] > 0
+    assert written["summary"]["pallas_vs_cudnn_worst"] is None
+    for one in written["rows"]:
+        assert one["pallas_us"]
+        assert all(result["largest_absolute"] < 1e-3 for result in one["errors"]["pallas"])
