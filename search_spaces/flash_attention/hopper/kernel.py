@@ -208,7 +208,7 @@ class Consumer:
         if cta.t.s.persistent:
             lax.fori_loop(0, cta.order.count, self.tile_and_next_start, (carry, jnp.int32(0)))
         else:
-            carry = self.later_steps(tile, carry, jnp.int32(0), False)
+            carry = self.later_steps(tile, carry, jnp.int32(0))
             self.store(tile, self.last_product(carry, tile.steps - 1), carry.rows)
         if self.turns:
             self.turns.end(self.warpgroup)
@@ -220,7 +220,7 @@ class Consumer:
         carry, base = state
         tile, following = order.tile(position), order.tile(position + 1)
         more = position + 1 < order.count
-        carry = self.later_steps(tile, carry, base, more, following)
+        carry = self.later_steps(tile, carry, base, position + 1)
         base = base + tile.steps
 
         @pl.when(more)
@@ -234,6 +234,7 @@ class Consumer:
             reads_keys=more,
             keys_follow=more & ((following.steps > 1) | (position + 2 < order.count)),
             new_tile=True,
+            after_keys=lambda: self.load_next_q(following.steps == 1, position + 2),
         )
         self.store(tile, after.o, carry.rows)
         zeros = plgpu.layout_cast(jnp.zeros_like(after.o), plgpu.Layout.WGMMA)
@@ -285,7 +286,7 @@ class Consumer:
         products = pl.run_scoped(product, plgpu.ACC((WGMMA_ROWS, s.block_kv), jnp.float32))
         plgpu.barrier_arrive(cta.k_empty.at[0])
         if s.persistent:
-            self.load_next_q(tile.steps == 1, cta.order.count > 1, cta.order.tile(jnp.int32(1)))
+            self.load_next_q(tile.steps == 1, jnp.int32(1))
 
         @pl.when((tile.steps > 1) | (bool(s.persistent) & (cta.order.count > 1)))
         def wait() -> None:
@@ -296,23 +297,23 @@ class Consumer:
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, p.value_dim), jnp.float32), plgpu.Layout.WGMMA)
         return Carry(o, rows, exponentials.astype(p.dtype), rescale if cta.t.early_rescale else None)
 
-    def load_next_q(self, last_step: Any, more: Any, following: Tile) -> None:
-        """After the last step of a tile has read its queries."""
+    def load_next_q(self, last_step: Any, position: Any) -> None:
+        """Loads the queries of the tile at `position`, if there is one, when a tile's last step has read its own."""
 
-        @pl.when(last_step & more)
+        @pl.when(last_step & (position < self.cta.order.count))
         def load() -> None:
             synchronize_warpgroup()
-            self.load_q(following)
+            self.load_q(self.cta.order.tile(position))
 
-    def later_steps(self, tile: Tile, carry: Carry, base: Any, more: Any, following: Tile | None = None) -> Carry:
+    def later_steps(self, tile: Tile, carry: Carry, base: Any, following: Any = None) -> Carry:
         """All steps of a tile but the first: those of masked blocks, of blocks seen as a whole, of masked ones again.
 
         Args:
           base: number of the tile's first step among those of the CTA.
-          more: another tile follows...
-          following: ...which is this one; None where there is none ever.
+          following: position of the tile that follows, if the CTA has so many; None where it has one alone.
         """
         p = self.cta.t.p
+        more = False if following is None else following < self.cta.order.count
 
         def step(masked: bool) -> Callable[[Any, Carry], Carry]:
             def one(j: Any, carry: Carry) -> Carry:
@@ -322,7 +323,7 @@ class Consumer:
                     base + j,
                     seen=self.seen(tile, j) if masked else None,
                     keys_follow=jnp.logical_not(last) | more,
-                    after_keys=None if following is None else lambda: self.load_next_q(last, more, following),
+                    after_keys=None if following is None else lambda: self.load_next_q(last, following),
                 )
 
             return one
