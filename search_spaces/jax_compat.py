@@ -109,7 +109,7 @@ def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
     a = private.wgmma_fence(a)
     registers, i64 = accumulators._value.registers.copy(), ir.IntegerType.get_signless(64)
     for first in range(0, k, step):
-        offset = arith.constant(i64, mma_utils.encode_addr(first // step * stride))
+        offset = mgpu.utils.c(mma_utils.encode_addr(first // step * stride), i64)
         part = a[:, first : first + step]
         registers = private.wgmma_m64(registers, part, arith.addi(descriptor, offset), **fixed)
     whole = mgpu.FragmentedArray(_registers=registers, _layout=accumulators._value.layout, _is_signed=None)

@@ -57,7 +57,7 @@ class Turns:
             i32 = ir.IntegerType.get_signless(32)
 
             def number(value: int) -> Any:
-                return arith.constant(i32, value)
+                return mgpu.utils.c(value, i32)
 
             index = mgpu.utils.warpgroup_idx(sync=True)
             if offset:

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import llvm
 
 from search_spaces.jax_compat import issue_wgmma_of_registers, mosaic_gpu_code, plgpu
 
+
 def start(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
     """Starts ``acc + a b``; nothing may touch the result before `finish`.
 

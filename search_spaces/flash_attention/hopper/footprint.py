@@ -37,7 +37,10 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
     out_bytes = p.value_dim * size + p.return_lse * ACCUMULATOR_BYTES
     before = [padded_bytes(x.shape, (t.kv_rows, *x.shape[2:]), size) for x in p.qkv()[1:]]
     out = (t.q_rows, p.heads, p.value_dim)
-    after = [padded_bytes(p.qkv()[0].shape, (t.q_rows, p.heads, p.head_dim), size), padded_bytes(p.out().shape, out, size)]
+    after = [
+        padded_bytes(p.qkv()[0].shape, (t.q_rows, p.heads, p.head_dim), size),
+        padded_bytes(p.out().shape, out, size),
+    ]
     copies = [float(copy) for copy in (*before, *after)]
     capped = 1 + p.softcap
     sections = (s.order != "plain") & (s.section > 1)
@@ -53,9 +56,7 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
             mufu_ops=rows * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
             fp32_ops=rows * ((OPERATIONS_PER_KEY + p.softcap) * s.block_kv + p.value_dim + OPERATIONS_PER_ROW),
             # Each consumer's queries, and keys and values for each consumer.
-            onchip_bytes_read=size
-            * s.consumers
-            * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
+            onchip_bytes_read=size * s.consumers * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
         ),
         tile=Phase(
             loads=(

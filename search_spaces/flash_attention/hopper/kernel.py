@@ -16,7 +16,7 @@ Persistent consumers go on like that from one tile to the next (t, j: block j of
 so that neither the softmax of a first block nor a last product is alone. The step after a CTA's last tile computes
 products of what is in shared memory, which nobody uses.
 
-**What decides the speed, without changing a value** (each can be seen in SASS alone: tests/test_flash_attention_sass.py):
+**What decides the speed, without changing a value** (SASS alone shows it: tests/test_flash_attention_sass.py):
 
 - ptxas moves the wait for ``O += P V`` up to the maximum of S, ahead of all exponentials, unless a basic block ends
   in between. So the wait for the keys of the next step, which is a loop, stands there.
@@ -84,7 +84,8 @@ class Cta:
       t, softmax: of the launch.
       order: its tiles.
       q, k, v, out, lse: in device memory; `lse` is None where it is not asked for.
-      the others: see `scratch`. A barrier is full when TMA has filled a stage, and empty when all consumers have read it.
+      the others: see `scratch`. A barrier is full when TMA has filled a stage, and empty when all consumers
+        have read it.
     """
 
     t: Tiling

@@ -14,7 +14,7 @@ class FlashAttentionSchedule:
         head of one sequence.
       block_kv: keys and values that a pipeline stage holds, and a step of the main loop takes.
       stages: of keys, and of values: loads run so many steps ahead, into the next tile where a CTA has several.
-      ping_pong: consumers issue their products in turns, so that the softmax of one runs beside the products of another.
+      ping_pong: consumers issue products in turns, so that the softmax of one runs beside the products of another.
       persistent: the grid has a CTA for each core, which computes one tile after another. The products of a tile's end
         are issued with those of the next one's start, and its result is stored beside them.
       order: of tiles. "plain": all of a head, from its first query on. "longest_first": within each section of heads

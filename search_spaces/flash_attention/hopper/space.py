@@ -52,8 +52,7 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
         },
         rules={
             "logits, probabilities and the result fit a consumer's registers": lambda s: (
-                accumulator_registers(p, s)
-                <= np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
+                accumulator_registers(p, s) <= np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
             ),
             "tiles have queries for each consumer": lambda s: (s.consumers - 1) * WGMMA_ROWS < p.q_len,
             "turns are for several consumers": lambda s: np.logical_not(s.ping_pong) | (s.consumers > 1),
@@ -67,8 +66,6 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
             ),
             "dealing back and forth is for persistent CTAs": lambda s: (s.order != "snake") | s.persistent,
             "sections are for orders that have them": lambda s: (s.order != "plain") | (s.section == 1),
-            "a result that takes the place of q is staged whole": lambda s: (
-                staged(s) | (s.epi_tile_n == p.value_dim)
-            ),
+            "a result that takes the place of q is staged whole": lambda s: staged(s) | (s.epi_tile_n == p.value_dim),
         },
     )
