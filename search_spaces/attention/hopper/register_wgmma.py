@@ -29,7 +29,9 @@ def start(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
     transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
 
     def meaning(acc: jax.Array, a: jax.Array, b: Any) -> jax.Array:
-        return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        b = b[...]
+        plgpu.commit_smem()  # This was read by threads, other than by wgmma: copies must come after.
+        return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
     @mosaic_gpu_code(
         meaning,
