@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import importlib.util
 import math
 import os
@@ -74,6 +75,47 @@ def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Call
         return lambda code: meaning
     decorated: Callable[[Callable[..., Any]], Callable[..., Any]] = plgpu.inline_mgpu(**types)
     return decorated
+
+
+def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
+    """``acc + a b`` in Mosaic GPU's own terms, uncommitted, of `a` in registers, by instructions of 16 rows of `b`.
+
+    Args:
+      acc: ``float32[64, n]``, the accumulators.
+      a: ``[64, k]`` of 16 bits, k a multiple of 16, in the layout of accumulators.
+      b: ``[k, n]`` in shared memory, in tiles of 8 rows of `swizzle` bytes.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import mma_utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    private: Any = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
+    step = 16
+    (k, n), element = mma_utils.tiled_memref_shape(b)
+    (descriptor, _), (_, stride), fastest = mma_utils.create_descriptor(
+        b, swizzle=swizzle, group_size=(step, n), logical_k_major=True
+    )
+    elements = ("element_type",) if JAX_VERSION < (0, 11) else ("a_element_type", "b_element_type")
+    fixed: dict[str, Any] = {
+        "a_transpose": None,
+        "b_transpose": fastest != mma_utils.Dim.K,
+        "a_k_stride": None,
+        "b_k_stride": step,
+        "n": n,
+        "swizzle": 2 * step,
+        **dict.fromkeys(elements, element),
+    }
+    accumulators: Any = mgpu.WGMMAAccumulator.from_registers(acc)
+    a = private.wgmma_fence(a)
+    registers, i64 = accumulators._value.registers.copy(), ir.IntegerType.get_signless(64)
+    for first in range(0, k, step):
+        offset = mgpu.utils.c(mma_utils.encode_addr(first // step * stride), i64)
+        part = a[:, first : first + step]
+        registers = private.wgmma_m64(registers, part, arith.addi(descriptor, offset), **fixed)
+    whole = mgpu.FragmentedArray(_registers=registers, _layout=accumulators._value.layout, _is_signed=None)
+    original = accumulators._original_layout
+    return private.WGMMAAccumulator(_value=whole, _original_layout=original, _sync=False).value
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

@@ -1,0 +1,119 @@
+"""What a launch of a schedule demands of a Hopper GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from search_spaces.flash_attention.hopper.space import accumulator_registers
+from search_spaces.flash_attention.hopper.tiling import REGISTERS, Tiling
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper.smem_layout import padded_bytes
+from search_spaces.space import Columns, round_up
+
+# What a consumer's thread holds beside logits, probabilities and the result (ptxas).
+OTHER_REGISTERS = 33
+# FP32 operations of a row at each step, for each key and beside these (SASS of a step of 128 keys and head size 128:
+# 70 maxima, 68 multiply-adds, 66 products, 62 sums and 32 conversions a thread, of which the result's rescaling takes
+# 64).
+OPERATIONS_PER_KEY = 3.5
+OPERATIONS_PER_ROW = 40
+# Exponentials of a row at each step beside one for each key: of the rescaling, by each of the lanes that share it.
+EXPONENTIALS_PER_ROW = 2
+
+
+def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
+    """A block is a tile of queries, a step one block of keys; sequences count with their full length."""
+    t = Tiling(p, s)
+    size, rows = t.itemsize, t.rows
+    steps, shortest, longest = _steps(p, s)
+    keys = np.minimum(s.block_kv, p.kv_len)
+    consumer, producer = (np.array([REGISTERS[n][i] for n in (1, 2, 3)])[s.consumers - 1] for i in (0, 1))
+    # Of a tile's rows, those that there are.
+    queries = p.q_len / t.q_tiles
+    out_bytes = p.value_dim * size + p.return_lse * ACCUMULATOR_BYTES
+    before = [padded_bytes(x.shape, (t.kv_rows, *x.shape[2:]), size) for x in p.qkv()[1:]]
+    out = (t.q_rows, p.heads, p.value_dim)
+    after = [
+        padded_bytes(p.qkv()[0].shape, (t.q_rows, p.heads, p.head_dim), size),
+        padded_bytes(p.out().shape, out, size),
+    ]
+    copies = [float(copy) for copy in (*before, *after)]
+    capped = 1 + p.softcap
+    sections = (s.order != "plain") & (s.section > 1)
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), p.group), t.q_tiles),
+        step=Phase(
+            loads=(
+                Operand(bytes=keys * p.head_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.head_dim)),
+                Operand(bytes=keys * p.value_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.value_dim)),
+            ),
+            flops=2.0 * rows * s.block_kv * (p.head_dim + p.value_dim),
+            mufu_ops=rows * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
+            fp32_ops=rows * ((OPERATIONS_PER_KEY + p.softcap) * s.block_kv + p.value_dim + OPERATIONS_PER_ROW),
+            # Each consumer's queries, and keys and values for each consumer.
+            onchip_bytes_read=size * s.consumers * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
+        ),
+        tile=Phase(
+            loads=(
+                Operand(
+                    bytes=queries * p.head_dim * size,
+                    axes=(0, 1, 2),
+                    filled_bytes=rows * p.head_dim * size,
+                    tma_row_bytes=t.swizzle(p.head_dim),
+                ),
+            ),
+            fp32_ops=rows * (1.5 * p.value_dim + OPERATIONS_PER_ROW),
+            mufu_ops=rows * EXPONENTIALS_PER_ROW,
+            bytes_written=queries * out_bytes,
+        ),
+        onchip_bytes=_onchip_bytes(p, s),
+        steps=steps,
+        step_range=(shortest, longest),
+        minor=np.where(sections, 1, 2),
+        group=np.where(sections, np.minimum(s.section, p.group), t.q_tiles),
+        stages=s.stages,
+        consumers=s.consumers,
+        ping_pong=s.ping_pong,
+        delay_release=1,
+        threads=s.consumers * WARPGROUP,
+        registers=np.minimum(accumulator_registers(p, s) + OTHER_REGISTERS, consumer),
+        registers_per_block=WARPGROUP * (s.consumers * consumer + producer),
+        persistent=s.persistent,
+        copied_bytes=sum(copies),
+        launches=1 + sum(copy > 0 for copy in copies),
+    )
+
+
+def _onchip_bytes(p: FlashAttentionProblem, s: Columns) -> Any:
+    """Shared memory of a CTA, exact to the byte."""
+    t = Tiling(p, s)
+    size, rows = t.itemsize, t.rows
+    staged = np.where(t.out_in_q, 0, rows * s.epi_tile_n * size)
+    arrays = (
+        rows * p.head_dim * size,
+        s.stages * s.block_kv * p.head_dim * size,
+        s.stages * s.block_kv * p.value_dim * size,
+        staged,
+        rows * ACCUMULATOR_BYTES * p.return_lse,
+    )
+    aligned: Any = sum(round_up(array, SMEM_ALIGNMENT) for array in arrays)
+    return aligned + BARRIER_BYTES * (s.consumers + 4 * s.stages)
+
+
+def _steps(p: FlashAttentionProblem, s: Columns) -> tuple[Any, Any, Any]:
+    """Blocks of keys that a tile takes: the mean, the fewest and the most; see `TileOrder`."""
+    mean, least, most = (np.zeros(len(s)) for _ in range(3))
+    rows = np.asarray(Tiling(p, s).rows)
+    for tile, block in {*zip(rows.tolist(), s.block_kv.tolist(), strict=True)}:
+        row = np.arange(0, p.q_len, tile)
+        keys = np.full_like(row, p.kv_len) if p.right is None else np.minimum(row + tile + p.right, p.kv_len)
+        last = np.maximum(-(-keys // block) - 1, 0)
+        first = 0 if p.left is None else np.clip(np.maximum(row - p.left, 0) // block, 0, last)
+        steps, which = last - first + 1, (rows == tile) & (s.block_kv == block)
+        mean[which], least[which], most[which] = steps.mean(), steps.min(), steps.max()
+    return mean, least, most

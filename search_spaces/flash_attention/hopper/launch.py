@@ -1,0 +1,105 @@
+"""Flash attention forward on Hopper: what it supports, and how one problem is launched.
+
+Mosaic GPU lays tiles of 8 rows over arrays in device memory: sequences of other lengths are copied into padded ones,
+whose last rows are masked or left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention.hopper import decode
+from search_spaces.flash_attention.hopper.footprint import footprint
+from search_spaces.flash_attention.hopper.kernel import kernel, results, scratch
+from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
+from search_spaces.flash_attention.hopper.softmax import OnlineSoftmax
+from search_spaces.flash_attention.hopper.space import space
+from search_spaces.flash_attention.hopper.tiling import Tiling
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.footprint import Footprint
+from search_spaces.hopper.limits import MAX_INDEX
+from search_spaces.jax_compat import plgpu
+from search_spaces.kernel import Kernel, Target
+from search_spaces.space import Columns, Space
+
+# wgmma multiplies columns of the result up to so many (PTX ISA, wgmma.mma_async), which registers hold as well.
+MOST_HEAD_DIM = 256
+# Columns of operands come in swizzled rows of 32 bytes at least.
+HEAD_DIM_STEP = 16
+
+
+class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedule]):
+    backend = "mosaic_gpu"
+    version = 1
+
+    def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
+        p = problem
+        if target.platform != "cuda" or target.architecture != "sm_90":
+            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if jnp.dtype(p.dtype).itemsize != 2:
+            return f"multiplies bfloat16 and float16, not {p.dtype}"
+        for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
+            if columns % HEAD_DIM_STEP:
+                return f"needs a {name} that is a multiple of {HEAD_DIM_STEP}, which {columns} is not"
+            if columns > MOST_HEAD_DIM:
+                return f"needs a {name} of at most {MOST_HEAD_DIM}, which {columns} is not"
+        if max(x.size for x in (*p.qkv(), p.out())) > MAX_INDEX:
+            return "indexes arrays of fewer than 2^31 elements"
+        return None
+
+    def space(self, problem: FlashAttentionProblem, target: Target) -> Space[FlashAttentionSchedule]:
+        return space(problem, target.cores)
+
+    def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules)
+
+    def run(
+        self,
+        problem: FlashAttentionProblem,
+        schedule: FlashAttentionSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> Any:
+        scale = problem.default_scale() if scale is None else scale
+        if schedule.pack_gqa or schedule.split_kv > 1:
+            return decode.run(problem, schedule, target, *args, scale=scale, softcap=softcap)
+        softmax = OnlineSoftmax(float(scale), float(softcap) if problem.softcap else None)
+        return _launch(problem, schedule, target, softmax, *args)
+
+
+def _launch(
+    p: FlashAttentionProblem, s: FlashAttentionSchedule, target: Target, softmax: OnlineSoftmax, *args: Any
+) -> Any:
+    t = Tiling(p, s)
+    q, k, v, *lengths = args
+    ctas = min(target.cores, t.tiles) if s.persistent else t.tiles
+    launch = plgpu.kernel(
+        kernel(p, s, softmax, ctas),
+        out_type=results(t),
+        scratch_types=tuple(scratch(t).values()),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=s.consumers + 1,
+        thread_name="wg",
+        # Each row is reduced by lanes of one warp.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+    # Indices are 32 bits wide, whatever the user's default.
+    with jax.enable_x64(False):
+        out, *lse = launch(_padded(q, t.q_rows), _padded(k, t.kv_rows), _padded(v, t.kv_rows), *lengths)
+    out = out[:, : p.q_len]
+    return (out, lse[0][..., : p.q_len]) if p.return_lse else out
+
+
+def _padded(x: jax.Array, rows: int) -> jax.Array:
+    """A sequence of so many rows."""
+    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0))) if rows > x.shape[1] else x

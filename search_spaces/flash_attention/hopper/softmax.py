@@ -1,0 +1,98 @@
+"""Online softmax of a warpgroup's rows: maxima at every step, sums over lanes only at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.attention.hopper.visibility import LEAST
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.jax_compat import plgpu
+
+LOG2_E = math.log2(math.e)
+# Columns of a sum while it is spread over lanes: each of the four lanes of a row has two (PTX ISA, wgmma's fragments).
+COLUMNS = 8
+
+
+class RowState(NamedTuple):
+    """Of the keys that rows have seen.
+
+    Attributes:
+      most: ``float32[64]``, the largest logit, in units of log 2.
+      total: ``float32[64, 8]``, whose rows add up to the sum of exponentials relative to that.
+    """
+
+    most: Any
+    total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineSoftmax:
+    """Of logits ``scale * q k``, or of capped ones.
+
+    Attributes:
+      scale: of logits.
+      cap: they are ``cap * tanh(scale * q k / cap)``; None where they are not capped.
+    """
+
+    scale: float
+    cap: float | None
+
+    def start(self) -> RowState:
+        layout = plgpu.Layout.WGMMA
+        most = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), LEAST, jnp.float32), layout.reduce(1))
+        return RowState(most, plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, COLUMNS), jnp.float32), layout))
+
+    def step(self, s: Any, before: RowState, seen: Any) -> tuple[Any, RowState, Any]:
+        """Exponentials of a block's logits, what is known then, and by what all before is to be multiplied.
+
+        Args:
+          s: ``float32[64, block_kv]``, products of queries and keys.
+          before: of the blocks before.
+          seen: which of them count; None where all do.
+        """
+        factor = self.scale * LOG2_E
+        if self.cap is not None:
+            s, factor = jnp.tanh(s * (self.scale / self.cap)), self.cap * LOG2_E
+        elif self.scale <= 0:  # The largest product is not that with the largest logit.
+            s, factor = s * factor, 1.0
+        if seen is not None:
+            s = jnp.where(seen, s, -jnp.inf)
+        most = jnp.maximum(before.most, s.max(axis=1) * factor)
+        rescale = jnp.exp2(before.most - most)
+        p = jnp.exp2(s * factor - over_columns(most, s))
+        return p, RowState(most, before.total * over_columns(rescale, before.total) + _partial_sum(p)), rescale
+
+    def end(self, state: RowState, o: Any, there: Any) -> tuple[Any, Any]:
+        """The result, and the log-sum-exp of each row; 0 and minus infinity where no key was seen.
+
+        Args:
+          state: of all blocks.
+          o: ``float32[64, value_dim]``, the sum of values.
+          there: ``bool[64]``, which rows count; None where all do.
+        """
+        total = state.total.sum(axis=1)
+        some = total > 0
+        if there is not None:
+            some = some & there
+        inverse = jnp.where(some, 1.0 / total, 0.0)
+        lse = jnp.where(some, (state.most + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        return o * over_columns(inverse, o), lse
+
+
+def over_columns(x: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _partial_sum(p: jax.Array) -> jax.Array:
+    """``[64, 8]``: no sum over lanes, and no long chain of additions."""
+    parts = [p[:, first : first + COLUMNS] for first in range(0, p.shape[1], COLUMNS)]
+    while len(parts) > 1:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]

@@ -1,0 +1,187 @@
+"""Flash attention forward on Hopper without a GPU: lowered, its on-chip memory compared, small problems interpreted."""
+
+import dataclasses
+import random
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from search_spaces import Columns
+from search_spaces.attention.formula import attention
+from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicGpuFlashAttention
+from search_spaces.flash_attention.problem import FlashAttentionProblem as Problem
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+
+KERNEL, TARGET = MosaicGpuFlashAttention(), hopper.H200.target
+SCHEDULE = FlashAttentionSchedule(
+    consumers=1,
+    block_kv=64,
+    stages=2,
+    ping_pong=False,
+    persistent=False,
+    order="plain",
+    section=1,
+    epi_tile_n=64,
+)
+PERSISTENT = dataclasses.replace(SCHEDULE, persistent=True)
+interpreted_only = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
+
+LARGE = [
+    Problem(1, 4096, 4096, 16, 4, 128),
+    Problem(4, 1000, 777, 8, 8, 64, causal=True, return_lse=True),
+    Problem(1, 500, 500, 8, 8, 256, kv_lengths=True),
+    Problem(1, 512, 640, 8, 8, 192, 128, q_lengths=True, return_lse=True),
+    Problem(2, 300, 1000, 4, 4, 96, window_left=100, dtype="float16"),
+    Problem(2, 300, 1000, 4, 4, 80, softcap=True),
+]
+
+
+@pytest.mark.parametrize("problem", LARGE, ids=str)
+def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(problem):
+    space = KERNEL.space(problem, TARGET)
+    points, _ = space.legal()
+    schedules = random.Random(str(problem)).sample(list(space.schedules(points)), 3)
+    predictions = KERNEL.footprint(problem, Columns.of(schedules), TARGET).onchip_bytes
+    for one, predicted in zip(schedules, predictions, strict=True):
+        hopper.check_onchip_bytes(KERNEL, problem, one, int(predicted))
+
+
+@pytest.mark.parametrize("problem", LARGE, ids=str)
+def test_every_problem_has_schedules_that_fit_an_h200(problem):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    footprint = KERNEL.footprint(problem, points, TARGET)
+    assert (footprint.onchip_bytes <= hopper.H200.onchip_bytes).any()
+    assert np.all(footprint.registers * footprint.threads <= 65536)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (Problem(1, 64, 64, 1, 1, 64, dtype="float32"), "not float32"),
+        (Problem(1, 64, 64, 1, 1, 72), "head_dim that is a multiple of 16"),
+        (Problem(1, 64, 64, 1, 1, 64, 24), "head_dim_v that is a multiple of 16"),
+        (Problem(1, 64, 64, 1, 1, 512), "at most 256"),
+    ],
+)
+def test_what_is_not_supported_is_said_in_words(problem, reason):
+    assert reason in KERNEL.supports(problem, TARGET)
+
+
+def test_other_chips_are_not_supported():
+    assert "sm_90" in KERNEL.supports(LARGE[0], dataclasses.replace(TARGET, architecture="sm_100"))
+
+
+def test_steps_of_causal_tiles_are_counted():
+    problem = Problem(1, 512, 512, 1, 1, 64, causal=True)
+    footprint = KERNEL.footprint(problem, Columns.of([dataclasses.replace(SCHEDULE, consumers=2)]), TARGET)
+    # 128 queries see the blocks of 64 keys up to theirs: 2, 4, 6, 8.
+    assert (footprint.step_range[0][0], footprint.steps[0], footprint.step_range[1][0]) == (2, 5, 8)
+
+
+def test_a_user_s_defaults_for_types_do_not_reach_into_the_kernel():
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        hopper.lower(KERNEL, Problem(1, 256, 200, 2, 1, 64, causal=True, return_lse=True), PERSISTENT)
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+CASES = {  # name: problem, schedule, cores, lengths
+    "one tile for each CTA": (Problem(1, 128, 192, 2, 1, 64), SCHEDULE, 4, ()),
+    "one block of keys": (Problem(1, 64, 64, 3, 1, 64), PERSISTENT, 2, ()),
+    "persistent": (Problem(1, 128, 192, 2, 2, 64), PERSISTENT, 3, ()),
+    "two consumers, three stages": (
+        Problem(1, 256, 320, 1, 1, 64, dtype="float16"),
+        dataclasses.replace(SCHEDULE, consumers=2, stages=3, ping_pong=True),
+        2,
+        (),
+    ),
+    "three consumers": (
+        Problem(1, 250, 90, 2, 1, 64, causal=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, consumers=3, block_kv=32, order="snake"),
+        2,
+        (),
+    ),
+    "ragged, causal, more keys than queries": (
+        Problem(1, 135, 201, 2, 1, 64, causal=True, return_lse=True),
+        dataclasses.replace(SCHEDULE, consumers=2, block_kv=48, order="longest_first"),
+        2,
+        (),
+    ),
+    "sections of heads, dealt back and forth": (
+        Problem(2, 192, 192, 2, 1, 64, causal=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, order="snake", section=2),
+        2,
+        (),
+    ),
+    "window": (
+        Problem(1, 256, 300, 1, 1, 64, window_left=50, window_right=20, return_lse=True),
+        dataclasses.replace(PERSISTENT, consumers=2, block_kv=32),
+        2,
+        (),
+    ),
+    "window beyond the keys": (
+        Problem(1, 256, 96, 1, 1, 64, window_left=10, window_right=0, return_lse=True),
+        SCHEDULE,
+        2,
+        (),
+    ),
+    "lengths": (
+        Problem(3, 140, 200, 1, 1, 64, q_lengths=True, kv_lengths=True, return_lse=True),
+        PERSISTENT,
+        2,
+        ([140, 70, 0], [0, 130, 200]),
+    ),
+    "capped logits, values of another width": (
+        Problem(1, 128, 200, 1, 1, 128, 64, softcap=True),
+        dataclasses.replace(PERSISTENT, epi_tile_n=32),
+        1,
+        (),
+    ),
+    "early rescale": (
+        Problem(1, 128, 200, 1, 1, 256, causal=True),
+        dataclasses.replace(PERSISTENT, epi_tile_n=64),
+        1,
+        (),
+    ),
+}
+
+
+def _compare(problem, schedule, cores, lengths, *, detect_races=False, **params):
+    args = list(problem.inputs(seed=0))
+    args[3:] = [jnp.array(each, jnp.int32) for each in lengths] or args[3:]
+    target = dataclasses.replace(TARGET, cores=cores)
+    with gpu_interpreter(detect_races=detect_races):
+        got = jax.block_until_ready(
+            jax.jit(lambda *args: KERNEL.results(problem, schedule, target, *args, **params))(*args)
+        )
+    tolerance = problem.tolerance()
+    tolerances = tolerance if isinstance(tolerance, tuple) else (tolerance,)
+    for one, right, allowed in zip(got, attention(problem, *args, **params), tolerances, strict=False):
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(right), rtol=allowed.relative, atol=allowed.absolute
+        )
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_formula(name):
+    _compare(*CASES[name])
+
+
+@interpreted_only
+@pytest.mark.parametrize("scale", [0.05, -0.2])
+def test_logits_are_scaled_by_any_number(scale):
+    _compare(Problem(1, 64, 128, 1, 1, 64, return_lse=True), SCHEDULE, 1, (), scale=scale)
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", ["persistent", "three consumers"])
+def test_no_race_is_found(name, capfd):
+    _compare(*CASES[name], detect_races=True)
+    out = capfd.readouterr()
+    assert "RACE" not in out.out + out.err
