@@ -205,7 +205,7 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
     plgpu.barrier_wait(smem["q_full"].at[0])
 
     def step(block: Any, carry: tuple[jax.Array, ...], masks: bool) -> tuple[jax.Array, ...]:
-        o, m, l = carry
+        o, m, total = carry
         stage = cta.keys[0].stage(block - cta.first)
         cta.keys[0].consumer_wait(0, stage)
         x = pl.run_scoped(
@@ -221,12 +221,12 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
         most = lax.max(m, jnp.max(x, axis=1))
         weights = jnp.exp2(x - _by_column(most, x))
         again = jnp.exp2(m - most)
-        l = l * again + jnp.sum(weights, axis=1)
+        total = total * again + jnp.sum(weights, axis=1)
         o = o * _by_column(again, o)
         cta.keys[1].consumer_wait(0, stage)
         o = _add_product(o, weights.astype(plan.dtype), smem["v"].at[stage])
         cta.keys[1].consumer_release(stage)
-        return o, most, l
+        return o, most, total
 
     carry = (
         plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, p.value_dim), jnp.float32), layout),
@@ -237,7 +237,7 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
     if not _masks_all(p):
         whole = lax.clamp(cta.first, lax.div(cta.visible[1], plan.block_kv), cta.end)
         carry = lax.fori_loop(cta.first, whole, lambda block, carry: step(block, carry, False), carry)
-    if _masks_all(p) or p.kv_lengths or p.kv_len % plan.block_kv:
+    if p.left is not None or p.right is not None or p.kv_lengths or p.kv_len % plan.block_kv:
         carry = lax.fori_loop(whole, masked, lambda block, carry: step(block, carry, True), carry)
     return carry[0], carry[1], carry[2]
 
@@ -304,11 +304,11 @@ def finish(
 ) -> None:
     """Combines the results of a cluster, and stores this CTA's part of that."""
     plan = cta.plan
-    o, m, l = result
+    o, m, total = result
     if plan.p.q_lengths:
         there = _queries(cta) < cta.q_end
-        l = jnp.where(there, l, 0.0)
-    merge.publish((o, m, l), smem, mailbox, cta.cluster)
+        total = jnp.where(there, total, 0.0)
+    merge.publish((o, m, total), smem, mailbox, cta.cluster)
 
     def store(number: Any, count: int, elements: int, ref: Any, *, output: bool) -> None:
         start = number * count
