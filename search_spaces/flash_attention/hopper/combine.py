@@ -26,7 +26,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
-from search_spaces.hopper.limits import WARP, WARPGROUP
+from search_spaces.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store_run
 from search_spaces.rowwise.hopper.thread_layout import tiled
 
@@ -48,7 +48,8 @@ class SplitCombine:
 
     Attributes:
       cluster: CTAs that combine theirs; 1 where each stores its own.
-      rows, columns: of a partial result in SMEM.
+      rows: of a partial result that it leaves in SMEM, the first ones of the accumulators.
+      columns: of these.
     """
 
     cluster: int
@@ -56,16 +57,16 @@ class SplitCombine:
     columns: int
 
     def scratch(self) -> tuple[Any, ...]:
-        """o, m and l; in the interpreter a cluster has a barrier, too."""
+        """o, and m and l; in the interpreter a cluster has a barrier, too."""
         f32 = jnp.float32
-        arrays = (plgpu.SMEM((self.rows, self.columns), f32), *[plgpu.SMEM((self.rows,), f32)] * 2)
+        arrays = (plgpu.SMEM((self.rows, self.columns), f32), plgpu.SMEM((2, WGMMA_ROWS), f32))
         barrier = plgpu.ClusterBarrier(collective_axes=(RANK,), num_arrivals=1, num_barriers=2)
         return (*arrays, barrier) if self._mailed else arrays
 
     def mailbox(self, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What a launch of so many clusters returns beside its results: for the interpreter alone."""
-        shape = (clusters * self.cluster, self.rows)
-        arrays = ((*shape, self.columns), shape, shape)
+        count = clusters * self.cluster
+        arrays = ((count, self.rows, self.columns), (count, 2, WGMMA_ROWS))
         return tuple(jax.ShapeDtypeStruct(each, jnp.float32) for each in arrays) if self._mailed else ()
 
     @property
@@ -74,17 +75,18 @@ class SplitCombine:
 
     def publish(self, values: Sequence[jax.Array], smem: Sequence[Any], mailbox: Sequence[Any], cluster: Any) -> None:
         """Leaves o, m and l for the other CTAs, and waits for theirs; `cluster` is the number of this one."""
-        for value, ref in zip(values, smem, strict=False):
-            ref[...] = value
+        o, m, total = values
+        _store_rows(smem[0], o)
+        smem[1][0], smem[1][1] = m, total
         if self._mailed:
-            for value, box in zip(values, mailbox, strict=True):
-                box[cluster * self.cluster + lax.axis_index(RANK)] = value
+            for box, ref in zip(mailbox, smem, strict=False):
+                box[cluster * self.cluster + lax.axis_index(RANK)] = ref[...]
         plgpu.commit_smem()
-        self._meet(0, *smem[3:])
+        self._meet(0, *smem[2:])
 
     def leave(self, smem: Sequence[Any]) -> None:
         """Waits until nobody reads the SMEM of this CTA."""
-        self._meet(1, *smem[3:])
+        self._meet(1, *smem[2:])
 
     def _meet(self, number: int, barrier: Any = None) -> None:
         if self.cluster == 1:
@@ -137,7 +139,8 @@ class SplitCombine:
         """Elements ``(start + i) // each`` of o, m or l, by `number`, of the CTA of a rank."""
 
         def meaning(ref: Any, start: Any) -> jax.Array:
-            whole = mailbox[number][cluster * self.cluster + rank] if self._mailed else ref[...]
+            whole = mailbox[min(number, 1)][cluster * self.cluster + rank] if self._mailed else ref[...]
+            whole = whole[number - 1] if number else whole
             return jnp.take(whole.reshape(-1), (start + lax.iota(jnp.int32, count)) // each)
 
         layout = fragment_layout(count)
@@ -151,6 +154,7 @@ class SplitCombine:
             bits, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
             element = arith.remui(mgpu.thread_idx(), mgpu.c(count, bits))
             index = arith.divui(arith.addi(start.registers.item(), element), mgpu.c(each, bits))
+            index = arith.addi(index, mgpu.c(max(number - 1, 0) * WGMMA_ROWS, bits))
             place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], f32)
             if self.cluster == 1:
                 value = llvm.load(f32, place)
@@ -161,8 +165,32 @@ class SplitCombine:
             registers.flat[0] = vector.from_elements(ir.VectorType.get((1,), f32), [value])
             return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
-        loaded: jax.Array = load(smem[number], start)
+        loaded: jax.Array = load(smem[min(number, 1)], start)
         return loaded
+
+
+def _store_rows(ref: Any, value: jax.Array) -> None:
+    """The first rows of accumulators, as many as `ref` has in SMEM."""
+    rows, columns = ref.shape
+
+    def meaning(ref: Any, value: jax.Array) -> None:
+        ref[...] = value[:rows]
+
+    @mosaic_gpu_code(meaning, arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(_: Any, ref: Any, value: Any) -> None:
+        bits = ir.IntegerType.get_signless(32)
+        buffer = mgpu.utils.memref_ptr(ref)
+
+        def store_one(element: Any, place: tuple[Any, Any]) -> None:
+            row, column = (arith.index_cast(bits, number) for number in place)
+            index = arith.addi(arith.muli(row, mgpu.c(columns, bits)), column)
+            address = llvm.ptrtoint(bits, mgpu.utils.getelementptr(buffer, [index], ir.F32Type.get()))
+            there = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, bits))
+            ptx("@$0 st.shared.f32 [$1], $2;", [there, address, element], "b,r,f")
+
+        value.foreach(store_one)
+
+    store(ref, value)
 
 
 def fragment_layout(count: int) -> Any:

@@ -75,7 +75,7 @@ def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array
     results = [jax.ShapeDtypeStruct((clusters * plan.tile_rows * p.value_dim,), dtype)]
     if writes_lse(plan):
         results.append(jax.ShapeDtypeStruct((clusters * WGMMA_ROWS,), jnp.float32))
-    mailbox = SplitCombine(plan.cluster, WGMMA_ROWS, p.value_dim).mailbox(clusters)
+    mailbox = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim).mailbox(clusters)
     made = plgpu.kernel(
         kernel(plan, scale, softcap),
         out_type=(*results, *mailbox),

@@ -28,13 +28,11 @@ from jax.experimental import pallas as pl
 
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
-from search_spaces.flash_attention.hopper.decode_plan import DecodePlan
+from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
 
-# Registers per thread. Two CTAs of 256 threads share an SM where these are 128 on average.
-PRODUCER_REGISTERS = 24
 LOG2_E = 1.4426950408889634
 
 
@@ -100,7 +98,7 @@ class Cta:
 def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None]:
     """The kernel, from its arrays in device memory: operands, then flat results and the interpreter's mailbox."""
     p = plan.p
-    merge = SplitCombine(plan.cluster, WGMMA_ROWS, p.value_dim)
+    merge = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim)
     types = scratch(plan)
 
     def decode(*arrays: Any) -> None:
@@ -137,11 +135,15 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
 
             @pl.when(warpgroup == 1)
             def producer() -> None:
+                if plan.two_ctas:
+                    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
                 produce(cta)
                 merge.meet()
 
             @pl.when(warpgroup == 0)
             def consumer() -> None:
+                if plan.two_ctas:
+                    plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
                 finish(cta, merge, attend(cta), refs[len(types) :], mailbox, out, lse)
 
         # In their order: by name, JAX would sort them.

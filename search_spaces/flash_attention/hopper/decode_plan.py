@@ -13,6 +13,12 @@ from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
 from search_spaces.space import cdiv, round_up
 
+# Registers per thread where two CTAs, of 256 threads each, share an SM: ptxas keeps to what the consumer may have.
+CONSUMER_REGISTERS = 128
+PRODUCER_REGISTERS = 24
+# What a consumer's thread holds besides its accumulators (ptxas: 124 of 96, 158 of 128, 190 of 160).
+OTHER_REGISTERS = 32
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
@@ -62,6 +68,21 @@ class DecodePlan:
         if self.tiles > 1:
             return WGMMA_ROWS
         return self.rows if self.rows * self.p.value_dim % WARP == 0 else round_up(self.rows, 8)
+
+    @property
+    def smem_rows(self) -> int:
+        """Rows of a partial result that a CTA leaves in shared memory."""
+        return round_up(self.tile_rows, 8)
+
+    @property
+    def registers(self) -> Any:
+        """Of a consumer's thread: logits and output."""
+        return (np.asarray(self.block_kv) + self.p.value_dim) // 2 + OTHER_REGISTERS
+
+    @property
+    def two_ctas(self) -> Any:
+        """Whether an SM has registers for two CTAs."""
+        return self.registers <= CONSUMER_REGISTERS
 
     @property
     def fragment(self) -> int:
