@@ -157,7 +157,7 @@ class SplitCombine:
             index = arith.addi(index, mgpu.c(max(number - 1, 0) * WGMMA_ROWS, bits))
             place = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], f32)
             if self.cluster == 1:
-                value = llvm.load(f32, place)
+                value: Any = llvm.load(f32, place)
             else:
                 operands = [llvm.ptrtoint(bits, place), mgpu.c(rank, bits)]
                 value = llvm.inline_asm(f32, operands, LOAD_FROM_RANK, "=f,r,r,~{memory}", has_side_effects=True)

@@ -17,12 +17,16 @@ import jax.numpy as jnp
 
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
+from search_spaces.flash_attention.hopper.decode_footprint import footprint
 from search_spaces.flash_attention.hopper.decode_kernel import kernel, writes_lse
 from search_spaces.flash_attention.hopper.decode_plan import DecodePlan
+from search_spaces.flash_attention.hopper.decode_space import choices, rules, too_many_rows
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Target
+
+__all__ = ["choices", "footprint", "rules", "run", "supports"]
 
 
 def supports(p: FlashAttentionProblem, target: Target) -> str | None:
@@ -33,7 +37,7 @@ def supports(p: FlashAttentionProblem, target: Target) -> str | None:
         return f"multiplies bfloat16 and float16, not {p.dtype}"
     if p.head_dim % 16 or p.value_dim % 16 or max(p.head_dim, p.value_dim) > 256:
         return f"wants heads of multiples of 16, up to 256, not of {p.head_dim} and {p.value_dim}"
-    return None
+    return too_many_rows(p)
 
 
 def run(

@@ -159,7 +159,8 @@ def writes_lse(plan: DecodePlan) -> bool:
 def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, Any]:
     """The first key that a query of a tile sees, and the end of those."""
     p = plan.p
-    start, end = 0, jnp.int32(p.kv_len) if lengths.kv is None else lax.min(lengths.kv, p.kv_len)
+    start: Any = 0
+    end = jnp.int32(p.kv_len) if lengths.kv is None else lax.min(lengths.kv, p.kv_len)
     if p.left is not None:
         start = lax.max(lax.div(tile * WGMMA_ROWS, p.group) - p.left, 0)
     if p.right is not None:
