@@ -2,6 +2,7 @@
 
 from search_spaces.flash_attention import front_end, rules
 from search_spaces.flash_attention.cudnn import CudnnFlashAttention
+from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.interpret import InterpretedFlashAttention
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention.xla import XlaFlashAttention
@@ -11,6 +12,8 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     name="flash_attention",
     problem=FlashAttentionProblem,
     kernels=(
+        MosaicGpuFlashAttention(),
+        MosaicGpuFlashDecoding(),
         CudnnFlashAttention(),
         InterpretedFlashAttention(),
         XlaFlashAttention(),

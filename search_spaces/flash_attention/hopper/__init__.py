@@ -1,6 +1,8 @@
-"""Flash attention forward on Hopper: warp-specialized Mosaic GPU kernels and their schedules."""
+"""Attention on Hopper: warp-specialized Mosaic GPU kernels for many queries, and for few, with their schedules."""
 
+from search_spaces.flash_attention.hopper.decode import MosaicGpuFlashDecoding
+from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSchedule
 from search_spaces.flash_attention.hopper.launch import MosaicGpuFlashAttention
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
 
-__all__ = ["FlashAttentionSchedule", "MosaicGpuFlashAttention"]
+__all__ = ["FlashAttentionSchedule", "FlashDecodingSchedule", "MosaicGpuFlashAttention", "MosaicGpuFlashDecoding"]

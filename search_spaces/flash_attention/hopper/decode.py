@@ -1,9 +1,149 @@
-"""Decode: few queries on many keys, which split_kv divides over CTAs. To be written."""
+"""Attention of few queries to many keys (decode): packed rows, keys split over CTAs.
+
+The queries of all heads that share a head of keys are the rows of one product (`pack_gqa`), so that each key is read
+once. Where there are fewer heads of keys than SMs, CTAs share one (`split_kv`); what each finds is combined within a
+cluster, in the same launch, or by a second kernel (combine.py).
+
+Keys and values of which there are not a multiple of 8 are copied into padded arrays, for Mosaic GPU lays tiles of 8
+rows over what TMA loads.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 
-def run(*args: Any, **params: Any) -> Any:
-    raise NotImplementedError("flash attention with pack_gqa or split_kv > 1 is not there yet")
+from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
+from search_spaces.flash_attention.hopper.decode_footprint import footprint
+from search_spaces.flash_attention.hopper.decode_kernel import kernel, writes_lse
+from search_spaces.flash_attention.hopper.decode_plan import DecodePlan
+from search_spaces.flash_attention.hopper.decode_space import choices, rules, too_many_rows
+from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSchedule
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.footprint import Footprint
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.jax_compat import plgpu
+from search_spaces.kernel import Kernel, Target
+from search_spaces.space import Columns, Space
+
+def supports(p: FlashAttentionProblem, target: Target) -> str | None:
+    """Why there is no schedule for `p` here, or None."""
+    if target.platform != "cuda" or target.architecture != "sm_90":
+        return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"multiplies bfloat16 and float16, not {p.dtype}"
+    if p.head_dim % 16 or p.value_dim % 16 or max(p.head_dim, p.value_dim) > 256:
+        return f"wants heads of multiples of 16, up to 256, not of {p.head_dim} and {p.value_dim}"
+    return too_many_rows(p)
+
+
+def run(
+    p: FlashAttentionProblem,
+    schedule: Any,
+    target: Target,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *lengths: jax.Array,
+    scale: float | None = None,
+    softcap: float = SOFTCAP,
+) -> Any:
+    """The result, or with `return_lse` the result and the log-sum-exp."""
+    plan = DecodePlan.of(p, schedule)
+    # Indices are 32 bits wide, whatever the user's default.
+    with jax.enable_x64(False):
+        k, v = (_padded(x, plan.kv_rows, axis=1) for x in (k, v))
+        scale = p.default_scale() if scale is None else scale
+        out, *lse = _launch(plan, scale, softcap, _packed(plan, q), k, v, *lengths)
+        out = out.reshape(plan.partials, *_places(plan), plan.tile_rows, p.value_dim)
+        lse = [x.reshape(plan.partials, *_places(plan), WGMMA_ROWS)[..., : plan.tile_rows] for x in lse]
+        if plan.partials > 1:
+            out, logarithm = combine(out, lse[0])
+            lse = [natural(logarithm)]
+        else:
+            out, lse = out[0], [x[0] for x in lse]
+        unpacked = _unpacked(plan, out).astype(p.dtype)
+        if not p.return_lse:
+            return unpacked
+        return unpacked, _unpacked(plan, lse[0][..., None])[..., 0].transpose(0, 2, 1)
+
+
+def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Flat results of the kernel: the outputs of all partials, and where there are any their log-sum-exps."""
+    p = plan.p
+    clusters = plan.partials * p.batch * p.kv_heads * plan.tiles
+    dtype = plan.dtype if plan.partials == 1 else jnp.float32
+    results = [jax.ShapeDtypeStruct((clusters * plan.tile_rows * p.value_dim,), dtype)]
+    if writes_lse(plan):
+        results.append(jax.ShapeDtypeStruct((clusters * WGMMA_ROWS,), jnp.float32))
+    mailbox = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim).mailbox(clusters)
+    made = plgpu.kernel(
+        kernel(plan, scale, softcap),
+        out_type=(*results, *mailbox),
+        # CTAs that start together read all heads of the same keys, which lie next to each other.
+        grid=(p.batch, plan.tiles, plan.partials, p.kv_heads),
+        grid_names=("batch", "tile", "partial", "kv_head"),
+        cluster=(plan.cluster,),
+        cluster_names=(RANK,),
+        num_threads=2,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )(*operands)
+    return tuple(made[: len(results)])
+
+
+def _places(plan: DecodePlan) -> tuple[int, int, int]:
+    return plan.p.batch, plan.p.kv_heads, plan.tiles
+
+
+def _packed(plan: DecodePlan, q: jax.Array) -> jax.Array:
+    """``[batch, kv_heads, rows, head_dim]``: without a copy where there is one query."""
+    p = plan.p
+    q = q.reshape(p.batch, p.q_len, p.kv_heads, p.group, p.head_dim).transpose(0, 2, 1, 3, 4)
+    return _padded(q.reshape(p.batch, p.kv_heads, plan.rows, p.head_dim), plan.q_rows, axis=2)
+
+
+def _unpacked(plan: DecodePlan, rows: jax.Array) -> jax.Array:
+    """``[batch, q_len, heads, columns]`` of ``[batch, kv_heads, tiles, tile_rows, columns]``."""
+    p, columns = plan.p, rows.shape[-1]
+    rows = rows.reshape(p.batch, p.kv_heads, -1, columns)[:, :, : plan.rows]
+    rows = rows.reshape(p.batch, p.kv_heads, p.q_len, p.group, columns).transpose(0, 2, 1, 3, 4)
+    return rows.reshape(p.batch, p.q_len, p.heads, columns)
+
+
+def _padded(x: jax.Array, extent: int, axis: int) -> jax.Array:
+    """`x` with zeros behind, up to `extent`."""
+    if x.shape[axis] == extent:
+        return x
+    return jnp.pad(x, [(0, extent - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+
+
+class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule]):
+    backend = "mosaic_gpu_decode"
+    version = 1
+
+    def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
+        return supports(problem, target)
+
+    def space(self, problem: FlashAttentionProblem, target: Target) -> Space[FlashDecodingSchedule]:
+        return Space(FlashDecodingSchedule, choices(problem, target), rules(problem, target))
+
+    def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules, target)
+
+    def run(
+        self,
+        problem: FlashAttentionProblem,
+        schedule: FlashDecodingSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+    ) -> Any:
+        return run(problem, schedule, target, *args, scale=scale, softcap=softcap)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.attention.problem import SOFTCAP
-from search_spaces.flash_attention.hopper import decode
 from search_spaces.flash_attention.hopper.footprint import footprint
 from search_spaces.flash_attention.hopper.kernel import kernel, results, scratch
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
@@ -68,8 +67,6 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
         softcap: float = SOFTCAP,
     ) -> Any:
         scale = problem.default_scale() if scale is None else scale
-        if schedule.pack_gqa or schedule.split_kv > 1:
-            return decode.run(problem, schedule, target, *args, scale=scale, softcap=softcap)
         softmax = OnlineSoftmax(float(scale), float(softcap) if problem.softcap else None)
         return _launch(problem, schedule, target, softmax, *args)
 

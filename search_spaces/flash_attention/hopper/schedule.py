@@ -22,8 +22,6 @@ class FlashAttentionSchedule:
         and backwards in turn, so that each gets about as much work.
       section: heads, of all sequences, whose tiles are dealt out together.
       epi_tile_n: columns of the result that a consumer stages in shared memory at a time.
-      pack_gqa: the queries of all heads that share keys fill the rows of one tile (decode).
-      split_kv: CTAs that share a tile, each of which takes a part of the keys (decode).
     """
 
     consumers: int
@@ -34,5 +32,3 @@ class FlashAttentionSchedule:
     order: str
     section: int
     epi_tile_n: int
-    pack_gqa: bool = False
-    split_kv: int = 1

@@ -47,8 +47,6 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
             "order": ("snake", "longest_first", "plain") if p.causal else ("plain",),
             "section": sections if p.causal else (1,),
             "epi_tile_n": tuple(dict.fromkeys((p.value_dim, *((64,) if p.value_dim % 64 == 0 else ())))),
-            "pack_gqa": (False,),
-            "split_kv": (1,),
         },
         rules={
             "logits, probabilities and the result fit a consumer's registers": lambda s: (

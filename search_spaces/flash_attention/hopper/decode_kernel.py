@@ -1,0 +1,333 @@
+"""The decode kernel: a CTA attends to one split of the keys of one head, for one tile of packed rows.
+
+Its producer warpgroup loads q once, and keys and values block by block, by TMA, into two pipelines of `stages` each,
+as far ahead as these reach: bytes in flight are what this kernel is about. Its consumer computes 64 rows at a time,
+however few there are: a block of 64 keys of 128 elements takes half of the cycles in which device memory delivers it.
+
+      producer            consumer
+      load q
+      load k 0, v 0       wait k;  s = q k^T  -> k empty
+      load k 1, v 1       p = exp2(s - max)
+         :                wait v;  o += p v   -> v empty
+         :                   :
+                          combine with the other splits (combine.py), and store
+
+Rows beyond the packed ones are zeros, by TMA, and never leave the CTA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.attention.problem import Lengths
+from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
+from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
+from search_spaces.hopper.limits import WARP, WGMMA_ROWS
+from search_spaces.hopper.pipeline import Pipeline
+from search_spaces.jax_compat import interprets, plgpu
+
+LOG2_E = 1.4426950408889634
+
+
+def scratch(plan: DecodePlan) -> dict[str, Any]:
+    """What a CTA keeps in shared memory."""
+    p, stages = plan.p, plan.stages
+    tiled = (plgpu.TilingTransform((8, plan.swizzle // plan.dtype.itemsize)), plgpu.SwizzleTransform(plan.swizzle))
+    barriers = plgpu.Barrier(num_barriers=stages)
+    return {
+        "q": plgpu.SMEM((WGMMA_ROWS, p.head_dim), plan.dtype, transforms=tiled),
+        "k": plgpu.SMEM((stages, plan.block_kv, p.head_dim), plan.dtype, transforms=tiled),
+        "v": plgpu.SMEM((stages, plan.block_kv, p.value_dim), plan.dtype, transforms=tiled),
+        "q_full": plgpu.Barrier(num_barriers=1),
+        "k_full": barriers,
+        "k_empty": barriers,
+        "v_full": barriers,
+        "v_empty": barriers,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """A CTA, as its warpgroups see it.
+
+    Attributes:
+      plan: of the launch.
+      scale, softcap: of logits; scale includes log2(e).
+      batch, kv_head, tile, partial, rank: what it computes, by its place in the grid.
+      q, k, v: in device memory.
+      smem: by name, see `scratch`.
+      keys: pipelines of keys and of values.
+      first, end: blocks of keys of this split.
+      visible: first key and end of the keys that any of its rows sees.
+      q_end: queries there are of the sequence.
+    """
+
+    plan: DecodePlan
+    scale: float
+    softcap: float
+    batch: Any
+    kv_head: Any
+    tile: Any
+    partial: Any
+    rank: Any
+    q: Any
+    k: Any
+    v: Any
+    smem: dict[str, Any]
+    keys: tuple[Pipeline, Pipeline]
+    first: Any
+    end: Any
+    visible: tuple[Any, Any]
+    q_end: Any
+
+    @property
+    def cluster(self) -> Any:
+        """Number of its cluster among all, as the results of clusters follow each other."""
+        p, plan = self.plan.p, self.plan
+        number = (self.partial * p.batch + self.batch) * p.kv_heads + self.kv_head
+        return number * plan.tiles + self.tile
+
+
+def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None]:
+    """The kernel, from its arrays in device memory: operands, then flat results and the interpreter's mailbox."""
+    p = plan.p
+    merge = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim)
+    types = scratch(plan)
+
+    def decode(*arrays: Any) -> None:
+        operands, (out, *others) = arrays[: len(p.operands())], arrays[len(p.operands()) :]
+        lse, mailbox = (others[0], others[1:]) if writes_lse(plan) else (None, others)
+        batch, warpgroup = lax.axis_index("batch"), lax.axis_index("wg")
+
+        def with_scratch(*refs: Any) -> None:
+            smem = dict(zip(types, refs, strict=False))
+            keys = tuple(Pipeline(plan.stages, 1, smem[f"{x}_full"], smem[f"{x}_empty"]) for x in "kv")
+            tile, partial, rank = lax.axis_index("tile"), lax.axis_index("partial"), lax.axis_index(RANK)
+            lengths = Lengths(*(None if x is None else x[batch] for x in p.lengths(operands)))
+            visible = visible_keys(plan, tile, lengths)
+            first, end = split(plan, visible, partial * plan.cluster + rank)
+            cta = Cta(
+                plan=plan,
+                scale=scale * (1.0 if p.softcap else LOG2_E),
+                softcap=softcap,
+                batch=batch,
+                kv_head=lax.axis_index("kv_head"),
+                tile=tile,
+                partial=partial,
+                rank=rank,
+                q=operands[0],
+                k=operands[1],
+                v=operands[2],
+                smem=smem,
+                keys=(keys[0], keys[1]),
+                first=first,
+                end=end,
+                visible=visible,
+                q_end=p.q_len if lengths.q is None else lengths.q,
+            )
+
+            @pl.when(warpgroup == 1)
+            def producer() -> None:
+                if plan.two_ctas:
+                    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+                produce(cta)
+                merge.meet()
+
+            @pl.when(warpgroup == 0)
+            def consumer() -> None:
+                if plan.two_ctas:
+                    plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+                finish(cta, merge, attend(cta), refs[len(types) :], mailbox, out, lse)
+
+        # In their order: by name, JAX would sort them.
+        pl.run_scoped(with_scratch, *types.values(), *merge.scratch(), collective_axes="wg")
+
+    return decode
+
+
+def writes_lse(plan: DecodePlan) -> bool:
+    return plan.partials > 1 or plan.p.return_lse
+
+
+def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, Any]:
+    """The first key that a query of a tile sees, and the end of those."""
+    p = plan.p
+    start: Any = 0
+    end = jnp.int32(p.kv_len) if lengths.kv is None else lax.min(lengths.kv, p.kv_len)
+    if p.left is not None:
+        start = lax.max(lax.div(tile * WGMMA_ROWS, p.group) - p.left, 0)
+    if p.right is not None:
+        last = lax.min(lax.div(tile * WGMMA_ROWS + WGMMA_ROWS - 1, p.group), p.q_len - 1)
+        end = lax.min(end, last + p.right + 1)
+    if lengths.q is not None:
+        end = jnp.where(lengths.q > 0, end, 0)
+    return start, end
+
+
+def split(plan: DecodePlan, visible: tuple[Any, Any], number: Any) -> tuple[Any, Any]:
+    """The blocks of a split, of those that have visible keys: as many as of any other, or one less."""
+    start, end = visible
+    first = 0 if isinstance(start, int) else lax.div(start, plan.block_kv)
+    blocks = lax.max(lax.div(end + (plan.block_kv - 1), plan.block_kv) - first, 0)
+    each, more = lax.div(blocks, plan.split_kv), lax.rem(blocks, plan.split_kv)
+    begin = first + number * each + lax.min(number, more)
+    return begin, begin + each + (number < more).astype(jnp.int32)
+
+
+def produce(cta: Cta) -> None:
+    """The producer: loads q, and all blocks of the split."""
+    plan, smem = cta.plan, cta.smem
+    rows = pl.ds(cta.tile * WGMMA_ROWS, WGMMA_ROWS)
+    plgpu.copy_gmem_to_smem(cta.q.at[cta.batch, cta.kv_head, rows], smem["q"], smem["q_full"].at[0])
+
+    def load(block: Any, _: None) -> None:
+        step = block - cta.first
+        where = (cta.batch, pl.ds(block * plan.block_kv, plan.block_kv), cta.kv_head)
+        for pipeline, array, name in zip(cta.keys, (cta.k, cta.v), "kv", strict=True):
+            stage = pipeline.stage(step)
+            pipeline.producer_acquire(step, stage)
+            plgpu.copy_gmem_to_smem(array.at[where], smem[name].at[stage], pipeline.full.at[stage])
+
+    lax.fori_loop(cta.first, cta.end, load, None)
+    for pipeline in cta.keys:
+        pipeline.producer_tail(cta.end - cta.first)
+
+
+def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The consumer's loop: o, m and l of the split, as combine.py has them."""
+    plan, p, smem = cta.plan, cta.plan.p, cta.smem
+    layout = plgpu.Layout.WGMMA
+    by_row = layout.reduce(1)
+    plgpu.barrier_wait(smem["q_full"].at[0])
+
+    def step(block: Any, carry: tuple[jax.Array, ...], masks: bool) -> tuple[jax.Array, ...]:
+        o, m, total = carry
+        stage = cta.keys[0].stage(block - cta.first)
+        cta.keys[0].consumer_wait(0, stage)
+        x = pl.run_scoped(
+            lambda acc: _product(acc, smem["q"], smem["k"].at[stage].T),
+            plgpu.ACC((WGMMA_ROWS, plan.block_kv), jnp.float32),
+        )
+        cta.keys[0].consumer_release(stage)
+        x = x * cta.scale
+        if p.softcap:  # Its tanh is written out: the hardware's is good to 11 bits.
+            x = LOG2_E * cta.softcap * (1 - 2 / (1 + jnp.exp2(x * (2 * LOG2_E / cta.softcap))))
+        if masks:
+            x = _masked(cta, x, block)
+        most = lax.max(m, jnp.max(x, axis=1))
+        weights = jnp.exp2(x - _by_column(most, x))
+        again = jnp.exp2(m - most)
+        total = total * again + jnp.sum(weights, axis=1)
+        o = o * _by_column(again, o)
+        cta.keys[1].consumer_wait(0, stage)
+        o = _add_product(o, weights.astype(plan.dtype), smem["v"].at[stage])
+        cta.keys[1].consumer_release(stage)
+        return o, most, total
+
+    carry = (
+        plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, p.value_dim), jnp.float32), layout),
+        plgpu.layout_cast(jnp.full((WGMMA_ROWS,), LOWEST, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), by_row),
+    )
+    whole, masked = cta.first, cta.end
+    if not _masks_all(p):
+        whole = lax.clamp(cta.first, lax.div(cta.visible[1], plan.block_kv), cta.end)
+        carry = lax.fori_loop(cta.first, whole, lambda block, carry: step(block, carry, False), carry)
+    if p.left is not None or p.right is not None or p.kv_lengths or p.kv_len % plan.block_kv:
+        carry = lax.fori_loop(whole, masked, lambda block, carry: step(block, carry, True), carry)
+    return carry[0], carry[1], carry[2]
+
+
+def _masks_all(p: Any) -> bool:
+    """Whether rows see different keys, or not the first ones."""
+    return p.left is not None or (p.right is not None and p.q_len > 1)
+
+
+def _masked(cta: Cta, x: jax.Array, block: Any) -> jax.Array:
+    """Minus infinity where a row of logits does not see a key."""
+    p, block_kv = cta.plan.p, cta.plan.block_kv
+    layout = plgpu.Layout.WGMMA
+    key = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
+    before = block * block_kv
+    seen = key < cta.visible[1] - before
+    if _masks_all(p):
+        query = _queries(cta) - before
+        if p.right is not None:
+            seen &= key <= _by_column(query + p.right, x)
+        if p.left is not None:
+            seen &= key >= _by_column(query - p.left, x)
+    return jnp.where(seen, x, -jnp.inf)
+
+
+def _queries(cta: Cta) -> jax.Array:
+    """The query of each row."""
+    row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+    row = row + cta.tile * WGMMA_ROWS
+    return row if cta.plan.p.group == 1 else lax.div(row, jnp.full_like(row, cta.plan.p.group))
+
+
+def _by_column(by_row: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(by_row, like.shape, [0])
+
+
+def _product(acc: Any, a: Any, b: Any) -> jax.Array:
+    plgpu.wgmma(acc, a, b)
+    product: jax.Array = acc[...]
+    return product
+
+
+def _add_product(o: jax.Array, p: jax.Array, v: Any) -> jax.Array:
+    """``o + p v``, of accumulators and probabilities in registers, which the interpreter's wgmma does not know."""
+    if interprets():
+        return o + jnp.dot(p.astype(jnp.float32), v[...].astype(jnp.float32))
+
+    def accumulate(acc: Any) -> jax.Array:
+        acc[...] = o
+        return _product(acc, p, v)
+
+    added: jax.Array = pl.run_scoped(accumulate, plgpu.ACC(o.shape, jnp.float32))
+    return added
+
+
+def finish(
+    cta: Cta,
+    merge: SplitCombine,
+    result: tuple[jax.Array, jax.Array, jax.Array],
+    smem: Any,
+    mailbox: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    """Combines the results of a cluster, and stores this CTA's part of that."""
+    plan = cta.plan
+    o, m, total = result
+    if plan.p.q_lengths:
+        there = _queries(cta) < cta.q_end
+        total = jnp.where(there, total, 0.0)
+    merge.publish((o, m, total), smem, mailbox, cta.cluster)
+
+    def store(number: Any, count: int, elements: int, ref: Any, *, output: bool) -> None:
+        start = number * count
+        value, logarithm = merge.fragment(start, count, smem, mailbox, cta.cluster, output=output)
+        if not output:
+            value = natural(logarithm) if plan.partials == 1 else logarithm
+        store_fragment(ref, cta.cluster * elements + start, value)
+
+    def store_all(count: int, elements: int, ref: Any, *, output: bool) -> None:
+        """The fragments of this rank."""
+        own = lax.div(elements // count - 1 - cta.rank + plan.cluster, plan.cluster)
+        lax.fori_loop(
+            0, own, lambda i, _: store(i * plan.cluster + cta.rank, count, elements, ref, output=output), None
+        )
+
+    store_all(plan.fragment, plan.tile_rows * plan.p.value_dim, out, output=True)
+    if lse is not None:
+        store_all(WARP, WGMMA_ROWS, lse, output=False)
+    merge.leave(smem)

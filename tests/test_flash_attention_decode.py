@@ -1,0 +1,116 @@
+"""Attention of few queries on Hopper: lowered for CUDA, its on-chip memory compared, small problems interpreted."""
+
+import dataclasses
+
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from search_spaces import Columns
+from search_spaces.flash_attention.hopper import decode
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.problem import as_tuple
+from search_spaces.space import Space
+
+TARGET = hopper.H200.target
+LLAMA = FlashAttentionProblem(1, 1, 8192, 32, 8, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    block_kv: int = 64
+    stages: int = 2
+    split_kv: int = 1
+    cluster: int = 1
+    pack_gqa: bool = True
+    consumers: int = 1
+
+
+def space(problem):
+    return Space(Schedule, decode.choices(problem, TARGET), decode.rules(problem, TARGET))
+
+
+def lower(problem, schedule):
+    run = jax.jit(lambda *args: decode.run(problem, schedule, TARGET, *args))
+    return run.trace(*problem.operands()).lower(lowering_platforms=("cuda",))
+
+
+PROBLEMS = [
+    LLAMA,
+    dataclasses.replace(LLAMA, batch=32, kv_len=4096),
+    dataclasses.replace(LLAMA, q_len=16, kv_lengths=True, q_lengths=True, return_lse=True, causal=True),
+    dataclasses.replace(LLAMA, heads=8, head_dim=64, dtype="float16"),
+    dataclasses.replace(LLAMA, head_dim=256, softcap=True, window_left=100),
+    dataclasses.replace(LLAMA, heads=3, kv_heads=3, head_dim=80, head_dim_v=96, kv_len=1003),
+    dataclasses.replace(LLAMA, q_len=16, heads=64, kv_len=65536),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_onchip_bytes_are_what_lowering_asks_for(problem):
+    points, _ = space(problem).legal()
+    found = decode.footprint(problem, points, TARGET)
+    fits = np.flatnonzero(found.onchip_bytes <= hopper.H200.onchip_bytes)
+    assert len(fits) >= 4
+    for index in fits[:: max(1, len(fits) // 3)]:
+        schedule = Schedule(**points.row(index))
+        lower(problem, schedule)
+        asked = hopper.onchip_bytes_asked(lambda schedule=schedule: lower(problem, schedule))
+        assert asked == found.onchip_bytes[index], schedule
+
+
+def test_a_few_heads_are_split_over_all_cores_and_many_are_not():
+    points, _ = space(LLAMA).legal()
+    ctas = LLAMA.kv_heads * points.split_kv
+    assert set(np.unique(points.cluster)) == {1, 2, 4, 8}
+    assert np.any((ctas > TARGET.cores * 0.95) & (ctas <= TARGET.cores))
+    assert np.all(ctas <= 2 * TARGET.cores)
+    many, _ = space(dataclasses.replace(LLAMA, batch=64)).legal()
+    assert np.all(many.split_kv == 1)
+
+
+@pytest.mark.parametrize("cluster", [1, 8])
+def test_a_cluster_that_combines_all_splits_needs_no_second_launch(cluster):
+    found = decode.footprint(LLAMA, Columns.of([Schedule(split_kv=8, cluster=cluster)]), TARGET)
+    assert found.launches[0] == (1 if cluster == 8 else 2)
+
+
+def check(problem, schedule, *args):
+    args = args or problem.inputs(seed=0)
+    with gpu_interpreter():
+        actual = as_tuple(jax.jit(lambda *args: decode.run(problem, schedule, TARGET, *args))(*args))
+    expected = as_tuple(problem.reference(*args))
+    for one, right, tolerance in zip(actual, expected, as_tuple(problem.tolerance()), strict=True):
+        one, right = (np.asarray(x, np.float32) for x in (one, right))
+        np.testing.assert_allclose(one, right, atol=tolerance.absolute, rtol=tolerance.relative)
+
+
+SMALL = FlashAttentionProblem(2, 1, 320, 4, 1, 64, return_lse=True)
+CASES = [
+    (SMALL, Schedule(split_kv=5)),
+    (dataclasses.replace(SMALL, q_len=3, heads=8, causal=True), Schedule(split_kv=2)),
+    (dataclasses.replace(SMALL, q_len=16, kv_len=203, window_left=60, window_right=20), Schedule(split_kv=2)),
+    (dataclasses.replace(SMALL, q_len=16, heads=8, kv_len=128), Schedule(split_kv=2)),
+    (dataclasses.replace(SMALL, kv_heads=4, causal=True), Schedule()),
+    (dataclasses.replace(SMALL, head_dim=128, softcap=True, dtype="float16"), Schedule(128, 2, 2, 2)),
+    (dataclasses.replace(SMALL, q_len=2, head_dim=80, head_dim_v=96, q_lengths=True), Schedule(split_kv=2)),
+    (dataclasses.replace(SMALL, return_lse=False), Schedule(split_kv=4, cluster=2)),
+]
+interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="this JAX interprets no GPU kernels")
+
+
+@interpreted
+@pytest.mark.parametrize(("problem", "schedule"), CASES, ids=str)
+def test_results_are_right(problem, schedule):
+    check(problem, schedule)
+
+
+@interpreted
+@pytest.mark.parametrize("schedule", [Schedule(split_kv=5), Schedule(split_kv=8, cluster=8)], ids=str)
+def test_lengths_divide_the_keys_that_are_there(schedule):
+    problem = dataclasses.replace(SMALL, batch=3, kv_len=512, kv_lengths=True)
+    q, k, v, _ = problem.inputs(seed=1)
+    check(problem, schedule, q, k, v, jnp.array([0, 512, 70], jnp.int32))
