@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.flash_attention_backward.hopper.plan import BLOCK_KV, Plan
+from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.jax_compat import plgpu
 
 
@@ -62,21 +63,26 @@ class Blocks:
         return cls(plan, first, masked, end - first - masked, first_key, keys)
 
     @property
-    def masked_steps(self) -> Any:
-        return self.masked * self.plan.problem.group
+    def start(self) -> Any:
+        """The first step. With one head it has the number of its block, so that no register keeps their distance."""
+        return self.first if self.plan.problem.group == 1 else jnp.int32(0)
 
     @property
-    def steps(self) -> Any:
-        return (self.masked + self.plain) * self.plan.problem.group
+    def end_of_masked(self) -> Any:
+        return self.start + self.masked * self.plan.problem.group
+
+    @property
+    def end(self) -> Any:
+        return self.start + (self.masked + self.plain) * self.plan.problem.group
 
     def at(self, step: Any) -> tuple[Any, Any]:
         """The number of the head in its group, and the first query."""
         block_q = self.plan.schedule.block_q
         if self.plan.problem.group == 1:
-            return jnp.int32(0), (self.first + step) * block_q
-        in_masked = step < self.masked_steps
+            return jnp.int32(0), step * block_q
+        in_masked = step < self.end_of_masked
         each = jnp.maximum(jnp.where(in_masked, self.masked, self.plain), 1)
-        step = step - jnp.where(in_masked, 0, self.masked_steps)
+        step = step - jnp.where(in_masked, 0, self.end_of_masked)
         first = self.first + jnp.where(in_masked, 0, self.masked)
         return lax.div(step, each), (first + lax.rem(step, each)) * block_q
 
@@ -84,14 +90,16 @@ class Blocks:
         """Of pairs ``[keys, queries]``, in wgmma's layout, those where the query sees the key."""
         p, layout = self.plan.problem, plgpu.Layout.WGMMA
         key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_key
-        query = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0)) + first_query
+        if p.kv_lengths or p.kv_len % BLOCK_KV:
+            key = jnp.where(key < self.keys, key, MAX_INDEX)
         keys = lax.broadcast_in_dim(key, shape, [0])
-        # The last key that a query sees, of those there are.
-        last = jnp.broadcast_to(self.keys - 1, query.shape)
-        last = plgpu.layout_cast(last, layout.reduce(0))
-        if p.right is not None:
-            last = jnp.minimum(query + p.right, last)
-        seen = keys <= lax.broadcast_in_dim(last, shape, [1])
+        if p.right is None and p.left is None:
+            return keys < MAX_INDEX
+        query = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0)) + first_query
+        if p.right is None:
+            seen = keys < MAX_INDEX
+        else:
+            seen = keys <= lax.broadcast_in_dim(query + p.right, shape, [1])
         if p.left is not None:
             seen &= keys >= lax.broadcast_in_dim(query - p.left, shape, [1])
         return seen

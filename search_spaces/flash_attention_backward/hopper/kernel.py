@@ -119,7 +119,7 @@ class Cta:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         s, gmem, smem = self.plan.schedule, self.gmem, self.smem
 
-        @pl.loop(0, self.blocks.steps)
+        @pl.loop(self.blocks.start, self.blocks.end)
         def _(step: Any) -> None:
             member, row = self.blocks.at(step)
             head = self.kv_head * self.plan.problem.group + member
@@ -128,7 +128,7 @@ class Cta:
                 stage = lax.rem(step, jnp.int32(stages))
                 full = smem[f"{operand}_full"].at[stage]
 
-                @pl.when(step >= stages)
+                @pl.when(step >= self.blocks.start + stages)
                 def _(operand: str = operand, stage: Any = stage) -> None:
                     plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
 
@@ -139,7 +139,7 @@ class Cta:
 
         for operand, stages in (("q", s.q_stages), ("d_out", s.do_stages)):
             # The CTA ends when all that was loaded has been used.
-            @pl.loop(jnp.maximum(self.blocks.steps - stages, 0), self.blocks.steps)
+            @pl.loop(jnp.maximum(self.blocks.end - stages, self.blocks.start), self.blocks.end)
             def _(step: Any, operand: str = operand, stages: int = stages) -> None:
                 plgpu.barrier_wait(smem[f"{operand}_empty"].at[lax.rem(step, jnp.int32(stages))])
 
@@ -152,17 +152,17 @@ class Cta:
         plgpu.barrier_wait(smem["kv_full"].at[wg])
         self._meet()  # dq is multiplied by all rows of k.
 
-        first = jnp.int32(0)
+        first = self.blocks.start
         s = self._start_s(wg, first)
         dp = self._start_dp(wg, first)
         p_and_slope = self._probabilities(wg, first, products.wait(1, s), masked=masks(self.plan))
         carry = (_zeros(p.head_dim), _zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
-        last, masked = self.blocks.steps - 1, jnp.maximum(self.blocks.masked_steps - 1, 0)
-        if masks(self.plan):
-            carry = lax.fori_loop(0, masked, lambda i, x: self._step(wg, i, x, masked=True), carry)
-        else:
-            masked = first
-        carry = lax.fori_loop(masked, last, lambda i, x: self._step(wg, i, x, masked=False), carry)
+        last = self.blocks.end - 1
+        if masks(self.plan):  # of the step that follows
+            masked = jnp.maximum(self.blocks.end_of_masked - 1, first)
+            carry = lax.fori_loop(first, masked, lambda i, x: self._step(wg, i, x, masked=True), carry)
+            first = masked
+        carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x, masked=False), carry)
         dk, dv = self._step(wg, last, carry, masked=False, last=True)
 
         self._meet()  # Nobody reads k any more.
