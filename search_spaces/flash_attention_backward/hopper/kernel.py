@@ -155,15 +155,11 @@ class Cta:
         first = self.blocks.start
         s = self._start_s(wg, first)
         dp = self._start_dp(wg, first)
-        p_and_slope = self._probabilities(wg, first, products.wait(1, s), masked=masks(self.plan))
+        p_and_slope = self._probabilities(wg, first, products.wait(1, s))
         carry = (_zeros(p.head_dim), _zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
         last = self.blocks.end - 1
-        if masks(self.plan):  # of the step that follows
-            masked = jnp.maximum(self.blocks.end_of_masked - 1, first)
-            carry = lax.fori_loop(first, masked, lambda i, x: self._step(wg, i, x, masked=True), carry)
-            first = masked
-        carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x, masked=False), carry)
-        dk, dv = self._step(wg, last, carry, masked=False, last=True)
+        carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
+        dk, dv = self._step(wg, last, carry, last=True)
 
         self._meet()  # Nobody reads k any more.
         for operand, gradient in (("k", dk * self.scale), ("v", dv)):
@@ -172,8 +168,8 @@ class Cta:
             plgpu.copy_smem_to_gmem(smem[operand].at[wg], self.gmem[f"d{operand}"].at[rows])
         plgpu.wait_smem_to_gmem(0)
 
-    def _step(self, wg: Any, step: Any, carry: Any, *, masked: bool, last: bool = False) -> Any:
-        """From P^T and dP^T of a step to those of the next, which is `masked`; of the `last` step to dk and dv."""
+    def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
+        """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
         plan, smem, own = self.plan, self.smem, products.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
@@ -215,7 +211,7 @@ class Cta:
                 return dk, dv
             s = self._start_s(own, step + 1)
         dp = self._start_dp(own, step + 1)
-        p_and_slope = self._probabilities(own, step + 1, products.wait(2 if overlap else 1, s), masked=masked)
+        p_and_slope = self._probabilities(own, step + 1, products.wait(2 if overlap else 1, s))
         products.end_basic_block(own)
         dk, dv, dp = products.wait(0, dk, dv, dp)
         if overlap:
@@ -288,7 +284,7 @@ class Cta:
             box = pl.ds(row, rows), pl.ds(own * columns, columns)
         products.add(self.gmem["dq"].at[self.batch, head, *box], dq, smem)
 
-    def _probabilities(self, wg: Any, step: Any, s: jax.Array, *, masked: bool) -> tuple[jax.Array, ...]:
+    def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
         """P^T in float32, and where logits are capped the derivative of the cap."""
         p, block_q = self.plan.problem, self.plan.schedule.block_q
         stage, _, _ = self._stages(step)
@@ -300,10 +296,15 @@ class Cta:
             s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / self.softcap)) + 1.0)
             slope, factor = (1.0 - s * s,), self.softcap * LOG2_E
         exponent = s * factor - lax.broadcast_in_dim(lse, s.shape, [1])
-        if masked:
-            _, row = self.blocks.at(step)
-            seen = self.blocks.visible(self.blocks.first_key + wg * WGMMA_ROWS, row, s.shape)
-            exponent = jnp.where(seen, exponent, -jnp.inf)
+        if masks(self.plan):
+
+            def mask(exponent: jax.Array) -> jax.Array:
+                _, row = self.blocks.at(step)
+                seen = self.blocks.visible(self.blocks.first_key + wg * WGMMA_ROWS, row, s.shape)
+                return jnp.where(seen, exponent, -jnp.inf)
+
+            # One loop with a branch: of two loops each would keep addresses of its own in registers.
+            exponent = lax.cond(step < self.blocks.end_of_masked, mask, lambda x: x, exponent)
         found: tuple[jax.Array, ...] = lax.optimization_barrier((jnp.exp2(exponent), *slope))
         return found
 
