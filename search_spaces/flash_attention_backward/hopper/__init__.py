@@ -1,0 +1,6 @@
+"""The gradients of attention on Hopper: a warp-specialized Mosaic GPU kernel and its schedules."""
+
+from search_spaces.flash_attention_backward.hopper.launch import MosaicGpuFlashAttentionBackward
+from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
+
+__all__ = ["FlashAttentionBackwardSchedule", "MosaicGpuFlashAttentionBackward"]

@@ -1,0 +1,105 @@
+"""Which blocks of queries a block of keys meets, in which order, and which of their pairs are masked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.flash_attention_backward.hopper.plan import BLOCK_KV, Plan
+from search_spaces.hopper.limits import MAX_INDEX
+from search_spaces.jax_compat import plgpu
+
+
+def masks(plan: Plan) -> bool:
+    """Whether any block has pairs that are masked by position (queries beyond q_len have no probability anyway)."""
+    p = plan.problem
+    return p.left is not None or p.right is not None or p.kv_lengths or p.kv_len % BLOCK_KV > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The steps of one block of keys: those that mask first, of all heads of the group, then the others.
+
+    There is always a step, which masks all where the keys see no query.
+
+    Attributes:
+      plan: of the launch.
+      first: number of the first block of queries.
+      masked, plain: blocks of one head that mask, and that do not.
+      first_key: of the block.
+      keys: of the sequence.
+    """
+
+    plan: Plan
+    first: Any
+    masked: Any
+    plain: Any
+    first_key: Any
+    keys: Any
+
+    @classmethod
+    def of(cls, plan: Plan, kv_block: Any, keys: Any) -> Blocks:
+        p, block_q = plan.problem, plan.schedule.block_q
+        q_blocks = jnp.int32(plan.q_blocks)
+        first_key = kv_block * BLOCK_KV
+        last_key = first_key + BLOCK_KV - 1
+        first, end = jnp.int32(0), q_blocks
+        if not masks(plan):
+            return cls(plan, first, jnp.int32(0), end, first_key, keys)
+        masked = jnp.int32(0)
+        if p.right is not None:
+            first = jnp.minimum(lax.div(jnp.maximum(first_key - p.right, 0), jnp.int32(block_q)), q_blocks - 1)
+            masked = lax.div(jnp.maximum(last_key - p.right, 0) + (block_q - 1), jnp.int32(block_q)) - first
+        if p.left is not None:
+            end = jnp.minimum(lax.div(last_key + p.left, jnp.int32(block_q)) + 1, q_blocks)
+        end = jnp.maximum(end, first + 1)
+        # Of keys beyond the last there are no gradients, and one step says so.
+        end = jnp.where(first_key < keys, end, first + 1)
+        all_masked = (last_key >= keys) | (p.left is not None)
+        masked = jnp.where(all_masked, end - first, jnp.clip(masked, 0, end - first))
+        return cls(plan, first, masked, end - first - masked, first_key, keys)
+
+    @property
+    def start(self) -> Any:
+        """The first step. With one head it has the number of its block, so that no register keeps their distance."""
+        return self.first if self.plan.problem.group == 1 else jnp.int32(0)
+
+    @property
+    def end_of_masked(self) -> Any:
+        return self.start + self.masked * self.plan.problem.group
+
+    @property
+    def end(self) -> Any:
+        return self.start + (self.masked + self.plain) * self.plan.problem.group
+
+    def at(self, step: Any) -> tuple[Any, Any]:
+        """The number of the head in its group, and the first query."""
+        block_q = self.plan.schedule.block_q
+        if self.plan.problem.group == 1:
+            return jnp.int32(0), step * block_q
+        in_masked = step < self.end_of_masked
+        each = jnp.maximum(jnp.where(in_masked, self.masked, self.plain), 1)
+        step = step - jnp.where(in_masked, 0, self.end_of_masked)
+        first = self.first + jnp.where(in_masked, 0, self.masked)
+        return lax.div(step, each), (first + lax.rem(step, each)) * block_q
+
+    def visible(self, first_key: Any, first_query: Any, shape: tuple[int, int]) -> Any:
+        """Of pairs ``[keys, queries]``, in wgmma's layout, those where the query sees the key."""
+        p, layout = self.plan.problem, plgpu.Layout.WGMMA
+        key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_key
+        if p.kv_lengths or p.kv_len % BLOCK_KV:
+            key = jnp.where(key < self.keys, key, MAX_INDEX)
+        keys = lax.broadcast_in_dim(key, shape, [0])
+        if p.right is None and p.left is None:
+            return keys < MAX_INDEX
+        query = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0)) + first_query
+        if p.right is None:
+            seen = keys < MAX_INDEX
+        else:
+            seen = keys <= lax.broadcast_in_dim(query + p.right, shape, [1])
+        if p.left is not None:
+            seen &= keys >= lax.broadcast_in_dim(query - p.left, shape, [1])
+        return seen

@@ -1,0 +1,1 @@
+def footprint(p,s): raise NotImplementedError

@@ -1,0 +1,317 @@
+"""The gradients of attention on Hopper: a warp-specialized Mosaic GPU kernel of five products.
+
+A CTA owns 128 rows of k and v, 64 for each of two consumer warpgroups, whose dk and dv stay in registers. A producer
+warpgroup loads blocks of q and d_out. Each consumer computes, transposed, its rows of S^T = k q^T and dP^T = v d_out^T:
+then P^T, as wgmma's A operand, comes from registers for dv += P^T d_out. It leaves dS^T in SMEM, for dk += dS^T q and
+for dq = dS k, to which both consumers contribute; each computes half of it. TMA adds that to float32 sums in device
+memory, in the order of arrival. (FlashAttention-3, arXiv:2407.08608, section 3.)
+
+**Overlap.** FlashAttention-3 waits for all products of a step before it starts the next. Here a loop's step goes from
+one point where nothing is in flight to the next, and in between starts S^T of the next step ahead of this one's dk, and
+dP^T after it: the exponentials, the longest of what tensor cores do not do, run while those two are multiplied; dS is
+computed while dv is; dq is stored while S^T is.
+
+Of ptxas: what a loop carries must not be in flight (C7514, C7515: else it waits for each product), and P^T is cast to
+16 bits where nothing is in flight (C7513).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.flash_attention_backward.hopper import products
+from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
+from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
+from search_spaces.jax_compat import interprets, load, plgpu
+
+LOG2_E = math.log2(math.e)
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+PRODUCER = CONSUMERS  # number of its warpgroup
+
+
+def swizzled(swizzle: int, itemsize: int) -> tuple[Any, ...]:
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def scratch(plan: Plan) -> dict[str, Any]:
+    """The arrays and barriers of a CTA, by name."""
+    p, s, dtype = plan.problem, plan.schedule, jnp.dtype(plan.problem.dtype)
+    k, v = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle))
+    found = {
+        "k": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.head_dim), dtype, transforms=k),
+        "v": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.value_dim), dtype, transforms=v),
+        "q": plgpu.SMEM((s.q_stages, s.block_q, p.head_dim), dtype, transforms=k),
+        "d_out": plgpu.SMEM((s.do_stages, s.block_q, p.value_dim), dtype, transforms=v),
+        "lse": plgpu.SMEM((s.q_stages, plan.statistics_width), jnp.float32),
+        "delta": plgpu.SMEM((s.do_stages, plan.statistics_width), jnp.float32),
+        "ds": plgpu.SMEM(
+            (s.ds_stages, CONSUMERS, WGMMA_ROWS, s.block_q),
+            dtype,
+            transforms=swizzled(plan.ds_swizzle, dtype.itemsize),
+        ),
+        "dq": plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4)),
+        "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
+        "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
+        "d_out_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.do_stages),
+        "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
+        "d_out_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.do_stages),
+    }
+    if interprets():
+        found["met"] = plgpu.Barrier(num_arrivals=CONSUMERS)
+    return found
+
+
+def kernel(plan: Plan, *, scale: float, softcap: float) -> Callable[..., None]:
+    """The body of a launch.
+
+    Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
+    powers of two (infinite where a query has no key), delta, float32 sums for dq; then dk and dv.
+    """
+    p = plan.problem
+
+    def body(*refs: Any) -> None:
+        *gmem, named = refs
+        lengths = gmem.pop(0) if p.kv_lengths else None
+        arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", "dq", "dk", "dv"), gmem, strict=True))
+        head = lax.axis_index("section") * plan.schedule.section + lax.axis_index("head")
+        batch, kv_head = lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads))
+        keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
+        blocks = Blocks.of(plan, lax.axis_index("kv_block"), keys)
+        cta = Cta(plan, blocks, batch, kv_head, arrays, named, scale, softcap)
+        wg = lax.axis_index("wg")
+        pl.when(wg < CONSUMERS)(lambda: cta.consume(wg))
+        pl.when(wg == PRODUCER)(cta.produce)
+
+    return body
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What the warpgroups of one CTA do.
+
+    Attributes:
+      plan, blocks: of the launch, and of the CTA's keys.
+      batch, kv_head: whose keys.
+      gmem, smem: arrays, by name; with `smem` the barriers.
+      scale, softcap: of logits.
+    """
+
+    plan: Plan
+    blocks: Blocks
+    batch: Any
+    kv_head: Any
+    gmem: dict[str, Any]
+    smem: dict[str, Any]
+    scale: float
+    softcap: float
+
+    def produce(self) -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        s, gmem, smem = self.plan.schedule, self.gmem, self.smem
+
+        @pl.loop(self.blocks.start, self.blocks.end)
+        def _(step: Any) -> None:
+            member, row = self.blocks.at(step)
+            head = self.kv_head * self.plan.problem.group + member
+            rows = pl.ds(row, s.block_q)
+            for operand, statistics, stages in (("q", "lse", s.q_stages), ("d_out", "delta", s.do_stages)):
+                stage = lax.rem(step, jnp.int32(stages))
+                full = smem[f"{operand}_full"].at[stage]
+
+                @pl.when(step >= self.blocks.start + stages)
+                def _(operand: str = operand, stage: Any = stage) -> None:
+                    plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
+
+                plgpu.copy_gmem_to_smem(gmem[operand].at[self.batch, rows, head], smem[operand].at[stage], full)
+                plgpu.copy_gmem_to_smem(
+                    gmem[statistics].at[self.batch, head, rows], smem[statistics].at[stage, pl.ds(0, s.block_q)], full
+                )
+
+        for operand, stages in (("q", s.q_stages), ("d_out", s.do_stages)):
+            # The CTA ends when all that was loaded has been used.
+            @pl.loop(jnp.maximum(self.blocks.end - stages, self.blocks.start), self.blocks.end)
+            def _(step: Any, operand: str = operand, stages: int = stages) -> None:
+                plgpu.barrier_wait(smem[f"{operand}_empty"].at[lax.rem(step, jnp.int32(stages))])
+
+    def consume(self, wg: Any) -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        p, smem = self.plan.problem, self.smem
+        rows = self.batch, pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS), self.kv_head
+        for operand in ("k", "v"):
+            plgpu.copy_gmem_to_smem(self.gmem[operand].at[rows], smem[operand].at[wg], smem["kv_full"].at[wg])
+        plgpu.barrier_wait(smem["kv_full"].at[wg])
+        self._meet()  # dq is multiplied by all rows of k.
+
+        first = self.blocks.start
+        s = self._start_s(wg, first)
+        dp = self._start_dp(wg, first)
+        p_and_slope = self._probabilities(wg, first, products.wait(1, s))
+        carry = (_zeros(p.head_dim), _zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
+        last = self.blocks.end - 1
+        carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
+        dk, dv = self._step(wg, last, carry, last=True)
+
+        self._meet()  # Nobody reads k any more.
+        for operand, gradient in (("k", dk * self.scale), ("v", dv)):
+            smem[operand][wg] = gradient.astype(p.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem[operand].at[wg], self.gmem[f"d{operand}"].at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
+        """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
+        plan, smem, own = self.plan, self.smem, products.own_index(wg)
+        overlap = plan.schedule.overlap and not last
+        q_stage, do_stage, ds_stage = self._stages(step)
+        dk, dv, probability, *slope, dp = carry
+        dv = products.start(
+            dv,
+            probability.astype(plan.problem.dtype),
+            smem["d_out"].at[do_stage],
+            columns=plan.problem.value_dim,
+            transforms=(None, self._transforms("v")),
+            transpose_a=False,
+            transpose_b=False,
+        )
+        delta = load(smem["delta"].at[do_stage, pl.ds(0, plan.schedule.block_q)], plgpu.Layout.WGMMA.reduce(0))
+        ds = probability * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
+        ds = (ds * slope[0] if slope else ds).astype(plan.problem.dtype)
+        if plan.schedule.ds_stages == 1:
+            self._meet()  # All have multiplied the one of the step before.
+        smem["ds"][ds_stage, own] = ds
+        self._meet()
+        dq = self._start_dq(own, ds_stage)
+        s = self._start_s(own, step + 1) if overlap else None
+        dk = products.start(
+            dk,
+            smem["ds"].at[ds_stage, own],
+            smem["q"].at[q_stage],
+            columns=plan.problem.head_dim,
+            transforms=(self._transforms("ds"), self._transforms("k")),
+            transpose_a=False,
+            transpose_b=False,
+        )
+        dq = products.wait(2 if overlap else 1, dq)
+        plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
+        self._store_dq(own, step, dq)
+        if not overlap:
+            dk, dv = products.wait(0, dk, dv)
+            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
+            if last:
+                return dk, dv
+            s = self._start_s(own, step + 1)
+        dp = self._start_dp(own, step + 1)
+        p_and_slope = self._probabilities(own, step + 1, products.wait(2 if overlap else 1, s))
+        products.end_basic_block(own)
+        dk, dv, dp = products.wait(0, dk, dv, dp)
+        if overlap:
+            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
+        return dk, dv, *p_and_slope, dp
+
+    def _stages(self, step: Any) -> tuple[Any, Any, Any]:
+        s = self.plan.schedule
+        q, do, ds = (lax.rem(step, jnp.int32(n)) for n in (s.q_stages, s.do_stages, s.ds_stages))
+        return q, do, ds
+
+    def _transforms(self, operand: str) -> tuple[Any, ...]:
+        plan = self.plan
+        swizzle = {"k": plan.k_swizzle, "v": plan.v_swizzle, "ds": plan.ds_swizzle}[operand]
+        return swizzled(swizzle, plan.itemsize)
+
+    def _start_s(self, own: Any, step: Any) -> jax.Array:
+        """S^T of a step, when its q has arrived."""
+        stage, _, _ = self._stages(step)
+        plgpu.barrier_wait(self.smem["q_full"].at[stage])
+        return self._start_logits("k", "q", own, stage)
+
+    def _start_dp(self, own: Any, step: Any) -> jax.Array:
+        """dP^T of a step, when its d_out has arrived."""
+        _, stage, _ = self._stages(step)
+        plgpu.barrier_wait(self.smem["d_out_full"].at[stage])
+        return self._start_logits("v", "d_out", own, stage)
+
+    def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
+        return products.start(
+            None,
+            self.smem[left].at[own],
+            self.smem[right].at[stage],
+            columns=self.plan.schedule.block_q,
+            transforms=(self._transforms(left),) * 2,
+            transpose_a=False,
+            transpose_b=True,
+        )
+
+    def _start_dq(self, own: Any, stage: Any) -> jax.Array:
+        """This consumer's half of dq, of the rows of k of all."""
+        plan, dq = self.plan, None
+        ds, k = self._transforms("ds"), self._transforms("k")
+        rows, columns = plan.dq_shape
+        for other in range(CONSUMERS):
+            of_ds, of_k = self.smem["ds"].at[stage, other], self.smem["k"].at[other]
+            if plan.transposed:
+                a, b, transforms = of_k.at[:, pl.ds(own * rows, rows)], of_ds, (k, ds)
+            elif plan.by_rows:
+                a, b, transforms = of_ds.at[:, pl.ds(own * rows, rows)], of_k, (ds, k)
+            else:
+                a, b, transforms = of_ds, of_k.at[:, pl.ds(own * columns, columns)], (ds, k)
+            dq = products.start(
+                dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False
+            )
+        assert dq is not None
+        return dq
+
+    def _store_dq(self, own: Any, step: Any, dq: jax.Array) -> None:
+        """Adds this consumer's half of dq to the sums in device memory."""
+        plan, smem = self.plan, self.smem["dq"].at[own]
+        member, row = self.blocks.at(step)
+        head = self.kv_head * plan.problem.group + member
+        rows, columns = plan.dq_shape
+        if plan.transposed:
+            box = pl.ds(own * rows, rows), pl.ds(row, columns)
+        elif plan.by_rows:
+            box = pl.ds(row + own * rows, rows), pl.ds(0, columns)
+        else:
+            box = pl.ds(row, rows), pl.ds(own * columns, columns)
+        products.add(self.gmem["dq"].at[self.batch, head, *box], dq, smem)
+
+    def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
+        """P^T in float32, and where logits are capped the derivative of the cap."""
+        p, block_q = self.plan.problem, self.plan.schedule.block_q
+        stage, _, _ = self._stages(step)
+        lse = load(self.smem["lse"].at[stage, pl.ds(0, block_q)], plgpu.Layout.WGMMA.reduce(0))
+        slope: tuple[jax.Array, ...] = ()
+        factor = self.scale * LOG2_E
+        if p.softcap:
+            # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
+            s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / self.softcap)) + 1.0)
+            slope, factor = (1.0 - s * s,), self.softcap * LOG2_E
+        exponent = s * factor - lax.broadcast_in_dim(lse, s.shape, [1])
+        if masks(self.plan):
+
+            def mask(exponent: jax.Array) -> jax.Array:
+                _, row = self.blocks.at(step)
+                seen = self.blocks.visible(self.blocks.first_key + wg * WGMMA_ROWS, row, s.shape)
+                return jnp.where(seen, exponent, -jnp.inf)
+
+            # One loop with a branch: of two loops each would keep addresses of its own in registers.
+            exponent = lax.cond(step < self.blocks.end_of_masked, mask, lambda x: x, exponent)
+        found: tuple[jax.Array, ...] = lax.optimization_barrier((jnp.exp2(exponent), *slope))
+        return found
+
+    def _meet(self) -> None:
+        barrier = self.smem["met"] if interprets() else None
+        products.meet(barrier, threads=CONSUMERS * WARPGROUP)
+
+
+def _zeros(columns: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)

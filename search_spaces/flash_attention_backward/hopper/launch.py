@@ -1,0 +1,115 @@
+"""The gradients of attention on Hopper: what is supported, and how one call is launched.
+
+Before the kernel, XLA computes delta, the row sums of out x d_out, and the log-sum-exp in powers of two, and zeroes
+float32 sums for dq; after it, it scales these and rounds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention_backward.hopper.footprint import footprint
+from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, kernel, scratch
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
+from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
+from search_spaces.flash_attention_backward.hopper.space import space
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.footprint import Footprint
+from search_spaces.hopper.limits import MAX_INDEX
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
+from search_spaces.kernel import Kernel, Target
+from search_spaces.space import Columns, Space
+
+HEAD_DIMS = (64, 96, 128)
+
+
+class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, FlashAttentionBackwardSchedule]):
+    backend = "mosaic_gpu"
+    version = 1
+
+    def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
+        p = problem
+        if target.platform != "cuda" or target.architecture != "sm_90":
+            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if not HAS_GPU_INTERPRETER:  # The same release brought `jax.new_ref` as an operand.
+            return "adds dq up in place, in an array that kernels take from JAX 0.11 on"
+        if jnp.dtype(p.dtype).itemsize != 2:
+            return f"multiplies transposed operands, which wgmma takes of 16 bits, not {p.dtype}"
+        for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
+            if columns not in HEAD_DIMS:
+                return f"keeps dk and dv in registers: {name}={columns} is not one of {', '.join(map(str, HEAD_DIMS))}"
+        if p.deterministic:
+            return "adds dq up in the order of arrival, which differs from run to run"
+        if max(x.size for x in p.operands()) > MAX_INDEX:
+            return "an array has more elements than 32-bit indices reach"
+        return None
+
+    def space(
+        self, problem: FlashAttentionBackwardProblem, target: Target
+    ) -> Space[FlashAttentionBackwardSchedule]:
+        return space(problem, target.cores)
+
+    def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules)
+
+    def run(
+        self,
+        problem: FlashAttentionBackwardProblem,
+        schedule: FlashAttentionBackwardSchedule,
+        target: Target,
+        /,
+        *args: Any,
+        scale: float | None = None,
+        softcap: float = SOFTCAP,
+        **params: Any,
+    ) -> tuple[jax.Array, ...]:
+        p, plan = problem, Plan(problem, schedule)
+        q, k, v, out, lse, d_out, *rest = args
+        d_lse = rest[0] if p.lse_cotangent else 0.0
+        scale = p.default_scale() if scale is None else scale
+        rows = int(plan.dq_rows)
+        # Queries beyond the last, and those that see no key, have no probability.
+        lse = _pad(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), 2, rows, jnp.inf)
+        delta = jnp.einsum("bqnd,bqnd->bnq", out, d_out, preferred_element_type=jnp.float32) - d_lse
+        delta = _pad(delta, 2, rows)
+        q, d_out = (_pad(x, 1, plan.q_rows) for x in (q, d_out))
+        k, v = (_pad(x, 1, plan.kv_rows) for x in (k, v))
+        lengths = [x for x in (p.lengths(rest).kv,) if x is not None]
+        # Indices are 32 bits wide, whatever the user's default.
+        with jax.enable_x64(False):
+            lead = p.batch, p.heads
+            sums = jax.new_ref(
+                jnp.zeros((*lead, p.head_dim, rows) if plan.transposed else (*lead, rows, p.head_dim), jnp.float32)
+            )
+            dk, dv = _launch(plan, scale, softcap, k, v)(*lengths, q, k, v, d_out, lse, delta, sums)
+            dq = sums[...]
+        dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq.transpose(0, 2, 1, 3)
+        return (dq[:, : p.q_len] * scale).astype(p.dtype), dk[:, : p.kv_len], dv[:, : p.kv_len]
+
+
+def _launch(plan: Plan, scale: float, softcap: float, k: Any, v: Any) -> Any:
+    s, heads = plan.schedule, plan.problem.batch * plan.problem.kv_heads
+    if heads % s.section:
+        raise ValueError(f"{heads} heads of keys are no multiple of section={s.section}")
+    return plgpu.kernel(
+        kernel(plan, scale=scale, softcap=softcap),
+        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        scratch_types=(scratch(plan),),
+        grid=(heads // s.section, plan.kv_blocks, s.section),
+        grid_names=("section", "kv_block", "head"),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+
+
+def _pad(x: jax.Array, axis: int, extent: int, value: float = 0.0) -> jax.Array:
+    """`x` with `value` behind one of its axes, up to `extent`."""
+    pads = [(0, extent - size if number == axis else 0) for number, size in enumerate(x.shape)]
+    return jnp.pad(x, pads, constant_values=value) if pads[axis][1] else x

@@ -1,0 +1,117 @@
+"""The arrays of one CTA of the backward pass, in SMEM and in device memory, of a schedule or of many."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WGMMA_ROWS
+from search_spaces.space import cdiv, round_up
+
+CONSUMERS = 2
+BLOCK_KV = CONSUMERS * WGMMA_ROWS
+# A box of TMA starts at a multiple of 128 bytes in SMEM: so do the float32 of a stage.
+STATISTICS_STEP = 32
+ROWS_STEP = 8  # Arrays in device memory come in tiles of so many rows, as their boxes in SMEM do.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Extents, for one schedule or for a `Columns` of many.
+
+    Attributes:
+      problem: whose gradients.
+      schedule: one, or columns of them.
+    """
+
+    problem: FlashAttentionBackwardProblem
+    schedule: Any
+
+    @property
+    def itemsize(self) -> int:
+        return int(jnp.dtype(self.problem.dtype).itemsize)
+
+    @property
+    def q_rows(self) -> int:
+        """Of q and d_out in device memory, padded to whole tiles."""
+        return int(round_up(self.problem.q_len, ROWS_STEP))
+
+    @property
+    def kv_rows(self) -> int:
+        """Likewise of k and v."""
+        return int(round_up(self.problem.kv_len, ROWS_STEP))
+
+    @property
+    def q_blocks(self) -> Any:
+        return cdiv(self.problem.q_len, self.schedule.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return int(cdiv(self.problem.kv_len, BLOCK_KV))
+
+    @property
+    def dq_rows(self) -> Any:
+        """Of dq in float32, and of the log-sum-exp and delta."""
+        return self.q_blocks * self.schedule.block_q
+
+    @property
+    def by_rows(self) -> Any:
+        """Each consumer multiplies half of dq's rows of a step; else half of its columns."""
+        return self.schedule.block_q % (CONSUMERS * WGMMA_ROWS) == 0
+
+    @property
+    def transposed(self) -> Any:
+        """Of dq's columns, that are then wgmma's rows; of which a step's rows would be no multiple."""
+        return self.schedule.block_q % WGMMA_ROWS != 0
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """Of what a consumer multiplies of dq in a step (of one schedule)."""
+        block_q, columns = int(self.schedule.block_q), self.problem.head_dim
+        if self.transposed:
+            return columns // CONSUMERS, block_q
+        return (block_q // CONSUMERS, columns) if self.by_rows else (block_q, columns // CONSUMERS)
+
+    @property
+    def k_swizzle(self) -> int:
+        """Bytes of a swizzled row of k, q and dk. A consumer's columns of dq are whole ones of k."""
+        columns = self.problem.head_dim
+        return int(np.gcd(columns * self.itemsize // (1 if np.all(self.by_rows) else CONSUMERS), 128))
+
+    @property
+    def v_swizzle(self) -> int:
+        return int(np.gcd(self.problem.value_dim * self.itemsize, 128))
+
+    @property
+    def ds_swizzle(self) -> int:
+        return int(np.gcd(self.schedule.block_q * self.itemsize, 128))
+
+    @property
+    def dq_swizzle(self) -> int:
+        return int(np.gcd(self.dq_shape[1] * ACCUMULATOR_BYTES, 128))
+
+    @property
+    def statistics_width(self) -> Any:
+        """Of the log-sum-exp and delta of a stage."""
+        return round_up(self.schedule.block_q, STATISTICS_STEP)
+
+    @property
+    def onchip_bytes(self) -> Any:
+        """SMEM of a CTA, exact."""
+        p, s, b = self.problem, self.schedule, self.itemsize
+        arrays = (
+            BLOCK_KV * p.head_dim * b,
+            BLOCK_KV * p.value_dim * b,
+            s.q_stages * s.block_q * p.head_dim * b,
+            s.do_stages * s.block_q * p.value_dim * b,
+            s.q_stages * self.statistics_width * ACCUMULATOR_BYTES,
+            s.do_stages * self.statistics_width * ACCUMULATOR_BYTES,
+            s.ds_stages * BLOCK_KV * s.block_q * b,
+            s.block_q * p.head_dim * ACCUMULATOR_BYTES,
+        )
+        barriers = CONSUMERS + 2 * s.q_stages + 2 * s.do_stages
+        return sum(round_up(size, SMEM_ALIGNMENT) for size in arrays) + barriers * BARRIER_BYTES
