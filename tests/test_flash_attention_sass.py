@@ -1,7 +1,7 @@
 """The order of instructions that decides how fast flash attention is, read from machine code, without a GPU.
 
 A kernel that computes the same values a tenth slower looks alike everywhere but here (search_spaces/flash_attention/
-hopper/kernel.py says why). This file as a program writes the PTX of one schedule.
+hopper/consumer.py says why). This file as a program writes the PTX of one schedule.
 """
 
 import importlib.util
@@ -154,8 +154,8 @@ def test_no_product_waits_for_the_one_before(name, machine_code):
     assert "insufficient registers" not in said
 
 
-@pytest.mark.parametrize("name", [name for name, (head_dim, *_) in CASES.items() if head_dim > 128])
-def test_large_results_are_rescaled_between_both_products(name, machine_code):
+def test_large_results_are_rescaled_between_both_products(machine_code):
+    name = "head size 256"
     head_dim = CASES[name][0]
     for loop in _steady_loops(machine_code(name)[1]):
         products = [at for at, code in enumerate(loop) if code.startswith("HGMMA")]
