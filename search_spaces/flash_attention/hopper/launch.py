@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention.hopper.cta import results, scratch
 from search_spaces.flash_attention.hopper.footprint import footprint
-from search_spaces.flash_attention.hopper.kernel import kernel, results, scratch
+from search_spaces.flash_attention.hopper.kernel import kernel
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
 from search_spaces.flash_attention.hopper.softmax import OnlineSoftmax
 from search_spaces.flash_attention.hopper.space import space

@@ -1,0 +1,286 @@
+"""A consumer warpgroup: products and softmax of 64 rows of queries, tile after tile.
+
+**What decides the speed, without changing a value** (SASS alone shows it: tests/test_flash_attention_sass.py):
+
+- ptxas moves the wait for ``O += P V`` up to the maximum of S, ahead of all exponentials, unless a basic block ends
+  in between. So the wait for the keys of the next step, which is a loop, stands there.
+- P is rounded to 16 bits only after that wait. Registers that an instruction in flight reads would otherwise be
+  written, and ptxas makes every product wait for the one before (C7513).
+- With head sizes above 128, O is rescaled between the issue of both products, when those of S keep the tensor cores
+  busy. LLVM would move that to the end of the step before, if nothing kept it from knowing O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.attention.hopper import register_wgmma
+from search_spaces.attention.hopper.named_barriers import Turns, synchronize_warpgroup
+from search_spaces.attention.hopper.visibility import visible
+from search_spaces.flash_attention.hopper.cta import Cta
+from search_spaces.flash_attention.hopper.softmax import RowState, over_columns
+from search_spaces.flash_attention.hopper.tile_order import Tile
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.jax_compat import plgpu
+
+
+class Carry(NamedTuple):
+    """From one step to the next.
+
+    Attributes:
+      o: ``float32[64, value_dim]``, the sum of values of all blocks but the last one.
+      rows: of the blocks so far.
+      p: of the last block, in 16 bits.
+      rescale: by which `o` is to be multiplied; None where that has been done.
+    """
+
+    o: Any
+    rows: RowState
+    p: Any
+    rescale: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer:
+    """One consumer warpgroup of a CTA, and its number among them."""
+
+    cta: Cta
+    warpgroup: Any
+
+    @property
+    def turns(self) -> Turns | None:
+        return Turns(self.cta.t.s.consumers) if self.cta.t.s.ping_pong else None
+
+    def run(self) -> None:
+        cta = self.cta
+        tile = cta.order.tile(jnp.int32(0))
+        self.load_q(tile)
+        if self.turns:
+            self.turns.start(self.warpgroup)
+        carry = self.first_step(tile)
+        if cta.t.s.persistent:
+            lax.fori_loop(0, cta.order.count, self.tile_and_next_start, (carry, jnp.int32(0)))
+        else:
+            carry = self.later_steps(tile, carry, jnp.int32(0))
+            self.store(tile, self.last_product(carry, tile.steps - 1), carry.rows)
+        if self.turns:
+            self.turns.end(self.warpgroup)
+        plgpu.wait_smem_to_gmem(0)
+
+    def tile_and_next_start(self, position: Any, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
+        """The steps of a tile after its first; then its last product, with the first step of the next tile."""
+        order = self.cta.order
+        carry, base = state
+        tile, following = order.tile(position), order.tile(position + 1)
+        more = position + 1 < order.count
+        carry = self.later_steps(tile, carry, base, position + 1)
+        base = base + tile.steps
+
+        @pl.when(more)
+        def wait_for_q() -> None:
+            plgpu.barrier_wait(self.cta.q_full.at[self.warpgroup])
+
+        after = self.step(
+            carry,
+            base,
+            seen=self.seen(following, jnp.int32(0)),
+            reads_keys=more,
+            keys_follow=more & ((following.steps > 1) | (position + 2 < order.count)),
+            new_tile=True,
+            after_keys=lambda: self.load_next_q(following.steps == 1, position + 2),
+        )
+        self.store(tile, after.o, carry.rows)
+        zeros = plgpu.layout_cast(jnp.zeros_like(after.o), plgpu.Layout.WGMMA)
+        return after._replace(o=zeros), base
+
+    def row(self, tile: Tile) -> Any:
+        """Number of this warpgroup's first query."""
+        return tile.row + self.warpgroup * WGMMA_ROWS
+
+    def load_q(self, tile: Tile) -> None:
+        cta = self.cta
+        rows = cta.q.at[tile.batch, pl.ds(self.row(tile), WGMMA_ROWS), tile.head]
+        plgpu.copy_gmem_to_smem(rows, cta.q_smem.at[self.warpgroup], cta.q_full.at[self.warpgroup])
+
+    def seen(self, tile: Tile, j: Any) -> Any:
+        """Which keys of a step's block its queries see; None where every block of the problem is seen as a whole."""
+        p, size = self.cta.t.p, self.cta.t.s.block_kv
+        return visible(
+            (WGMMA_ROWS, size),
+            self.row(tile),
+            (tile.last - j) * size,
+            left=p.left,
+            right=p.right,
+            columns=tile.kv_len if p.kv_lengths or p.kv_len % size else None,
+        )
+
+    def wait_for_keys(self, step: Any) -> None:
+        plgpu.barrier_wait(self.cta.k_full.at[self.cta.stage(step)])
+
+    def start_product_of_keys(self, s: Any, step: Any) -> None:
+        cta = self.cta
+        plgpu.wgmma(s, cta.q_smem.at[self.warpgroup], cta.k_smem.at[cta.stage(step)].transpose((1, 0)))
+
+    def start_product_of_values(self, o: Any, p: Any, step: Any) -> Any:
+        cta, stage = self.cta, self.cta.stage(step)
+        plgpu.barrier_wait(cta.v_full.at[stage])
+        return register_wgmma.start(o, p, cta.v_smem.at[stage], cta.t.swizzle(cta.t.p.value_dim))
+
+    def first_step(self, tile: Tile) -> Carry:
+        """Of a CTA: no product is left to run beside it."""
+        cta, p, s = self.cta, self.cta.t.p, self.cta.t.s
+        plgpu.barrier_wait(cta.q_full.at[self.warpgroup])
+        self.wait_for_keys(jnp.int32(0))
+
+        def product(acc: Any) -> Any:
+            self.start_product_of_keys(acc, jnp.int32(0))
+            return acc[...]
+
+        products = pl.run_scoped(product, plgpu.ACC((WGMMA_ROWS, s.block_kv), jnp.float32))
+        plgpu.barrier_arrive(cta.k_empty.at[0])
+        if s.persistent:
+            self.load_next_q(tile.steps == 1, jnp.int32(1))
+
+        @pl.when((tile.steps > 1) | (bool(s.persistent) & (cta.order.count > 1)))
+        def wait() -> None:
+            self.wait_for_keys(jnp.int32(1))
+
+        softmax = cta.softmax
+        exponentials, rows, rescale = softmax.step(products, softmax.start(), self.seen(tile, jnp.int32(0)))
+        o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, p.value_dim), jnp.float32), plgpu.Layout.WGMMA)
+        return Carry(o, rows, exponentials.astype(p.dtype), rescale if cta.t.early_rescale else None)
+
+    def load_next_q(self, last_step: Any, position: Any) -> None:
+        """Loads the queries of the tile at `position`, if there is one, when a tile's last step has read its own."""
+
+        @pl.when(last_step & (position < self.cta.order.count))
+        def load() -> None:
+            synchronize_warpgroup()
+            self.load_q(self.cta.order.tile(position))
+
+    def later_steps(self, tile: Tile, carry: Carry, base: Any, following: Any = None) -> Carry:
+        """All steps of a tile but the first: those of masked blocks, of blocks seen as a whole, of masked ones again.
+
+        Args:
+          base: number of the tile's first step among those of the CTA.
+          following: position of the tile that follows, if the CTA has so many; None where it has one alone.
+        """
+        p = self.cta.t.p
+        more = False if following is None else following < self.cta.order.count
+
+        def step(masked: bool) -> Callable[[Any, Carry], Carry]:
+            def one(j: Any, carry: Carry) -> Carry:
+                last = j + 1 >= tile.steps
+                return self.step(
+                    carry,
+                    base + j,
+                    seen=self.seen(tile, j) if masked else None,
+                    keys_follow=jnp.logical_not(last) | more,
+                    after_keys=None if following is None else lambda: self.load_next_q(last, following),
+                )
+
+            return one
+
+        if p.right is not None:
+            carry = lax.fori_loop(1, tile.masked, step(True), carry)
+        start = 1 if p.right is None else tile.masked
+        carry = lax.fori_loop(start, tile.steps if p.left is None else tile.unmasked, step(False), carry)
+        return carry if p.left is None else lax.fori_loop(tile.unmasked, tile.steps, step(True), carry)
+
+    def step(
+        self,
+        carry: Carry,
+        step: Any,
+        *,
+        seen: Any,
+        keys_follow: Any,
+        reads_keys: Any = True,
+        new_tile: bool = False,
+        after_keys: Callable[[], None] | None = None,
+    ) -> Carry:
+        """Products of a step's keys and of the values of the step before, and the softmax of the former meanwhile.
+
+        Args:
+          carry: from the step before.
+          step: its number among those of the CTA. The keys are there.
+          seen: which keys count; None where all do.
+          keys_follow: there is a step after it, for whose keys it waits.
+          reads_keys: they are of any use.
+          new_tile: it is the first step of a tile. The result's `o` is then that of the tile before.
+          after_keys: what is to be done when products of keys have ended.
+        """
+        cta, early = self.cta, self.cta.t.early_rescale
+        softmax = cta.softmax
+
+        def products(acc: Any) -> tuple[Any, ...]:
+            o = carry.o
+            if self.turns:
+                self.turns.take()
+            self.start_product_of_keys(acc, step)
+            if early:
+                o, rescale = lax.optimization_barrier((o, carry.rescale))
+                o = o * over_columns(rescale, o)
+            o = self.start_product_of_values(o, carry.p, step - 1)
+            if self.turns:
+                self.turns.give()
+            s = plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+            @pl.when(reads_keys)
+            def release() -> None:
+                plgpu.barrier_arrive(cta.k_empty.at[cta.stage(step)])
+
+            if after_keys:
+                after_keys()
+            results = softmax.step(s, softmax.start() if new_tile else carry.rows, seen)
+            exponentials, rows, rescale = lax.optimization_barrier(results)
+
+            @pl.when(keys_follow)
+            def wait() -> None:
+                self.wait_for_keys(step + 1)
+
+            o = register_wgmma.finish(o)
+            plgpu.barrier_arrive(cta.v_empty.at[cta.stage(step - 1)])
+            if not early and not new_tile:
+                o = o * over_columns(rescale, o)
+            return Carry(o, rows, exponentials.astype(cta.t.p.dtype), rescale if early else None)
+
+        after: Carry = pl.run_scoped(products, plgpu.ACC((WGMMA_ROWS, cta.t.s.block_kv), jnp.float32))
+        return after
+
+    def last_product(self, carry: Carry, step: Any) -> Any:
+        """All of `o`, where no tile follows."""
+        o = carry.o
+        if self.cta.t.early_rescale:
+            o = o * over_columns(carry.rescale, o)
+        o = register_wgmma.finish(self.start_product_of_values(o, carry.p, step))
+        plgpu.barrier_arrive(self.cta.v_empty.at[self.cta.stage(step)])
+        return o
+
+    def store(self, tile: Tile, o: Any, rows: RowState) -> None:
+        """The result and the log-sum-exp of a tile, beside what comes next. TMA leaves out rows beyond their end."""
+        cta, p = self.cta, self.cta.t.p
+        row, there = self.row(tile), None
+        if p.q_lengths:
+            number = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
+            there = number < tile.q_len - row
+        o, lse = cta.softmax.end(rows, o, there)
+        o = o.astype(p.dtype)
+        at = tile.batch, pl.ds(row, WGMMA_ROWS), tile.head
+        smem = cta.q_smem if cta.t.out_in_q else cta.out_smem
+        width = smem.shape[-1]
+        for first in range(0, p.value_dim, width):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            smem[self.warpgroup] = o if width == p.value_dim else o[:, first : first + width]
+            if p.return_lse and first == 0:
+                cta.lse_smem[self.warpgroup] = lse
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.at[self.warpgroup], cta.out.at[(*at, pl.ds(first, width))])
+        if p.return_lse:
+            rows_of_lse = cta.lse.at[tile.batch, tile.head, pl.ds(row, WGMMA_ROWS)]
+            plgpu.copy_smem_to_gmem(cta.lse_smem.at[self.warpgroup], rows_of_lse)

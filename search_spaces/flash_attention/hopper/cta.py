@@ -1,0 +1,85 @@
+"""What a CTA has: arrays in device memory and in shared memory, barriers, and its tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.flash_attention.hopper.softmax import OnlineSoftmax
+from search_spaces.flash_attention.hopper.tile_order import TileOrder
+from search_spaces.flash_attention.hopper.tiling import ROWS, Tiling
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.jax_compat import plgpu
+
+
+def scratch(t: Tiling) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA, by the names that `Cta` has for them."""
+    p, s, dtype = t.p, t.s, jnp.dtype(t.p.dtype)
+
+    def tiles(lead: int, rows: int, columns: int, width: int) -> Any:
+        swizzle = t.swizzle(width)
+        transforms = (plgpu.TilingTransform((ROWS, swizzle // t.itemsize)), plgpu.SwizzleTransform(swizzle))
+        return plgpu.SMEM((lead, rows, columns), dtype, transforms=transforms)
+
+    types = {
+        "q_smem": tiles(s.consumers, WGMMA_ROWS, p.head_dim, p.head_dim),
+        "k_smem": tiles(s.stages, s.block_kv, p.head_dim, p.head_dim),
+        "v_smem": tiles(s.stages, s.block_kv, p.value_dim, p.value_dim),
+    }
+    if not t.out_in_q:
+        types["out_smem"] = tiles(s.consumers, WGMMA_ROWS, s.epi_tile_n, s.epi_tile_n)
+    if p.return_lse:
+        types["lse_smem"] = plgpu.SMEM((s.consumers, WGMMA_ROWS), jnp.float32)
+    return types | {
+        "q_full": plgpu.Barrier(num_barriers=s.consumers),
+        "k_full": plgpu.Barrier(num_barriers=s.stages),
+        "v_full": plgpu.Barrier(num_barriers=s.stages),
+        "k_empty": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+        "v_empty": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """A CTA of a launch, as its warpgroups see it.
+
+    Attributes:
+      t, softmax: of the launch.
+      order: its tiles.
+      q, k, v, out, lse: in device memory; `lse` is None where it is not asked for.
+      the others: see `scratch`. A barrier is full when TMA has filled a stage, and empty when all consumers
+        have read it.
+    """
+
+    t: Tiling
+    softmax: OnlineSoftmax
+    order: TileOrder
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+    out_smem: Any = None
+    lse_smem: Any = None
+
+    def stage(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.t.s.stages))
+
+
+def results(t: Tiling) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the kernel writes: the result, and the log-sum-exp where it is asked for, of whole groups of 8 rows."""
+    p = t.p
+    out = p.array(p.batch, t.q_rows, p.heads, p.value_dim)
+    return (out, p.array(p.batch, p.heads, t.q_rows, dtype="float32")) if p.return_lse else (out,)
