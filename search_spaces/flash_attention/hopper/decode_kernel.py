@@ -33,6 +33,8 @@ from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
 
+# Fragments of a result that a CTA stores side by side.
+MOST_UNROLLED = 8
 LOG2_E = 1.4426950408889634
 
 
@@ -313,21 +315,28 @@ def finish(
         total = jnp.where(there, total, 0.0)
     merge.publish((o, m, total), smem, mailbox, cta.cluster)
 
-    def store(number: Any, count: int, elements: int, ref: Any, *, output: bool) -> None:
+    def store(number: Any, count: int, elements: int, output: bool) -> None:
         start = number * count
         value, logarithm = merge.fragment(start, count, smem, mailbox, cta.cluster, output=output)
-        if not output:
-            value = natural(logarithm) if plan.partials == 1 else logarithm
-        store_fragment(ref, cta.cluster * elements + start, value)
+        place = cta.cluster * elements + start
+        if output:
+            store_fragment(out, place, value)
+        if plan.partials > 1:
+            store_fragment(lse, place, logarithm)
+        elif not output:
+            store_fragment(lse, place, natural(logarithm))
 
-    def store_all(count: int, elements: int, ref: Any, *, output: bool) -> None:
+    def store_all(count: int, elements: int, *, output: bool) -> None:
         """The fragments of this rank."""
-        own = lax.div(elements // count - 1 - cta.rank + plan.cluster, plan.cluster)
-        lax.fori_loop(
-            0, own, lambda i, _: store(i * plan.cluster + cta.rank, count, elements, ref, output=output), None
-        )
+        fragments = elements // count
+        if plan.cluster == 1 and fragments <= MOST_UNROLLED:
+            for number in range(fragments):
+                store(number, count, elements, output)
+            return
+        own = lax.div(fragments - 1 - cta.rank + plan.cluster, plan.cluster)
+        lax.fori_loop(0, own, lambda i, _: store(i * plan.cluster + cta.rank, count, elements, output), None)
 
-    store_all(plan.fragment, plan.tile_rows * plan.p.value_dim, out, output=True)
-    if lse is not None:
-        store_all(WARP, WGMMA_ROWS, lse, output=False)
+    store_all(plan.fragment, plan.tile_rows * plan.p.value_dim, output=True)
+    if lse is not None and plan.partials == 1:
+        store_all(WARP, WGMMA_ROWS, output=False)
     merge.leave(smem)
