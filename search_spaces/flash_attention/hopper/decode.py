@@ -59,12 +59,14 @@ def run(
         scale = p.default_scale() if scale is None else scale
         out, *lse = _launch(plan, scale, softcap, _packed(plan, q), k, v, *lengths)
         out = out.reshape(plan.partials, *_places(plan), plan.tile_rows, p.value_dim)
+        by_row: Any = None
         if plan.partials > 1:
             out, logarithm = combine(out, lse[0].reshape(out.shape))
             by_row = natural(logarithm[..., :1])
         else:
             out = out[0]
-            by_row = lse[0].reshape(*_places(plan), WGMMA_ROWS, 1)[..., : plan.tile_rows, :] if lse else None
+            if lse:
+                by_row = lse[0].reshape(*_places(plan), WGMMA_ROWS, 1)[..., : plan.tile_rows, :]
         unpacked = _unpacked(plan, out).astype(p.dtype)
         if not p.return_lse:
             return unpacked

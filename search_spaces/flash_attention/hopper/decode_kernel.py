@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
+from search_spaces.flash_attention.hopper.decode_mask import mask_columns
 from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
@@ -254,18 +255,13 @@ def _masks_all(p: Any) -> bool:
 
 def _masked(cta: Cta, x: jax.Array, block: Any) -> jax.Array:
     """Minus infinity where a row of logits does not see a key."""
-    p, block_kv = cta.plan.p, cta.plan.block_kv
-    layout = plgpu.Layout.WGMMA
-    key = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
-    before = block * block_kv
-    seen = key < cta.visible[1] - before
-    if _masks_all(p):
-        query = _queries(cta) - before
-        if p.right is not None:
-            seen &= key <= _by_column(query + p.right, x)
-        if p.left is not None:
-            seen &= key >= _by_column(query - p.left, x)
-    return jnp.where(seen, x, -jnp.inf)
+    p, before = cta.plan.p, block * cta.plan.block_kv
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    end = plgpu.layout_cast(lax.broadcast(cta.visible[1] - before, (WGMMA_ROWS,)), by_row)
+    if p.right is not None:
+        end = lax.min(end, _queries(cta) + (p.right + 1 - before))
+    first = () if p.left is None else (_queries(cta) - (p.left + before),)
+    return mask_columns(x, end, *first)
 
 
 def _queries(cta: Cta) -> jax.Array:
