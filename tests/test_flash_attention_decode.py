@@ -65,9 +65,9 @@ def test_onchip_bytes_are_what_lowering_asks_for(problem):
 def test_a_few_heads_are_split_over_all_cores_and_many_are_not():
     points, _ = space(LLAMA).legal()
     ctas = LLAMA.kv_heads * points.split_kv
-    assert set(np.unique(points.cluster)) == {1, 2, 4, 8}
+    assert set(np.unique(points.cluster)) == {1, 8}
     assert np.any((ctas > TARGET.cores * 0.95) & (ctas <= TARGET.cores))
-    assert np.all(ctas <= 2 * TARGET.cores)
+    assert np.all((ctas * 3 > TARGET.cores) & (ctas <= 4 * TARGET.cores))
     many, _ = space(dataclasses.replace(LLAMA, batch=64)).legal()
     assert np.all(many.split_kv == 1)
 

@@ -2,8 +2,8 @@
 
 Each split leaves ``o = sum(exp2(x - m) v)``, ``m = max(x)`` and ``l = sum(exp2(x - m))`` of its keys, x being logits
 times log2(e). CTAs of a cluster leave these in their SMEM, meet, and each combines and stores some fragments of the
-result, reading them from the SMEM of all. What remains are partial results in device memory, in float32, each with the
-log-sum-exp of its keys to base 2, minus infinity where a split had none.
+result, reading them from the SMEM of all. What remains are partial results in device memory, in float32, each element
+with the log-sum-exp of its row to base 2, minus infinity where a split had no key.
 
 The interpreter knows no DSMEM. There a cluster's partial results go through a mailbox, an array in device memory.
 """
@@ -206,18 +206,18 @@ def store_fragment(ref: Any, start: Any, value: jax.Array) -> None:
 
 
 def combine(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of partial results ``[splits, ..., columns]`` and their log-sum-exp to base 2, for XLA to make one fusion of.
+    """Of partial results ``[splits, ...]`` and their log-sum-exp to base 2, for XLA to make one fusion of.
 
-    Splits are written out one by one, first to last: reductions would not fuse with each other.
+    Splits are written out one by one, first to last, and each element has a log-sum-exp of its own: reductions, and
+    what is then broadcast, XLA would compute in a kernel before.
     """
     splits = range(lse.shape[0])
     m = functools.reduce(jnp.maximum, [lse[split] for split in splits])
     m = jnp.maximum(m, LOWEST)
     weights = [jnp.exp2(lse[split] - m) for split in splits]
     total = functools.reduce(operator.add, weights)
-    whole = functools.reduce(operator.add, [out[split] * weights[split][..., None] for split in splits])
-    out = jnp.where(total > 0, 1 / total, 0.0)[..., None] * whole
-    return out, m + jnp.log2(total)
+    whole = functools.reduce(operator.add, [out[split] * weights[split] for split in splits])
+    return jnp.where(total > 0, whole / total, 0.0), m + jnp.log2(total)
 
 
 def natural(lse: jax.Array) -> jax.Array:

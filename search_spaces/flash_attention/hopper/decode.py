@@ -59,16 +59,18 @@ def run(
         scale = p.default_scale() if scale is None else scale
         out, *lse = _launch(plan, scale, softcap, _packed(plan, q), k, v, *lengths)
         out = out.reshape(plan.partials, *_places(plan), plan.tile_rows, p.value_dim)
-        lse = [x.reshape(plan.partials, *_places(plan), WGMMA_ROWS)[..., : plan.tile_rows] for x in lse]
+        by_row: Any = None
         if plan.partials > 1:
-            out, logarithm = combine(out, lse[0])
-            lse = [natural(logarithm)]
+            out, logarithm = combine(out, lse[0].reshape(out.shape))
+            by_row = natural(logarithm[..., :1])
         else:
-            out, lse = out[0], [x[0] for x in lse]
+            out = out[0]
+            if lse:
+                by_row = lse[0].reshape(*_places(plan), WGMMA_ROWS, 1)[..., : plan.tile_rows, :]
         unpacked = _unpacked(plan, out).astype(p.dtype)
         if not p.return_lse:
             return unpacked
-        return unpacked, _unpacked(plan, lse[0][..., None])[..., 0].transpose(0, 2, 1)
+        return unpacked, _unpacked(plan, by_row)[..., 0].transpose(0, 2, 1)
 
 
 def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -78,7 +80,8 @@ def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array
     dtype = plan.dtype if plan.partials == 1 else jnp.float32
     results = [jax.ShapeDtypeStruct((clusters * plan.tile_rows * p.value_dim,), dtype)]
     if writes_lse(plan):
-        results.append(jax.ShapeDtypeStruct((clusters * WGMMA_ROWS,), jnp.float32))
+        count = clusters * WGMMA_ROWS if plan.partials == 1 else results[0].size
+        results.append(jax.ShapeDtypeStruct((count,), jnp.float32))
     mailbox = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim).mailbox(clusters)
     made = plgpu.kernel(
         kernel(plan, scale, softcap),

@@ -33,12 +33,13 @@ def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint
     keys = visible / s.split_kv / steps  # of a step
     results = p.batch * p.heads * p.q_len
     written = heads * plan.tiles * plan.tile_rows * p.value_dim
-    lse_bytes = WGMMA_ROWS * ACCUMULATOR_BYTES * (p.return_lse | (plan.partials > 1))
-    out_bytes = plan.tile_rows * p.value_dim * np.where(plan.partials > 1, ACCUMULATOR_BYTES, itemsize)
+    # Of a partial result each element has a log-sum-exp.
+    lse_bytes = WGMMA_ROWS * ACCUMULATOR_BYTES * p.return_lse * (plan.partials == 1)
+    out_bytes = plan.tile_rows * p.value_dim * np.where(plan.partials > 1, 2 * ACCUMULATOR_BYTES, itemsize)
     second = plan.partials > 1
     padded = p.batch * p.kv_heads * (p.kv_len + plan.kv_rows) * (key_bytes + value_bytes) * (plan.kv_rows > p.kv_len)
     packed = 2 * results * key_bytes * (p.q_len > 1)
-    combined = second * (plan.partials * written * ACCUMULATOR_BYTES + results * value_bytes)
+    combined = second * (plan.partials * written * 2 * ACCUMULATOR_BYTES + results * value_bytes)
     unpacked = np.logical_not(second) * 2 * results * value_bytes * (p.q_len > 1)
     logits = WGMMA_ROWS * s.block_kv
     copies = [padded, packed, combined, unpacked]

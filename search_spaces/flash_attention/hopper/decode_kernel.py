@@ -28,11 +28,14 @@ from jax.experimental import pallas as pl
 
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
+from search_spaces.flash_attention.hopper.decode_mask import mask_columns
 from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
 
+# Fragments of a result that a CTA stores side by side.
+MOST_UNROLLED = 8
 LOG2_E = 1.4426950408889634
 
 
@@ -252,18 +255,13 @@ def _masks_all(p: Any) -> bool:
 
 def _masked(cta: Cta, x: jax.Array, block: Any) -> jax.Array:
     """Minus infinity where a row of logits does not see a key."""
-    p, block_kv = cta.plan.p, cta.plan.block_kv
-    layout = plgpu.Layout.WGMMA
-    key = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
-    before = block * block_kv
-    seen = key < cta.visible[1] - before
-    if _masks_all(p):
-        query = _queries(cta) - before
-        if p.right is not None:
-            seen &= key <= _by_column(query + p.right, x)
-        if p.left is not None:
-            seen &= key >= _by_column(query - p.left, x)
-    return jnp.where(seen, x, -jnp.inf)
+    p, before = cta.plan.p, block * cta.plan.block_kv
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    end = plgpu.layout_cast(lax.broadcast(cta.visible[1] - before, (WGMMA_ROWS,)), by_row)
+    if p.right is not None:
+        end = lax.min(end, _queries(cta) + (p.right + 1 - before))
+    first = () if p.left is None else (_queries(cta) - (p.left + before),)
+    return mask_columns(x, end, *first)
 
 
 def _queries(cta: Cta) -> jax.Array:
@@ -313,21 +311,28 @@ def finish(
         total = jnp.where(there, total, 0.0)
     merge.publish((o, m, total), smem, mailbox, cta.cluster)
 
-    def store(number: Any, count: int, elements: int, ref: Any, *, output: bool) -> None:
+    def store(number: Any, count: int, elements: int, output: bool) -> None:
         start = number * count
         value, logarithm = merge.fragment(start, count, smem, mailbox, cta.cluster, output=output)
-        if not output:
-            value = natural(logarithm) if plan.partials == 1 else logarithm
-        store_fragment(ref, cta.cluster * elements + start, value)
+        place = cta.cluster * elements + start
+        if output:
+            store_fragment(out, place, value)
+        if plan.partials > 1:
+            store_fragment(lse, place, logarithm)
+        elif not output:
+            store_fragment(lse, place, natural(logarithm))
 
-    def store_all(count: int, elements: int, ref: Any, *, output: bool) -> None:
+    def store_all(count: int, elements: int, *, output: bool) -> None:
         """The fragments of this rank."""
-        own = lax.div(elements // count - 1 - cta.rank + plan.cluster, plan.cluster)
-        lax.fori_loop(
-            0, own, lambda i, _: store(i * plan.cluster + cta.rank, count, elements, ref, output=output), None
-        )
+        fragments = elements // count
+        if plan.cluster == 1 and fragments <= MOST_UNROLLED:
+            for number in range(fragments):
+                store(number, count, elements, output)
+            return
+        own = lax.div(fragments - 1 - cta.rank + plan.cluster, plan.cluster)
+        lax.fori_loop(0, own, lambda i, _: store(i * plan.cluster + cta.rank, count, elements, output), None)
 
-    store_all(plan.fragment, plan.tile_rows * plan.p.value_dim, out, output=True)
-    if lse is not None:
-        store_all(WARP, WGMMA_ROWS, lse, output=False)
+    store_all(plan.fragment, plan.tile_rows * plan.p.value_dim, output=True)
+    if lse is not None and plan.partials == 1:
+        store_all(WARP, WGMMA_ROWS, output=False)
     merge.leave(smem)
