@@ -264,9 +264,7 @@ class Cta:
                 a, b, transforms = of_ds.at[:, pl.ds(own * rows, rows)], of_k, (ds, k)
             else:
                 a, b, transforms = of_ds, of_k.at[:, pl.ds(own * columns, columns)], (ds, k)
-            dq = products.start(
-                dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False
-            )
+            dq = products.start(dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False)
         assert dq is not None
         return dq
 

@@ -225,7 +225,11 @@ def _instruction(
     constraints = ["=f"] * count + [str(number) for number in range(len(inputs))]
     constraints += (["l"] if len(left) == 1 else ["r"] * len(left)) + ["l"]
     results = llvm.inline_asm(
-        llvm.StructType.get_literal([one] * count), [*inputs, *left, b], text, ",".join(constraints), has_side_effects=True
+        llvm.StructType.get_literal([one] * count),
+        [*inputs, *left, b],
+        text,
+        ",".join(constraints),
+        has_side_effects=True,
     )
     new = np.empty_like(registers)
     for number in range(count):
