@@ -29,7 +29,7 @@ def posed(**fields):
 
 @needs_new_ref
 @pytest.mark.parametrize(
-    "problem, schedule",
+    ("problem", "schedule"),
     [
         (posed(), SCHEDULE),
         (posed(q_len=200, kv_len=144, causal=True), SCHEDULE),
