@@ -96,10 +96,7 @@ class Blocks:
         if p.right is None and p.left is None:
             return keys < MAX_INDEX
         query = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0)) + first_query
-        if p.right is None:
-            seen = keys < MAX_INDEX
-        else:
-            seen = keys <= lax.broadcast_in_dim(query + p.right, shape, [1])
+        seen = keys < MAX_INDEX if p.right is None else keys <= lax.broadcast_in_dim(query + p.right, shape, [1])
         if p.left is not None:
             seen &= keys >= lax.broadcast_in_dim(query - p.left, shape, [1])
         return seen

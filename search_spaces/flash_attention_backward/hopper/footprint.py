@@ -1,1 +1,86 @@
-def footprint(p,s): raise NotImplementedError
+"""What a launch of the backward pass of attention demands of a Hopper GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from search_spaces.flash_attention_backward.hopper.plan import BLOCK_KV, CONSUMERS, Plan
+from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WARPGROUP, WGMMA_ROWS
+from search_spaces.problem import nbytes
+from search_spaces.space import Columns
+
+# What a consumer's thread holds besides dk, dv, S and dP (ptxas: 231 registers where these are 192).
+OTHER_REGISTERS = 39
+# Of FP32 lanes for each pair of a query and a key: scaling, dP - delta, its product with P, two casts.
+PAIR_OPERATIONS = 5
+
+
+def steps(p: FlashAttentionBackwardProblem, block_q: int) -> Any:
+    """Of each block of keys: blocks of queries that see a key of it, of all heads of the group; at least one."""
+    first_key = np.arange(-(-p.kv_len // BLOCK_KV)) * BLOCK_KV
+    blocks = -(-p.q_len // block_q)
+    first, end = np.zeros_like(first_key), np.full_like(first_key, blocks)
+    if p.right is not None:
+        first = np.minimum(np.maximum(first_key - p.right, 0) // block_q, blocks - 1)
+    if p.left is not None:
+        end = np.minimum((first_key + BLOCK_KV - 1 + p.left) // block_q + 1, blocks)
+    return np.maximum(end - first, 1) * p.group
+
+
+def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
+    """A tile is a block of keys of one head; a step is a block of queries of one head of its group."""
+    plan, b, h, hv = Plan(p, s), Plan(p, s).itemsize, p.head_dim, p.value_dim
+    of_block = {int(block_q): steps(p, int(block_q)) for block_q in np.unique(s.block_q)}
+
+    def each(value: Any) -> Any:
+        return np.array([value(of_block[int(block_q)]) for block_q in s.block_q], dtype=np.float64)
+
+    pairs = s.block_q * BLOCK_KV
+    rows = p.q_len / plan.q_blocks
+    keys = p.kv_len / plan.kv_blocks
+    sums = p.batch * p.heads * plan.dq_rows * h * ACCUMULATOR_BYTES
+    statistics = p.batch * p.heads * plan.dq_rows * ACCUMULATOR_BYTES
+    q, k, v = p.qkv()
+    padded = 2 * (nbytes(q) + nbytes(p.out())) * (p.q_len % 8 > 0) + 4 * (nbytes(k) + nbytes(v)) * (p.kv_len % 8 > 0)
+    # wgmma reads 64 rows of the left operand, unless from registers, and all columns of the right one.
+    per_consumer = (
+        (WGMMA_ROWS + s.block_q) * (h + hv) + s.block_q * (hv + h + WGMMA_ROWS) + BLOCK_KV * (s.block_q + h) // 2
+    )
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), plan.kv_blocks)),
+        step=Phase(
+            loads=(
+                Operand(bytes=rows * h * b, axes=(0,), filled_bytes=s.block_q * h * b),
+                Operand(bytes=rows * hv * b, axes=(0,), filled_bytes=s.block_q * hv * b),
+                Operand(bytes=2.0 * s.block_q * ACCUMULATOR_BYTES, axes=(0,)),
+            ),
+            flops=2.0 * pairs * (3 * h + 2 * hv),
+            fp32_ops=pairs * PAIR_OPERATIONS + s.block_q * h,
+            mufu_ops=pairs * (3 if p.softcap else 1),
+            onchip_bytes_read=CONSUMERS * per_consumer * b,
+            bytes_written=s.block_q * h * ACCUMULATOR_BYTES,
+        ),
+        tile=Phase(
+            loads=(Operand(bytes=np.full(len(s), keys * (h + hv) * b), axes=(0, 1)),),
+            bytes_written=keys * (h + hv) * b,
+        ),
+        steps=each(np.mean),
+        step_range=(each(np.min), each(np.max)),
+        minor=1,
+        onchip_bytes=plan.onchip_bytes,
+        stages=np.minimum(s.q_stages, s.do_stages),
+        consumers=CONSUMERS,
+        delay_release=np.where(s.overlap, 1, 0),
+        threads=CONSUMERS * WARPGROUP,
+        registers=(h + hv) // 2 + s.block_q + OTHER_REGISTERS,
+        registers_per_block=WARPGROUP * (CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS),
+        # dq is zeroed, then read and rounded; delta is computed of the result and its cotangent.
+        copied_bytes=2.0 * sums + nbytes(q) + 2 * nbytes(p.out()) + 3 * statistics + padded,
+        launches=4,
+    )

@@ -191,7 +191,7 @@ class Cta:
         smem["ds"][ds_stage, own] = ds
         self._meet()
         dq = self._start_dq(own, ds_stage)
-        s = self._start_s(own, step + 1) if overlap else None
+        s: Any = self._start_s(own, step + 1) if overlap else None
         dk = products.start(
             dk,
             smem["ds"].at[ds_stage, own],
@@ -264,9 +264,7 @@ class Cta:
                 a, b, transforms = of_ds.at[:, pl.ds(own * rows, rows)], of_k, (ds, k)
             else:
                 a, b, transforms = of_ds, of_k.at[:, pl.ds(own * columns, columns)], (ds, k)
-            dq = products.start(
-                dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False
-            )
+            dq = products.start(dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False)
         assert dq is not None
         return dq
 
@@ -300,7 +298,7 @@ class Cta:
 
             def mask(exponent: jax.Array) -> jax.Array:
                 _, row = self.blocks.at(step)
-                seen = self.blocks.visible(self.blocks.first_key + wg * WGMMA_ROWS, row, s.shape)
+                seen = self.blocks.visible(self.blocks.first_key + wg * WGMMA_ROWS, row, (WGMMA_ROWS, block_q))
                 return jnp.where(seen, exponent, -jnp.inf)
 
             # One loop with a branch: of two loops each would keep addresses of its own in registers.

@@ -48,9 +48,7 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
             return "an array has more elements than 32-bit indices reach"
         return None
 
-    def space(
-        self, problem: FlashAttentionBackwardProblem, target: Target
-    ) -> Space[FlashAttentionBackwardSchedule]:
+    def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[FlashAttentionBackwardSchedule]:
         return space(problem, target.cores)
 
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
 from search_spaces.hopper.dsmem import ptx
-from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 
 WGMMA_DEPTH = 16  # of the contracted axis, 16-bit elements that one instruction takes (PTX ISA, wgmma.mma_async)
@@ -111,7 +111,7 @@ def own_index(index: Any) -> Any:
     def again(_: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         text = "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }"
-        value = llvm.inline_asm(i32, [], text, "=r", has_side_effects=True)
+        value: Any = llvm.inline_asm(i32, [], text, "=r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return again()
@@ -174,7 +174,9 @@ def _issue(accumulator: Any, a: Any, b: Any, columns: int, *, fresh: bool) -> An
     (depth, _), element = mma_utils.tiled_memref_shape(b)
     registers: np.ndarray[Any, Any] = accumulator._value.registers.copy()
     b_base, b_steps, b_transpose = _descriptor(b, columns, depth, left=False)
-    a_base = a_steps = a_transpose = None
+    a_base: Any = None
+    a_steps: list[int] | None = None
+    a_transpose = False
     if not isinstance(a, mgpu.FragmentedArray):
         a_base, a_steps, a_transpose = _descriptor(a, WGMMA_ROWS, depth, left=True)
     for step in range(depth // WGMMA_DEPTH):
@@ -208,10 +210,7 @@ def _instruction(
     i32 = ir.IntegerType.get_signless(32)
     one = registers.flat[0].type
     count = registers.size
-    if isinstance(a, mgpu.FragmentedArray):
-        left = [llvm.bitcast(i32, x) for x in a.registers.flat]
-    else:
-        left = [a]
+    left = [llvm.bitcast(i32, x) for x in a.registers.flat] if isinstance(a, mgpu.FragmentedArray) else [a]
     inputs = list(registers.flat) if accumulate else []
     first = count + len(inputs)
     names = [f"${first + number}" for number in range(len(left) + 1)]
@@ -224,8 +223,12 @@ def _instruction(
     )
     constraints = ["=f"] * count + [str(number) for number in range(len(inputs))]
     constraints += (["l"] if len(left) == 1 else ["r"] * len(left)) + ["l"]
-    results = llvm.inline_asm(
-        llvm.StructType.get_literal([one] * count), [*inputs, *left, b], text, ",".join(constraints), has_side_effects=True
+    results: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([one] * count),
+        [*inputs, *left, b],
+        text,
+        ",".join(constraints),
+        has_side_effects=True,
     )
     new = np.empty_like(registers)
     for number in range(count):
