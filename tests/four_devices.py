@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from test_vjp import TWIST, TwistProblem
 
 import scheduler
-from scheduler import tuned, tuned_matmul, tuned_softmax
+from scheduler import tuned, tuned_flash_attention, tuned_matmul, tuned_softmax
 
 X = jax.random.normal(jax.random.key(0), (32, 24), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (24, 40), jnp.float32)
@@ -233,6 +233,33 @@ def test_a_backward_pass_of_its_own_works_inside_shard_map_and_on_a_mesh(check_v
         with jax.set_mesh(mesh(kind)):
             gradient = jax.jit(jax.grad(lambda x: sum(r.sum() for r in tuned(TWIST)(x, y))))(jax.device_put(x, P("x")))
             close(gradient, y + jnp.sin(y))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_attention_has_its_gradients_inside_shard_map_and_on_a_mesh(kind):
+    keys = jax.random.split(jax.random.key(0), 3)
+    qkv = [jax.random.normal(key, (4, 16, heads, 16)) for key, heads in zip(keys, (4, 2, 2), strict=True)]
+    args = [*qkv, jnp.array([16, 5, 7, 1], "int32")]
+
+    def plain(q, k, v, lengths):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths)
+
+    def ours(q, k, v, lengths, **options):
+        return tuned_flash_attention(q, k, v, causal=True, kv_lengths=lengths, **options)
+
+    def gradients(call, args):
+        return jax.jit(jax.grad(lambda *args: jnp.sin(call(*args)).sum(), (0, 1, 2)))(*args)
+
+    expected, over = gradients(plain, args), mesh(kind)
+    inside = functools.partial(ours, backends="pallas")
+    inside = jax.shard_map(inside, mesh=over, in_specs=P("x"), out_specs=P("x"))
+    with jax.set_mesh(over):
+        args = [jax.device_put(x, NamedSharding(over, P("x"))) for x in args]
+        assert used_kernels(inside, *args)
+        for call in (inside, ours):
+            for actual, right in zip(gradients(call, args), expected, strict=True):
+                np.testing.assert_allclose(actual, right, rtol=1e-4, atol=1e-4)
+        assert not ours(*args).sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

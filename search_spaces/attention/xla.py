@@ -137,7 +137,7 @@ def _block(
     out = jnp.einsum("bkgts,bskv->btkgv", (e / total).astype(v.dtype), v, preferred_element_type=_wide(q))
     lse = jnp.where(sees, most + jnp.log(total), -jnp.inf)
     shape = (p.batch, q.shape[1], p.heads, p.value_dim)
-    return out.reshape(shape).astype(q.dtype), lse.reshape(p.batch, p.heads, -1)
+    return out.reshape(shape).astype(q.dtype), lse[..., 0].reshape(p.batch, p.heads, q.shape[1])
 
 
 def _block_gradients(
@@ -146,14 +146,14 @@ def _block_gradients(
     """Of some queries, dk and dv being their part of the sums; in float32."""
     q, lse, delta, d_out = operands
     wide, grouped = _wide(q), (*q.shape[:2], p.kv_heads, p.group)
-    by_row = (p.batch, p.kv_heads, p.group, q.shape[1], 1)
+    by_row = (p.batch, p.kv_heads, p.group, q.shape[1])
     logits = _logits(p, q, k, scale, softcap)
-    lse = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(by_row)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(by_row)[..., None]
     # What nobody sees may be larger than what is seen: no exponential of it, which could overflow.
     probabilities = jnp.exp(jnp.where(_seen(p, of, rows), logits - lse, -jnp.inf))
     d_out = d_out.reshape(*grouped, p.value_dim)
     d_probabilities = jnp.einsum("btkgv,bskv->bkgts", d_out, v, preferred_element_type=wide)
-    d_logits = probabilities * (d_probabilities - delta.reshape(by_row))
+    d_logits = probabilities * (d_probabilities - delta.reshape(by_row)[..., None])
     if p.softcap:
         d_logits *= 1 - (logits / softcap) ** 2
     d_logits = (d_logits * scale).astype(q.dtype)
