@@ -9,28 +9,17 @@ import numpy as np
 import pytest
 
 from search_spaces import Columns
-from search_spaces.flash_attention.hopper import decode
+from search_spaces.flash_attention.hopper import FlashDecodingSchedule, decode
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.problem import as_tuple
-from search_spaces.space import Space
 
 TARGET = hopper.H200.target
 LLAMA = FlashAttentionProblem(1, 1, 8192, 32, 8, 128)
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    block_kv: int = 64
-    stages: int = 2
-    split_kv: int = 1
-    cluster: int = 1
-    pack_gqa: bool = True
-    consumers: int = 1
-
-
 def space(problem):
-    return Space(Schedule, decode.choices(problem, TARGET), decode.rules(problem, TARGET))
+    return decode.MosaicGpuFlashDecoding().space(problem, TARGET)
 
 
 def lower(problem, schedule):
@@ -56,7 +45,7 @@ def test_onchip_bytes_are_what_lowering_asks_for(problem):
     fits = np.flatnonzero(found.onchip_bytes <= hopper.H200.onchip_bytes)
     assert len(fits) >= 4
     for index in fits[:: max(1, len(fits) // 3)]:
-        schedule = Schedule(**points.row(index))
+        schedule = FlashDecodingSchedule(**points.row(index))
         lower(problem, schedule)
         asked = hopper.onchip_bytes_asked(lambda schedule=schedule: lower(problem, schedule))
         assert asked == found.onchip_bytes[index], schedule
@@ -74,7 +63,7 @@ def test_a_few_heads_are_split_over_all_cores_and_many_are_not():
 
 @pytest.mark.parametrize("cluster", [1, 8])
 def test_a_cluster_that_combines_all_splits_needs_no_second_launch(cluster):
-    found = decode.footprint(LLAMA, Columns.of([Schedule(split_kv=8, cluster=cluster)]), TARGET)
+    found = decode.footprint(LLAMA, Columns.of([FlashDecodingSchedule(64, 2, 8, cluster)]), TARGET)
     assert found.launches[0] == (1 if cluster == 8 else 2)
 
 
@@ -88,17 +77,29 @@ def check(problem, schedule, *args):
         np.testing.assert_allclose(one, right, atol=tolerance.absolute, rtol=tolerance.relative)
 
 
+def by(block_kv=64, stages=2, split_kv=1, cluster=1):
+    return FlashDecodingSchedule(block_kv, stages, split_kv, cluster)
+
+
 SMALL = FlashAttentionProblem(2, 1, 320, 4, 1, 64, return_lse=True)
 CASES = [
-    (SMALL, Schedule(split_kv=5)),
-    (dataclasses.replace(SMALL, q_len=3, heads=8, causal=True), Schedule(split_kv=2)),
-    (dataclasses.replace(SMALL, q_len=16, kv_len=203, window_left=60, window_right=20), Schedule(split_kv=2)),
-    (dataclasses.replace(SMALL, q_len=16, heads=8, kv_len=128), Schedule(split_kv=2)),
-    (dataclasses.replace(SMALL, kv_heads=4, causal=True), Schedule()),
-    (dataclasses.replace(SMALL, head_dim=128, softcap=True, dtype="float16"), Schedule(128, 2, 2, 2)),
-    (dataclasses.replace(SMALL, q_len=2, head_dim=80, head_dim_v=96, q_lengths=True), Schedule(split_kv=2)),
-    (dataclasses.replace(SMALL, return_lse=False), Schedule(split_kv=4, cluster=2)),
+    (SMALL, by(split_kv=5)),
+    (dataclasses.replace(SMALL, q_len=3, heads=8, causal=True), by(split_kv=2)),
+    (
+        dataclasses.replace(SMALL, q_len=16, kv_len=203, window_left=60, window_right=20),
+        by(split_kv=2),
+    ),
+    (dataclasses.replace(SMALL, q_len=16, heads=8, kv_len=128), by(split_kv=2)),
+    (dataclasses.replace(SMALL, kv_heads=4, causal=True), by()),
+    (dataclasses.replace(SMALL, head_dim=128, softcap=True, dtype="float16"), by(128, 2, 2, 2)),
+    (
+        dataclasses.replace(SMALL, q_len=2, head_dim=80, head_dim_v=96, q_lengths=True),
+        by(split_kv=2),
+    ),
+    (dataclasses.replace(SMALL, return_lse=False), by(split_kv=4, cluster=2)),
 ]
+
+
 interpreted = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="this JAX interprets no GPU kernels")
 
 
@@ -109,7 +110,7 @@ def test_results_are_right(problem, schedule):
 
 
 @interpreted
-@pytest.mark.parametrize("schedule", [Schedule(split_kv=5), Schedule(split_kv=8, cluster=8)], ids=str)
+@pytest.mark.parametrize("schedule", [by(split_kv=5), by(split_kv=8, cluster=8)], ids=str)
 def test_lengths_divide_the_keys_that_are_there(schedule):
     problem = dataclasses.replace(SMALL, batch=3, kv_len=512, kv_lengths=True)
     q, k, v, _ = problem.inputs(seed=1)

@@ -2,6 +2,7 @@
 
 from search_spaces.flash_attention_backward import rules
 from search_spaces.flash_attention_backward.cudnn import CudnnFlashAttentionBackward
+from search_spaces.flash_attention_backward.hopper import MosaicGpuFlashAttentionBackward
 from search_spaces.flash_attention_backward.interpret import InterpretedFlashAttentionBackward
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.flash_attention_backward.xla import XlaFlashAttentionBackward
@@ -12,6 +13,7 @@ FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
     name="flash_attention_backward",
     problem=FlashAttentionBackwardProblem,
     kernels=(
+        MosaicGpuFlashAttentionBackward(),
         CudnnFlashAttentionBackward(),
         InterpretedFlashAttentionBackward(),
         XlaFlashAttentionBackward(),

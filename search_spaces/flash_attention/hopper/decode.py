@@ -20,14 +20,15 @@ from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, com
 from search_spaces.flash_attention.hopper.decode_footprint import footprint
 from search_spaces.flash_attention.hopper.decode_kernel import kernel, writes_lse
 from search_spaces.flash_attention.hopper.decode_plan import DecodePlan
-from search_spaces.flash_attention.hopper.decode_space import choices, rules, too_many_rows
 from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSchedule
+from search_spaces.flash_attention.hopper.decode_space import choices, rules, too_many_rows
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
 from search_spaces.space import Columns, Space
+
 
 def supports(p: FlashAttentionProblem, target: Target) -> str | None:
     """Why there is no schedule for `p` here, or None."""
