@@ -60,7 +60,8 @@ def scratch(plan: Plan) -> dict[str, Any]:
             transforms=swizzled(plan.ds_swizzle, dtype.itemsize),
         ),
         "dq": plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4)),
-        "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
+        "k_full": plgpu.Barrier(num_barriers=CONSUMERS),
+        "v_full": plgpu.Barrier(num_barriers=CONSUMERS),
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
         "d_out_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.do_stages),
         "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
@@ -148,12 +149,14 @@ class Cta:
         p, smem = self.plan.problem, self.smem
         rows = self.batch, pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS), self.kv_head
         for operand in ("k", "v"):
-            plgpu.copy_gmem_to_smem(self.gmem[operand].at[rows], smem[operand].at[wg], smem["kv_full"].at[wg])
-        plgpu.barrier_wait(smem["kv_full"].at[wg])
-        self._meet()  # dq is multiplied by all rows of k.
+            full = smem[f"{operand}_full"].at[wg]
+            plgpu.copy_gmem_to_smem(self.gmem[operand].at[rows], smem[operand].at[wg], full)
 
         first = self.blocks.start
+        # All rows of k, of which dq is multiplied, are there when consumers meet with the first dS.
+        plgpu.barrier_wait(smem["k_full"].at[wg])
         s = self._start_s(wg, first)
+        plgpu.barrier_wait(smem["v_full"].at[wg])
         dp = self._start_dp(wg, first)
         p_and_slope = self._probabilities(wg, first, products.wait(1, s))
         carry = (_zeros(p.head_dim), _zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
@@ -166,7 +169,7 @@ class Cta:
             smem[operand][wg] = gradient.astype(p.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem[operand].at[wg], self.gmem[f"d{operand}"].at[rows])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
         """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
@@ -274,13 +277,14 @@ class Cta:
         member, row = self.blocks.at(step)
         head = self.kv_head * plan.problem.group + member
         rows, columns = plan.dq_shape
+        box: tuple[Any, ...]
         if plan.transposed:
-            box = pl.ds(own * rows, rows), pl.ds(row, columns)
+            box = head, pl.ds(own * rows, rows), pl.ds(row, columns)
         elif plan.by_rows:
-            box = pl.ds(row + own * rows, rows), pl.ds(0, columns)
+            box = pl.ds(row + own * rows, rows), head, pl.ds(0, columns)
         else:
-            box = pl.ds(row, rows), pl.ds(own * columns, columns)
-        products.add(self.gmem["dq"].at[self.batch, head, *box], dq, smem)
+            box = pl.ds(row, rows), head, pl.ds(own * columns, columns)
+        products.add(self.gmem["dq"].at[self.batch, *box], dq, smem)
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
         """P^T in float32, and where logits are capped the derivative of the cap."""

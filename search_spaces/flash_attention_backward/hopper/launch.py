@@ -29,7 +29,8 @@ HEAD_DIMS = (64, 96, 128)
 
 class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, FlashAttentionBackwardSchedule]):
     backend = "mosaic_gpu"
-    version = 1
+    version = 2
+    verified_on = frozenset({"sm_90"})
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem
@@ -72,20 +73,18 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         rows = int(plan.dq_rows)
         # Queries beyond the last, and those that see no key, have no probability.
         lse = _pad(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), 2, rows, jnp.inf)
-        delta = jnp.einsum("bqnd,bqnd->bnq", out, d_out, preferred_element_type=jnp.float32) - d_lse
+        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
         delta = _pad(delta, 2, rows)
         q, d_out = (_pad(x, 1, plan.q_rows) for x in (q, d_out))
         k, v = (_pad(x, 1, plan.kv_rows) for x in (k, v))
         lengths = [x for x in (p.lengths(rest).kv,) if x is not None]
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
-            lead = p.batch, p.heads
-            sums = jax.new_ref(
-                jnp.zeros((*lead, p.head_dim, rows) if plan.transposed else (*lead, rows, p.head_dim), jnp.float32)
-            )
+            shape = (p.heads, p.head_dim, rows) if plan.transposed else (rows, p.heads, p.head_dim)
+            sums = jax.new_ref(jnp.zeros((p.batch, *shape), jnp.float32))
             dk, dv = _launch(plan, scale, softcap, k, v)(*lengths, q, k, v, d_out, lse, delta, sums)
             dq = sums[...]
-        dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq.transpose(0, 2, 1, 3)
+        dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq
         return (dq[:, : p.q_len] * scale).astype(p.dtype), dk[:, : p.kv_len], dv[:, : p.kv_len]
 
 

@@ -113,5 +113,5 @@ class Plan:
             s.ds_stages * BLOCK_KV * s.block_q * b,
             s.block_q * p.head_dim * ACCUMULATOR_BYTES,
         )
-        barriers = CONSUMERS + 2 * s.q_stages + 2 * s.do_stages
+        barriers = 2 * CONSUMERS + 2 * s.q_stages + 2 * s.do_stages
         return sum(round_up(size, SMEM_ALIGNMENT) for size in arrays) + barriers * BARRIER_BYTES
