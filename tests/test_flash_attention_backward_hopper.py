@@ -18,6 +18,7 @@ from search_spaces.space import Columns
 KERNEL = MosaicGpuFlashAttentionBackward()
 SCHEDULE = FlashAttentionBackwardSchedule(64, 2, 2, 2, True, 1)
 PROBLEM = FlashAttentionBackwardProblem(batch=1, q_len=128, kv_len=128, heads=1, kv_heads=1, head_dim=64)
+SEPARATE = {"dq": "separate", "ds_stages": 1}
 PLAIN = dataclasses.replace(SCHEDULE, overlap=False)
 
 needs_new_ref = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="the kernel needs JAX 0.11")
@@ -47,8 +48,19 @@ def posed(**fields):
             dataclasses.replace(SCHEDULE, do_stages=1),
         ),
         (posed(q_len=40, kv_len=300, causal=True), SCHEDULE),
+        (posed(q_len=256, kv_len=300, heads=2, kv_heads=1), dataclasses.replace(PLAIN, rotate=True)),
+        (posed(deterministic=True, head_dim=128), dataclasses.replace(SCHEDULE, **SEPARATE)),
+        (
+            posed(deterministic=True, q_len=200, kv_len=330, causal=True, heads=2, kv_heads=1),
+            dataclasses.replace(PLAIN, **SEPARATE),
+        ),
+        (
+            posed(batch=2, window_left=30, window_right=50, kv_lengths=True, q_len=200, kv_len=260, softcap=True),
+            dataclasses.replace(PLAIN, **SEPARATE),
+        ),
     ],
-    ids=["plain", "ragged", "short", "grouped", "window", "lengths", "softcap", "rows", "values", "few_queries"],
+    ids=["plain", "ragged", "short", "grouped", "window", "lengths", "softcap", "rows", "values", "few_queries",
+        "rotated", "separate", "separate_causal", "separate_window"],
 )
 def test_gradients_agree_with_the_reference(problem, schedule):
     assert KERNEL.supports(problem, H200.target) is None

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.attention.problem import AttentionProblem
 from search_spaces.flash_attention_backward.hopper import products
 from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
@@ -59,7 +60,6 @@ def scratch(plan: Plan) -> dict[str, Any]:
             dtype,
             transforms=swizzled(plan.ds_swizzle, dtype.itemsize),
         ),
-        "dq": plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4)),
         "k_full": plgpu.Barrier(num_barriers=CONSUMERS),
         "v_full": plgpu.Barrier(num_barriers=CONSUMERS),
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
@@ -67,6 +67,8 @@ def scratch(plan: Plan) -> dict[str, Any]:
         "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
         "d_out_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.do_stages),
     }
+    if not plan.separate_dq:
+        found["dq"] = plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4))
     if interprets():
         found["met"] = plgpu.Barrier(num_arrivals=CONSUMERS)
     return found
@@ -76,14 +78,16 @@ def kernel(plan: Plan, *, scale: float, softcap: float) -> Callable[..., None]:
     """The body of a launch.
 
     Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
-    powers of two (infinite where a query has no key), delta, float32 sums for dq; then dk and dv.
+    powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel of its own);
+    then dk and dv.
     """
     p = plan.problem
 
     def body(*refs: Any) -> None:
         *gmem, named = refs
         lengths = gmem.pop(0) if p.kv_lengths else None
-        arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", "dq", "dk", "dv"), gmem, strict=True))
+        sums = () if plan.separate_dq else ("dq",)
+        arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", *sums, "dk", "dv"), gmem, strict=True))
         head = lax.axis_index("section") * plan.schedule.section + lax.axis_index("head")
         batch, kv_head = lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads))
         keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
@@ -159,7 +163,7 @@ class Cta:
         plgpu.barrier_wait(smem["v_full"].at[wg])
         dp = self._start_dp(wg, first)
         p_and_slope = self._probabilities(wg, first, products.wait(1, s))
-        carry = (_zeros(p.head_dim), _zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
+        carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
         last = self.blocks.end - 1
         carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
         dk, dv = self._step(wg, last, carry, last=True)
@@ -189,11 +193,15 @@ class Cta:
         delta = load(smem["delta"].at[do_stage, pl.ds(0, plan.schedule.block_q)], plgpu.Layout.WGMMA.reduce(0))
         ds = probability * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
         ds = (ds * slope[0] if slope else ds).astype(plan.problem.dtype)
-        if plan.schedule.ds_stages == 1:
+        separate = plan.separate_dq
+        if plan.schedule.ds_stages == 1 and not separate:
             self._meet()  # All have multiplied the one of the step before.
         smem["ds"][ds_stage, own] = ds
-        self._meet()
-        dq = self._start_dq(own, ds_stage)
+        if separate:  # None reads another's.
+            plgpu.commit_smem()
+        else:
+            self._meet()
+        dq = () if separate else (self._start_dq(own, ds_stage),)
         s: Any = self._start_s(own, step + 1) if overlap else None
         dk = products.start(
             dk,
@@ -204,9 +212,14 @@ class Cta:
             transpose_a=False,
             transpose_b=False,
         )
-        dq = products.wait(2 if overlap else 1, dq)
+        in_flight = 2 if overlap else 1
+        if separate:
+            dv = products.wait(in_flight, dv)
+        else:
+            dq = products.wait(in_flight, *dq)
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
-        self._store_dq(own, step, dq)
+        if not separate:
+            self._store_dq(own, step, dq)
         if not overlap:
             dk, dv = products.wait(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
@@ -291,13 +304,8 @@ class Cta:
         p, block_q = self.plan.problem, self.plan.schedule.block_q
         stage, _, _ = self._stages(step)
         lse = load(self.smem["lse"].at[stage, pl.ds(0, block_q)], plgpu.Layout.WGMMA.reduce(0))
-        slope: tuple[jax.Array, ...] = ()
-        factor = self.scale * LOG2_E
-        if p.softcap:
-            # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
-            s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / self.softcap)) + 1.0)
-            slope, factor = (1.0 - s * s,), self.softcap * LOG2_E
-        exponent = s * factor - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent, slope = logits(p, s, self.scale, self.softcap)
+        exponent = exponent - lax.broadcast_in_dim(lse, s.shape, [1])
         if masks(self.plan):
 
             def mask(exponent: jax.Array) -> jax.Array:
@@ -315,5 +323,15 @@ class Cta:
         products.meet(barrier, threads=CONSUMERS * WARPGROUP)
 
 
-def _zeros(columns: int) -> jax.Array:
+def logits(p: AttentionProblem, s: jax.Array, scale: float, softcap: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Of products of q and k: logits in powers of two, and where these are capped the derivative of the cap."""
+    factor = scale * LOG2_E
+    if not p.softcap:
+        return s * factor, ()
+    # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
+    s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / softcap)) + 1.0)
+    return s * (softcap * LOG2_E), (1.0 - s * s,)
+
+
+def zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)

@@ -19,7 +19,8 @@ class FlashAttentionBackwardSchedule:
       section: heads of k and v whose CTAs are launched side by side; within them those with the most steps come first.
       rotate: each block of keys starts at another block of queries, and comes round to those before it at last: else
         all CTAs of a head load the same blocks at once, and add to the same rows of dq.
-      dq: how the sum over CTAs comes about. In "reduce_add" TMA adds them up in float32, in the order of arrival.
+      dq: how the sum over CTAs comes about. In "reduce_add" TMA adds them up in float32, in the order of arrival; in
+        "separate" a second kernel computes dq alone, and there is none: the same bits in every run.
     """
 
     block_q: int
