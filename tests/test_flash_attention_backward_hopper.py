@@ -59,8 +59,22 @@ def posed(**fields):
             dataclasses.replace(PLAIN, **SEPARATE),
         ),
     ],
-    ids=["plain", "ragged", "short", "grouped", "window", "lengths", "softcap", "rows", "values", "few_queries",
-        "rotated", "separate", "separate_causal", "separate_window"],
+    ids=[
+        "plain",
+        "ragged",
+        "short",
+        "grouped",
+        "window",
+        "lengths",
+        "softcap",
+        "rows",
+        "values",
+        "few_queries",
+        "rotated",
+        "separate",
+        "separate_causal",
+        "separate_window",
+    ],
 )
 def test_gradients_agree_with_the_reference(problem, schedule):
     assert KERNEL.supports(problem, H200.target) is None

@@ -166,17 +166,21 @@ class Cta:
         carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
         last = self.blocks.end - 1
         carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
-        dk, dv = self._step(wg, last, carry, last=True)
-
+        dk = self._step(wg, last, carry, last=True)
         self._meet()  # Nobody reads k any more.
-        for operand, gradient in (("k", dk * self.scale), ("v", dv)):
-            smem[operand][wg] = gradient.astype(p.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem[operand].at[wg], self.gmem[f"d{operand}"].at[rows])
+        self._store("k", wg, dk * self.scale)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def _store(self, operand: str, wg: Any, gradient: jax.Array) -> None:
+        """Stores this consumer's rows of dk or dv, through those of k or v, that nobody reads any more."""
+        rows = pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS)
+        staged = self.smem[operand].at[wg]
+        staged[...] = gradient.astype(self.plan.problem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, self.gmem[f"d{operand}"].at[self.batch, rows, self.kv_head])
+
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
-        """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
+        """From P^T and dP^T of a step to those of the next; of the `last` step to dk."""
         plan, smem, own = self.plan, self.smem, products.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
@@ -213,18 +217,21 @@ class Cta:
             transpose_b=False,
         )
         in_flight = 2 if overlap else 1
-        if separate:
-            dv = products.wait(in_flight, dv)
+        if last or separate:
+            dv, *dq = _tuple(products.wait(in_flight, dv, *dq))
         else:
-            dq = products.wait(in_flight, *dq)
+            dq = _tuple(products.wait(in_flight, *dq))
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         if not separate:
-            self._store_dq(own, step, dq)
+            self._store_dq(own, step, *dq)
+        if last:  # While dk is multiplied.
+            self._store("v", own, dv)
+            dk = products.wait(0, dk)
+            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
+            return dk
         if not overlap:
             dk, dv = products.wait(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
-            if last:
-                return dk, dv
             s = self._start_s(own, step + 1)
         dp = self._start_dp(own, step + 1)
         p_and_slope = self._probabilities(own, step + 1, products.wait(2 if overlap else 1, s))
@@ -331,6 +338,10 @@ def logits(p: AttentionProblem, s: jax.Array, scale: float, softcap: float) -> t
     # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
     s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / softcap)) + 1.0)
     return s * (softcap * LOG2_E), (1.0 - s * s,)
+
+
+def _tuple(found: Any) -> tuple[jax.Array, ...]:
+    return found if isinstance(found, tuple | list) else (found,)
 
 
 def zeros(columns: int) -> jax.Array:

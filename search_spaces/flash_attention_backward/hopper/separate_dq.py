@@ -1,4 +1,4 @@
-"""dq by a kernel of its own on Hopper, of three products: the same bits in every run, for it adds nothing up atomically.
+"""dq by a kernel of its own on Hopper, of three products: the same bits in every run, as nothing is added atomically.
 
 A CTA owns 128 queries of a head, 64 for each of two consumer warpgroups, and walks over their keys. A consumer starts
 S = q k^T and dP = d_out v^T of the next step while dq += dS k, whose dS comes from registers, is in flight; what lanes
