@@ -105,11 +105,12 @@ class Blocks:
         key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_key
         if p.kv_lengths or p.kv_len % BLOCK_KV:
             key = jnp.where(key < self.keys, key, MAX_INDEX)
-        keys = lax.broadcast_in_dim(key, shape, [0])
-        if p.right is None and p.left is None:
-            return keys < MAX_INDEX
-        query = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0)) + first_query
-        seen = keys < MAX_INDEX if p.right is None else keys <= lax.broadcast_in_dim(query + p.right, shape, [1])
+        # What is compared is shifted by row: a thread has 2 of them, and 16 columns.
+        query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        if p.right is None:
+            seen = lax.broadcast_in_dim(key, shape, [0]) < MAX_INDEX
+        else:
+            seen = lax.broadcast_in_dim(key - (first_query + p.right), shape, [0]) <= query
         if p.left is not None:
-            seen &= keys >= lax.broadcast_in_dim(query - p.left, shape, [1])
+            seen &= lax.broadcast_in_dim(key - (first_query - p.left), shape, [0]) >= query
         return seen

@@ -205,7 +205,7 @@ class Cta:
             plgpu.commit_smem()
         else:
             self._meet()
-        dq = () if separate else (self._start_dq(own, ds_stage),)
+        dq = [] if separate else [self._start_dq(own, ds_stage)]
         s: Any = self._start_s(own, step + 1) if overlap else None
         dk = products.start(
             dk,
@@ -218,9 +218,9 @@ class Cta:
         )
         in_flight = 2 if overlap else 1
         if last or separate:
-            dv, *dq = _tuple(products.wait(in_flight, dv, *dq))
+            dv, *dq = _several(products.wait(in_flight, dv, *dq))
         else:
-            dq = _tuple(products.wait(in_flight, *dq))
+            dq = _several(products.wait(in_flight, *dq))
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         if not separate:
             self._store_dq(own, step, *dq)
@@ -340,8 +340,8 @@ def logits(p: AttentionProblem, s: jax.Array, scale: float, softcap: float) -> t
     return s * (softcap * LOG2_E), (1.0 - s * s,)
 
 
-def _tuple(found: Any) -> tuple[jax.Array, ...]:
-    return found if isinstance(found, tuple | list) else (found,)
+def _several(found: Any) -> list[jax.Array]:
+    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 def zeros(columns: int) -> jax.Array:
