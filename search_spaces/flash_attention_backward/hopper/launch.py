@@ -38,7 +38,6 @@ _COMMON: Any = {
 class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, FlashAttentionBackwardSchedule]):
     backend = "mosaic_gpu"
     version = 2
-    verified_on = frozenset({"sm_90"})
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem
