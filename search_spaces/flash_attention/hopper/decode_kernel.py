@@ -18,7 +18,7 @@ Rows beyond the packed ones are zeros, by TMA, and never leave the CTA.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -309,7 +309,7 @@ def finish(
     result: tuple[jax.Array, jax.Array, jax.Array],
     smem: Any,
     mailbox: Any,
-    stored: tuple[Any, ...],
+    stored: Sequence[Any],
 ) -> None:
     """Combines the results of a cluster, and stores this CTA's part of that, with log-sum-exps if `stored` has them."""
     plan, out, lse = cta.plan, stored[0], stored[1] if len(stored) > 1 else None

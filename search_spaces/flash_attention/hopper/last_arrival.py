@@ -1,4 +1,4 @@
-"""The last CTA of those that share a head of keys combines what all have left in device memory, without a second launch.
+"""The last CTA of those that share a head of keys combines what all have left in device memory, in the same launch.
 
 Each CTA stores its partial result, makes that visible to the GPU, and counts itself in. The counters belong to the
 kernel's module, as a `__device__` array of CUDA C++ does: they are zero when it is loaded, and the count of all CTAs
@@ -10,15 +10,14 @@ The interpreter has no such memory: there `combine.py` does this.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from search_spaces.hopper.dsmem import ptx
 from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
@@ -79,7 +78,7 @@ class LastArrival:
         def arrive_and_combine(_: Any, *args: Any) -> None:
             *refs, group, rank = args
             group, rank = group.registers.item(), rank.registers.item()
-            with _when(self._last(refs[-1], group, rank)):
+            with mgpu.utils.when(self._last(refs[-1], group, rank)):
                 self._combine(group, rank, refs[:2], refs[2:-1])
 
         arrive_and_combine(*refs, group, rank)
@@ -96,7 +95,7 @@ class LastArrival:
         arrive = ARRIVE.format(counters=self.groups * self.cluster, bound=self.partials - 1)
         ptx(arrive, [first, number, llvm.ptrtoint(bits, flag)], "b,r,r")
         mgpu.warpgroup_barrier()
-        arrived = llvm.inline_asm(
+        arrived: Any = llvm.inline_asm(
             bits, [llvm.ptrtoint(bits, flag)], "ld.shared.u32 $0, [$1];", "=r,r,~{memory}", has_side_effects=True
         )
         return arith.cmpi(arith.CmpIPredicate.eq, arrived, mgpu.c(self.partials - 1, bits))
@@ -114,7 +113,7 @@ class LastArrival:
             element = arith.addi(
                 arith.muli(number, mgpu.c(self.fragment, bits)), arith.muli(lane, mgpu.c(VECTOR, bits))
             )
-            with _when(arith.cmpi(arith.CmpIPredicate.ult, number, mgpu.c(fragments, bits))):
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, number, mgpu.c(fragments, bits))):
                 self._combine_vector(group, element, partial, results)
 
     def _combine_vector(self, group: Any, element: Any, partial: Sequence[Any], results: Sequence[Any]) -> None:
@@ -139,9 +138,7 @@ class LastArrival:
                 loaded = [_load(address(partial[0], one), VECTOR) for one in splits[split : split + IN_FLIGHT]]
             weight = _approximate("ex2.approx.ftz.f32", arith.subf(logarithms[split], most))
             total = arith.addf(total, weight)
-            sums = [
-                arith.addf(x, arith.mulf(y, weight)) for x, y in zip(sums, loaded[split % IN_FLIGHT], strict=True)
-            ]
+            sums = [arith.addf(x, arith.mulf(y, weight)) for x, y in zip(sums, loaded[split % IN_FLIGHT], strict=True)]
         seen = arith.cmpf(arith.CmpFPredicate.OGT, total, mgpu.c(0.0, f32))
         inverse = arith.select(seen, arith.divf(mgpu.c(1.0, f32), total), mgpu.c(0.0, f32))
         value = vector.from_elements(ir.VectorType.get((VECTOR,), f32), [arith.mulf(x, inverse) for x in sums])
@@ -152,19 +149,11 @@ class LastArrival:
         llvm.store(value, mgpu.utils.getelementptr(mgpu.utils.memref_ptr(out), [place], kind))
         for lse in results[1:]:
             columns = mgpu.c(self.columns, bits)
-            with _when(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(element, columns), mgpu.c(0, bits))):
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(element, columns), mgpu.c(0, bits))):
                 row = arith.addi(arith.muli(group, mgpu.c(WGMMA_ROWS, bits)), arith.divui(element, columns))
                 natural = arith.addf(most, _approximate("lg2.approx.f32", total))
                 natural = arith.mulf(natural, mgpu.c(math.log(2), f32))
                 llvm.store(natural, mgpu.utils.getelementptr(mgpu.utils.memref_ptr(lse), [row], f32))
-
-
-@contextlib.contextmanager
-def _when(condition: Any) -> Iterator[None]:
-    """Code of threads for which a condition holds."""
-    with ir.InsertionPoint(scf.IfOp(condition).then_block):
-        yield
-        scf.yield_([])
 
 
 def _load(address: Any, count: int) -> list[Any]:
@@ -176,7 +165,9 @@ def _load(address: Any, count: int) -> list[Any]:
     kind = llvm.StructType.get_literal([f32] * count)
     names = ", ".join(f"${number}" for number in range(count))
     text = f"ld.relaxed.gpu.v{count}.f32 {{{names}}}, [${count}];"
-    loaded = llvm.inline_asm(kind, [address], text, ",".join(["=f"] * count) + ",l,~{memory}", has_side_effects=True)
+    loaded: Any = llvm.inline_asm(
+        kind, [address], text, ",".join(["=f"] * count) + ",l,~{memory}", has_side_effects=True
+    )
     return [llvm.extractvalue(f32, loaded, [number]) for number in range(count)]
 
 
