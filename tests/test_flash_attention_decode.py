@@ -82,6 +82,15 @@ def test_where_the_last_cta_combines_its_results_are_all_there_are(problem, sche
     assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in problem.results()]
 
 
+def test_vmapped_launches_that_count_their_ctas_come_one_after_another():
+    problem, schedule = LAST[0]
+    run = jax.jit(jax.vmap(lambda *args: decode.run(problem, schedule, TARGET, *args)))
+    args = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in problem.operands()]
+    lowered = run.trace(*args).lower(lowering_platforms=("cuda",))
+    assert "stablehlo.while" in lowered.as_text()
+    assert lowered.out_info[0].shape == (2, 1, 1, 32, 128)
+
+
 @pytest.mark.parametrize(("cluster", "last", "launches"), [(1, False, 2), (8, False, 1), (1, True, 1)])
 def test_a_cluster_or_its_last_cta_saves_the_second_launch(cluster, last, launches):
     found = decode.footprint(LLAMA, Columns.of([FlashDecodingSchedule(64, 2, 8, cluster, last)]), TARGET)

@@ -11,6 +11,7 @@ rows over what TMA loads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -62,7 +63,10 @@ def run(
     with jax.enable_x64(False):
         k, v = (_padded(x, plan.kv_rows, axis=1) for x in (k, v))
         scale = p.default_scale() if scale is None else scale
-        out, *lse = _launch(plan, scale, softcap, _packed(plan, q), k, v, *lengths)
+        launch = functools.partial(_launch, plan, scale, softcap)
+        if plan.last_combines and plan.partials > 1:  # Of a grid with an axis more, results would share counters.
+            launch = jax.custom_batching.sequential_vmap(launch)
+        out, *lse = launch(_packed(plan, q), k, v, *lengths)
         out = out.reshape(-1, *_places(plan), plan.tile_rows, p.value_dim)
         by_row: Any = None
         if plan.second_launch:
