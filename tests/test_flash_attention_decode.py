@@ -56,15 +56,50 @@ def test_a_few_heads_are_split_over_all_cores_and_many_are_not():
     ctas = LLAMA.kv_heads * points.split_kv
     assert set(np.unique(points.cluster)) == {1, 8}
     assert np.any((ctas > TARGET.cores * 0.95) & (ctas <= TARGET.cores))
-    assert np.all((ctas * 3 > TARGET.cores) & (ctas <= 4 * TARGET.cores))
+    assert np.any(ctas == 2 * TARGET.cores)
+    assert np.all((ctas * 3 > TARGET.cores) & (ctas <= 2 * TARGET.cores))
     many, _ = space(dataclasses.replace(LLAMA, batch=64)).legal()
     assert np.all(many.split_kv == 1)
 
 
-@pytest.mark.parametrize("cluster", [1, 8])
-def test_a_cluster_that_combines_all_splits_needs_no_second_launch(cluster):
-    found = decode.footprint(LLAMA, Columns.of([FlashDecodingSchedule(64, 2, 8, cluster)]), TARGET)
-    assert found.launches[0] == (1 if cluster == 8 else 2)
+def test_ctas_that_fill_one_core_and_half_of_another_are_left_out():
+    points, _ = space(dataclasses.replace(LLAMA, kv_len=65536)).legal()
+    assert 15 <= len(points) <= 60
+    assert set(np.unique(points.split_kv)) == {16, 32, 33}
+
+
+LAST = [
+    (dataclasses.replace(LLAMA, return_lse=True), FlashDecodingSchedule(64, 4, 16, 1, True)),
+    (dataclasses.replace(LLAMA, return_lse=True, q_len=2, kv_lengths=True), FlashDecodingSchedule(64, 2, 32, 8, True)),
+    (dataclasses.replace(LLAMA, heads=9, kv_heads=3, head_dim=96), FlashDecodingSchedule(64, 2, 44, 4, True)),
+    (dataclasses.replace(LLAMA, q_len=32, dtype="float16"), FlashDecodingSchedule(64, 2, 16, 1, True)),
+]
+
+
+@pytest.mark.parametrize(("problem", "schedule"), LAST, ids=str)
+def test_where_the_last_cta_combines_its_results_are_all_there_are(problem, schedule):
+    results = jax.tree.leaves(lower(problem, schedule).out_info)
+    assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in problem.results()]
+
+
+def test_vmapped_launches_that_count_their_ctas_come_one_after_another():
+    problem, schedule = LAST[0]
+    run = jax.jit(jax.vmap(lambda *args: decode.run(problem, schedule, TARGET, *args)))
+    args = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in problem.operands()]
+    lowered = run.trace(*args).lower(lowering_platforms=("cuda",))
+    assert "stablehlo.while" in lowered.as_text()
+    assert lowered.out_info[0].shape == (2, 1, 1, 32, 128)
+
+
+@pytest.mark.parametrize(("cluster", "last", "launches"), [(1, False, 2), (8, False, 1), (1, True, 1)])
+def test_a_cluster_or_its_last_cta_saves_the_second_launch(cluster, last, launches):
+    found = decode.footprint(LLAMA, Columns.of([FlashDecodingSchedule(64, 2, 8, cluster, last)]), TARGET)
+    assert found.launches[0] == launches
+
+
+def test_what_was_not_checked_on_a_device_is_not_trusted():
+    schedules = Columns.of([by(split_kv=8), by(split_kv=8, last_combines=True)])
+    assert decode.MosaicGpuFlashDecoding().verified(LLAMA, schedules, TARGET).tolist() == [True, False]
 
 
 def check(problem, schedule, *args):
@@ -77,8 +112,8 @@ def check(problem, schedule, *args):
         np.testing.assert_allclose(one, right, atol=tolerance.absolute, rtol=tolerance.relative)
 
 
-def by(block_kv=64, stages=2, split_kv=1, cluster=1):
-    return FlashDecodingSchedule(block_kv, stages, split_kv, cluster)
+def by(block_kv=64, stages=2, split_kv=1, cluster=1, last_combines=False):
+    return FlashDecodingSchedule(block_kv, stages, split_kv, cluster, last_combines)
 
 
 SMALL = FlashAttentionProblem(2, 1, 320, 4, 1, 64, return_lse=True)

@@ -18,7 +18,7 @@ Rows beyond the packed ones are zeros, by TMA, and never leave the CTA.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
 from search_spaces.flash_attention.hopper.decode_mask import mask_columns
 from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
+from search_spaces.flash_attention.hopper.last_arrival import LastArrival
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
@@ -93,9 +94,12 @@ class Cta:
     @property
     def cluster(self) -> Any:
         """Number of its cluster among all, as the results of clusters follow each other."""
-        p, plan = self.plan.p, self.plan
-        number = (self.partial * p.batch + self.batch) * p.kv_heads + self.kv_head
-        return number * plan.tiles + self.tile
+        return self.partial * self.plan.groups + self.group
+
+    @property
+    def group(self) -> Any:
+        """Number of its result among all."""
+        return (self.batch * self.plan.p.kv_heads + self.kv_head) * self.plan.tiles + self.tile
 
 
 def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None]:
@@ -106,7 +110,10 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
 
     def decode(*arrays: Any) -> None:
         operands, (out, *others) = arrays[: len(p.operands())], arrays[len(p.operands()) :]
-        lse, mailbox = (others[0], others[1:]) if writes_lse(plan) else (None, others)
+        lse, others = (others[0], others[1:]) if plan.second_launch or p.return_lse else (None, others)
+        gathered = plan.partials > 1 and not plan.second_launch
+        shares, mailbox = (others[:2], others[2:]) if gathered else ((), others)
+        results = (out,) if lse is None else (out, lse)
         batch, warpgroup = lax.axis_index("batch"), lax.axis_index("wg")
 
         def with_scratch(*refs: Any) -> None:
@@ -147,7 +154,9 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
             def consumer() -> None:
                 if plan.two_ctas:
                     plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-                finish(cta, merge, attend(cta), refs[len(types) :], mailbox, out, lse)
+                finish(cta, merge, attend(cta), refs[len(types) :], mailbox, shares or results)
+                if gathered:
+                    _last_arrival(plan).combine(cta.group, cta.rank, refs[len(types) + 1], shares, results)
 
         # In their order: by name, JAX would sort them.
         pl.run_scoped(with_scratch, *types.values(), *merge.scratch(), collective_axes="wg")
@@ -155,8 +164,8 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
     return decode
 
 
-def writes_lse(plan: DecodePlan) -> bool:
-    return plan.partials > 1 or plan.p.return_lse
+def _last_arrival(plan: DecodePlan) -> LastArrival:
+    return LastArrival(plan.partials, plan.groups, plan.cluster, plan.fragment, plan.tile_rows, plan.p.value_dim)
 
 
 def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, Any]:
@@ -300,11 +309,10 @@ def finish(
     result: tuple[jax.Array, jax.Array, jax.Array],
     smem: Any,
     mailbox: Any,
-    out: Any,
-    lse: Any,
+    stored: Sequence[Any],
 ) -> None:
-    """Combines the results of a cluster, and stores this CTA's part of that."""
-    plan = cta.plan
+    """Combines the results of a cluster, and stores this CTA's part of that, with log-sum-exps if `stored` has them."""
+    plan, out, lse = cta.plan, stored[0], stored[1] if len(stored) > 1 else None
     o, m, total = result
     if plan.p.q_lengths:
         there = _queries(cta) < cta.q_end

@@ -30,6 +30,7 @@ class DecodePlan:
       stages: of the pipeline.
       split_kv: CTAs among which the keys of a sequence are divided...
       cluster: ...of which so many are a cluster, and combine their results through DSMEM.
+      last_combines: the last cluster to finish combines what all have left (last_arrival.py).
     """
 
     p: FlashAttentionProblem
@@ -37,11 +38,12 @@ class DecodePlan:
     stages: Any
     split_kv: Any
     cluster: Any
+    last_combines: Any = False
 
     @classmethod
     def of(cls, p: FlashAttentionProblem, s: Any) -> DecodePlan:
         """What a schedule, or `Columns` of them, says."""
-        return cls(p, s.block_kv, s.stages, s.split_kv, s.cluster)
+        return cls(p, s.block_kv, s.stages, s.split_kv, s.cluster, s.last_combines)
 
     @property
     def dtype(self) -> Any:
@@ -93,6 +95,16 @@ class DecodePlan:
     def partials(self) -> Any:
         """Results of different keys that leave the kernel, to be combined by another."""
         return self.split_kv // self.cluster
+
+    @property
+    def second_launch(self) -> Any:
+        """Whether a second kernel combines partial results."""
+        return (np.asarray(self.partials) > 1) & np.logical_not(self.last_combines)
+
+    @property
+    def groups(self) -> int:
+        """Results, of each of which there are so many partial ones."""
+        return self.p.batch * self.p.kv_heads * self.tiles
 
     @property
     def blocks(self) -> Any:

@@ -15,30 +15,61 @@ from search_spaces.space import Choice, Rule, cdiv
 
 # Each further tile of 64 packed rows reads all keys again, from L2: beyond so many the forward kernel serves.
 MOST_TILES = 4
-SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Bytes in flight that hide the latency of device memory: 4.3 TB/s for 0.8 us, by 132 SMs, twice.
-LEAST_IN_FLIGHT = 48 * 1024
-MOST_IN_FLIGHT = 256 * 1024
-# CTAs for each SM, where keys are split: two are there at a time.
-MOST_WAVES = 4
-# A split that is shorter is over before its pipeline is full.
-FEWEST_STEPS = 4
+# Bytes in flight for each SM that hide the latency of device memory (H200: 4.3 TB/s for 1 us are 33 KB, twice).
+LEAST_IN_FLIGHT = 80 * 1024
+MOST_IN_FLIGHT = 200 * 1024
+# CTAs for each SM: two are there at a time, and where neither one nor two fill all SMs, further ones even it out.
+WAVES, FURTHER_WAVES = (1, 2), 6
+# Of the time of the busiest SM, what the mean one has work for: schedules with less than this part of the best lose
+# what they save (H200: 192 CTAs on 132 SMs take 1.08 times as long as 128 or 264)...
+LEAST_EVEN = 0.85
+# ...unless there is nothing to combine, or a cluster combines results of so few steps.
+LEAST_EVEN_ALONE, LEAST_EVEN_CLUSTER = 0.7, 0.3
+SHORT_STEPS = 16
+# Partial results that one CTA reads: further ones take it as long as another launch.
+MOST_PARTIALS = 64
 
 
 def choices(p: FlashAttentionProblem, target: Target) -> dict[str, tuple[Choice, ...]]:
-    """Of the fields of a schedule that this kernel reads, and those by which it is chosen."""
-    one = DecodePlan(p, 64, 2, 1, 1)
-    # Those that fill all SMs once, or twice.
-    even = {max(1, waves * target.cores // int(one.ctas)) for waves in (1, 2)}
-    most = min(MOST_WAVES * target.cores // int(one.ctas), int(one.blocks))
-    splits = sorted({n for n in (*SPLITS, *even) if n <= most} | {1})
-    clusters = [n for n in (1, 2, 4, MAX_CLUSTER) if n <= max(splits)]
+    """Of the fields of a schedule."""
+    splits = _splits(p, target)
     return {
-        "block_kv": tuple(n for n in (64, 128, 256) if n == 64 or n < 2 * p.kv_len),
+        "block_kv": tuple(n for n in (64, 128) if n == 64 or n < 2 * p.kv_len),
         "stages": (2, 3, 4, 6, 8),
-        "split_kv": tuple(splits),
-        "cluster": tuple(clusters),
+        "split_kv": splits,
+        "cluster": tuple(n for n in (1, 2, 4, MAX_CLUSTER) if any(split % n == 0 for split in splits)),
+        "last_combines": (False, True) if max(splits) > 1 else (False,),
     }
+
+
+def _splits(p: FlashAttentionProblem, target: Target) -> tuple[int, ...]:
+    one, blocks = int(DecodePlan(p, 64, 2, 1, 1).ctas), int(DecodePlan(p, 64, 2, 1, 1).blocks)
+
+    def filling(waves: int) -> int:
+        return max(1, min(waves * target.cores // one, blocks))
+
+    def even(split: int) -> float:
+        return float(_even(one * split, target))
+
+    full = {filling(waves) for waves in WAVES}
+    if max(map(even, full)) < LEAST_EVEN:
+        full.add(filling(FURTHER_WAVES))
+    full |= {1 << (split.bit_length() - 1) for split in full}
+    clusters = {n for n in (2, 4, MAX_CLUSTER) if n <= min(blocks, 2 * target.cores // one)}
+    best = max(map(even, full | {1}))
+    return tuple(
+        sorted(
+            {split for split in full if even(split) >= LEAST_EVEN * best}
+            | {split for split in clusters if even(split) >= LEAST_EVEN_CLUSTER * best}
+            | ({1} if even(1) >= LEAST_EVEN_ALONE * best else set())
+        )
+    )
+
+
+def _even(ctas: Any, target: Target) -> Any:
+    """Part of the time for which the mean SM has work."""
+    slots = np.where(ctas <= target.cores, target.cores, 2 * target.cores)
+    return ctas / (slots * cdiv(ctas, slots))
 
 
 def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
@@ -57,13 +88,22 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
         """CTAs of an SM."""
         return np.minimum(np.where(plan(s).two_ctas, 2, 1), cdiv(plan(s).ctas, target.cores))
 
+    one = int(DecodePlan(p, 64, 2, 1, 1).ctas)
+    most_even = max(float(_even(one * split, target)) for split in _splits(p, target))
     return {
         "CTAs of a cluster are splits of the same keys": lambda s: s.split_kv % s.cluster == 0,
-        "a cluster combines all splits, or saves no launch": lambda s: (s.cluster == 1) | (s.cluster == s.split_kv),
+        "the last CTA combines several results, and not too many": lambda s: (
+            ((plan(s).partials > 1) & (plan(s).partials <= MOST_PARTIALS)) | np.logical_not(s.last_combines)
+        ),
+        "a cluster saves a launch": lambda s: (s.cluster == 1) | np.logical_not(plan(s).second_launch),
+        "a cluster combines all splits, or as many as it can": lambda s: (
+            (s.cluster == 1) | (s.cluster == s.split_kv) | (s.cluster == MAX_CLUSTER)
+        ),
         "no split is without a block of keys": lambda s: s.split_kv <= plan(s).blocks,
-        "splits are for SMs without work": lambda s: (s.split_kv == 1) | (plan(s).ctas <= MOST_WAVES * target.cores),
-        "more splits would leave fewer SMs idle": lambda s: (
-            (3 * plan(s).ctas > target.cores) | (steps(s) <= FEWEST_STEPS)
+        "CTAs that leave SMs idle are one cluster for a short time": lambda s: (
+            (s.split_kv == 1)
+            | ((s.cluster == s.split_kv) & (steps(s) <= SHORT_STEPS))
+            | (_even(plan(s).ctas, target) >= LEAST_EVEN * most_even)
         ),
         "logits and output of a consumer fit its registers": lambda s: s.block_kv + p.value_dim <= 320,
         "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
