@@ -52,9 +52,13 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
         return np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
 
     def least_block(s: Any) -> Any:
-        """Half of the largest that registers hold; in a window, no more than it takes."""
-        least = (registers(s) - p.value_dim // 2) * 4 // 3 // 2
+        """Half of the largest that registers hold, or shared memory where keys are wider; in a window, what it takes."""
+        least = (registers(s) - max(p.head_dim, p.value_dim) // 2) * 4 // 3 // 2
         return least if p.left is None else np.minimum(least, p.left)
+
+    def seen(s: Any) -> Any:
+        """Keys that the queries of a tile see together."""
+        return np.inf if p.left is None or p.right is None else Tiling(p, s).rows + p.left + p.right
 
     return Space(
         FlashAttentionSchedule,
@@ -79,6 +83,9 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
             ),
             "a step costs 0.3 us beside its products, so small blocks lose": lambda s: (
                 (s.block_kv >= least_block(s)) | (2 * s.block_kv > p.kv_len)
+            ),
+            "blocks that are wider than a tile's window are masked": lambda s: (
+                (s.block_kv <= seen(s)) | (s.block_kv == min(blocks))
             ),
             "turns are for several consumers": lambda s: np.logical_not(s.ping_pong) | (s.consumers > 1),
             "more stages than blocks of keys stay empty": lambda s: (
