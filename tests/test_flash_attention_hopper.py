@@ -145,6 +145,18 @@ CASES = {  # name: problem, schedule, cores, lengths
         2,
         (),
     ),
+    "three consumers, as measured with head size 64": (
+        Problem(1, 384, 512, 1, 1, 64),
+        dataclasses.replace(SCHEDULE, consumers=3, block_kv=128),
+        2,
+        (),
+    ),
+    "all heads dealt back and forth": (
+        Problem(2, 320, 320, 2, 1, 64, causal=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, consumers=2, ping_pong=True, order="snake", section=4),
+        3,
+        (),
+    ),
     "ragged, causal, more keys than queries": (
         Problem(1, 135, 201, 2, 1, 64, causal=True, return_lse=True),
         dataclasses.replace(SCHEDULE, consumers=2, block_kv=48, order="longest_first"),

@@ -52,7 +52,7 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
         return np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
 
     def least_block(s: Any) -> Any:
-        """Half of the largest that registers hold, or shared memory where keys are wider; in a window, what it takes."""
+        """Half of the largest that registers hold, or shared memory if keys are wider; in a window, what that takes."""
         least = (registers(s) - max(p.head_dim, p.value_dim) // 2) * 4 // 3 // 2
         return least if p.left is None else np.minimum(least, p.left)
 
