@@ -35,7 +35,7 @@ HEAD_DIM_STEP = 16
 class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedule]):
     backend = "mosaic_gpu"
     version = 1
-    verified_on = frozenset({"sm_90"})  # values of searches on an NVIDIA H200; tests/device/test_attention_on_gpu.py
+    verified_on = frozenset({"sm_90"})  # values of searches on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         p = problem
