@@ -11,7 +11,9 @@ import pytest
 
 from search_spaces import Columns
 from search_spaces.attention.formula import attention
-from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicGpuFlashAttention
+from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicGpuFlashAttention, steps
+from search_spaces.flash_attention.hopper.tile_order import TileOrder
+from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem as Problem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 
@@ -81,6 +83,43 @@ def test_steps_of_causal_tiles_are_counted():
     assert (footprint.step_range[0][0], footprint.steps[0], footprint.step_range[1][0]) == (2, 5, 8)
 
 
+def test_the_longest_tile_is_that_of_those_that_start_last():
+    problem = Problem(1, 8192, 8192, 16, 16, 128, causal=True)
+    one = dataclasses.replace(SCHEDULE, consumers=2, block_kv=128, order="longest_first", epi_tile_n=128)
+    columns = Columns.of([dataclasses.replace(one, section=section) for section in (1, 4, 16)])
+    # 132 cores: all tiles of a last head, the 33 shortest ones of four heads, those of 16 are shorter than the mean.
+    assert KERNEL.footprint(problem, columns, TARGET).step_range[1].tolist() == [64, 33, 32.5]
+
+
+@pytest.mark.parametrize(("section", "cores"), [(1, 4), (1, 3), (2, 5), (4, 5)])
+def test_imbalance_is_that_of_the_tiles_that_ctas_take(section, cores):
+    problem = Problem(2, 500, 500, 2, 2, 64, causal=True)
+    schedule = dataclasses.replace(PERSISTENT, order="snake", section=section)
+    tiling, work = Tiling(problem, schedule), []
+    for cta in range(cores):
+        order = TileOrder(tiling, jnp.int32(cta), cores)
+        work.append(sum(int(order.tile(jnp.int32(n)).steps) for n in range(int(order.count))))
+    assert steps.imbalance(problem, schedule, cores) == pytest.approx(max(work) / (sum(work) / cores))
+
+
+def test_tiles_are_dealt_to_persistent_ctas_where_that_is_fair():
+    long, short = (Problem(16384 // n, n, n, 16, 16, 128, causal=True) for n in (8192, 1024))
+    (of_long, _), (of_short, _) = (KERNEL.space(problem, TARGET).legal() for problem in (long, short))
+    assert not of_long.persistent.any()
+    assert of_short.persistent.any()
+    assert (steps.imbalance(short, of_short.take(of_short.persistent), TARGET.cores) < 1.1).all()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(1, 8192, 8192, 16, 16, 128), Problem(1, 8192, 8192, 16, 16, 128, causal=True), *LARGE],
+    ids=str,
+)
+def test_a_search_covers_the_space(problem):
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    assert 1 <= len(points) <= 128
+
+
 def test_a_user_s_defaults_for_types_do_not_reach_into_the_kernel():
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
@@ -104,6 +143,18 @@ CASES = {  # name: problem, schedule, cores, lengths
         Problem(1, 250, 90, 2, 1, 64, causal=True, return_lse=True),
         dataclasses.replace(PERSISTENT, consumers=3, block_kv=32, order="snake"),
         2,
+        (),
+    ),
+    "three consumers, as measured with head size 64": (
+        Problem(1, 384, 512, 1, 1, 64),
+        dataclasses.replace(SCHEDULE, consumers=3, block_kv=128),
+        2,
+        (),
+    ),
+    "all heads dealt back and forth": (
+        Problem(2, 320, 320, 2, 1, 64, causal=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, consumers=2, ping_pong=True, order="snake", section=4),
+        3,
         (),
     ),
     "ragged, causal, more keys than queries": (

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from search_spaces.flash_attention.hopper import steps
 from search_spaces.flash_attention.hopper.space import accumulator_registers
 from search_spaces.flash_attention.hopper.tiling import REGISTERS, Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem
@@ -21,15 +22,20 @@ OTHER_REGISTERS = 33
 # 64).
 OPERATIONS_PER_KEY = 3.5
 OPERATIONS_PER_ROW = 40
+# What waits in a step, for products, for rows' maxima and for other lanes, is not hidden by further stages: times of an
+# H200 are those of a pipeline of two, whatever the blocks.
+STAGES = 2
 # Exponentials of a row at each step beside one for each key: of the rescaling, by each of the lanes that share it.
 EXPONENTIALS_PER_ROW = 2
 
 
-def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
-    """A block is a tile of queries, a step one block of keys; sequences count with their full length."""
+def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
+    """A block is a tile of queries, a step one block of keys; sequences count with their full length.
+
+    The longest tile is that of those that start last, on so many cores: longer ones before it are made up for.
+    """
     t = Tiling(p, s)
     size, rows = t.itemsize, t.rows
-    steps, shortest, longest = _steps(p, s)
     keys = np.minimum(s.block_kv, p.kv_len)
     consumer, producer = (np.array([REGISTERS[n][i] for n in (1, 2, 3)])[s.consumers - 1] for i in (0, 1))
     # Of a tile's rows, those that there are.
@@ -72,11 +78,11 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
             bytes_written=queries * out_bytes,
         ),
         onchip_bytes=_onchip_bytes(p, s),
-        steps=steps,
-        step_range=(shortest, longest),
-        minor=np.where(sections, 1, 2),
-        group=np.where(sections, np.minimum(s.section, p.group), t.q_tiles),
-        stages=s.stages,
+        steps=steps.mean(p, s),
+        step_range=(steps.shortest(p, s), steps.longest_of_last(p, s, cores)),
+        minor=np.where(sections, np.where(s.section > p.group, 0, 1), 2),
+        group=np.where(sections, np.where(s.section > p.group, s.section // p.group, s.section), t.q_tiles),
+        stages=np.minimum(s.stages, STAGES),
         consumers=s.consumers,
         ping_pong=s.ping_pong,
         delay_release=1,
@@ -103,17 +109,3 @@ def _onchip_bytes(p: FlashAttentionProblem, s: Columns) -> Any:
     )
     aligned: Any = sum(round_up(array, SMEM_ALIGNMENT) for array in arrays)
     return aligned + BARRIER_BYTES * (s.consumers + 4 * s.stages)
-
-
-def _steps(p: FlashAttentionProblem, s: Columns) -> tuple[Any, Any, Any]:
-    """Blocks of keys that a tile takes: the mean, the fewest and the most; see `TileOrder`."""
-    mean, least, most = (np.zeros(len(s)) for _ in range(3))
-    rows = np.asarray(Tiling(p, s).rows)
-    for tile, block in {*zip(rows.tolist(), s.block_kv.tolist(), strict=True)}:
-        row = np.arange(0, p.q_len, tile)
-        keys = np.full_like(row, p.kv_len) if p.right is None else np.minimum(row + tile + p.right, p.kv_len)
-        last = np.maximum(-(-keys // block) - 1, 0)
-        first = 0 if p.left is None else np.clip(np.maximum(row - p.left, 0) // block, 0, last)
-        steps, which = last - first + 1, (rows == tile) & (s.block_kv == block)
-        mean[which], least[which], most[which] = steps.mean(), steps.min(), steps.max()
-    return mean, least, most

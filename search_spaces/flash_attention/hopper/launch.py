@@ -35,6 +35,7 @@ HEAD_DIM_STEP = 16
 class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedule]):
     backend = "mosaic_gpu"
     version = 1
+    verified_on = frozenset({"sm_90"})  # values of searches on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         p = problem
@@ -55,7 +56,7 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
         return space(problem, target.cores)
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules)
+        return footprint(problem, schedules, target.cores)
 
     def run(
         self,

@@ -6,17 +6,32 @@ from typing import Any
 
 import numpy as np
 
+from search_spaces.flash_attention.hopper import steps
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
 from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.space import Space
 
-BLOCKS = (128, 64, 176, 80, 160, 112, 96, 144, 192, 48)
+BLOCKS = (128, 176, 160, 144, 112, 192, 96, 80, 64, 48)
 # Registers of a thread for logits, probabilities in float32 and 16 bits, and the result: with more, ptxas spills or
-# serializes products (found by compiling head sizes from 64 to 256 with blocks from 48 to 256; ptxas 13.0).
-MOST_REGISTERS = {1: 208, 2: 208, 3: 132}
-MOST_SECTION = 32
+# serializes products (found by compiling head sizes from 64 to 256 with blocks from 48 to 256; ptxas 13.0), or is
+# about to.
+MOST_REGISTERS = {1: 200, 2: 200, 3: 132}
+# Columns of the result up to which three consumers have registers for blocks as large as two have.
+MOST_VALUES_OF_THREE = 64
+# Steps of a tile: with more, hiding a tile's start and end gains persistent CTAs no more than their code costs. With
+# fewer than the other number it costs little (H200, head size 128: 0.055 us a step against 1.6 us a tile).
+MOST_STEPS_PERSISTENT, LEAST_STEPS_ALONE = 24, 8
+# Of the busiest CTA, over the mean: what one that takes tiles as they come need not wait for.
+MOST_IMBALANCE = 1.05
+# Heads whose tiles are dealt out together: few, so that their keys and values stay in the last-level cache, but enough
+# for the tiles that start last to be short.
+SECTIONS = (1, 2, 3, 4, 8)
+# Keys of a block whose step takes longer than a load from device memory (H200: 1.5 us against 0.7 us).
+LARGE_BLOCK = 128
+# Columns of a result up to which persistent CTAs have room to stage it whole.
+EPI_WHOLE = 128
 
 
 def accumulator_registers(p: FlashAttentionProblem, s: Any) -> Any:
@@ -25,45 +40,87 @@ def accumulator_registers(p: FlashAttentionProblem, s: Any) -> Any:
 
 
 def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]:
-    """The schedules for `p` on a chip of so many cores: some hundreds."""
+    """The schedules for `p` on a chip of so many cores: some dozens, of those that H200 sweeps have not ruled out."""
     blocks = tuple(size for size in BLOCKS if size == min(BLOCKS) or size < 2 * p.kv_len)
     heads = p.batch * p.heads
-    sections = tuple(n for n in (1, 2, 4, 8, 16, MOST_SECTION) if heads % n == 0)
+    sections = tuple(dict.fromkeys((*[n for n in SECTIONS if heads % n == 0][-2:], 1, heads)))
 
     def tiles(s: Any) -> Any:
         return Tiling(p, s).tiles
 
-    def staged(s: Any) -> Any:
-        return np.logical_not(Tiling(p, s).out_in_q)
+    def registers(s: Any) -> Any:
+        return np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
+
+    def least_block(s: Any) -> Any:
+        """Half of the largest that registers hold, or shared memory if keys are wider; in a window, what that takes."""
+        least = (registers(s) - max(p.head_dim, p.value_dim) // 2) * 4 // 3 // 2
+        return least if p.left is None else np.minimum(least, p.left)
+
+    def seen(s: Any) -> Any:
+        """Keys that the queries of a tile see together."""
+        return np.inf if p.left is None or p.right is None else Tiling(p, s).rows + p.left + p.right
 
     return Space(
         FlashAttentionSchedule,
         choices={
             "consumers": (2, 3, 1),
             "block_kv": blocks,
-            "stages": (2, 3, 4),
+            "stages": (2, 3),
             "ping_pong": (True, False),
             "persistent": (True, False),
-            "order": ("snake", "longest_first", "plain") if p.causal else ("plain",),
+            "order": ("longest_first", "snake", "plain") if p.causal else ("plain",),
             "section": sections if p.causal else (1,),
             "epi_tile_n": tuple(dict.fromkeys((p.value_dim, *((64,) if p.value_dim % 64 == 0 else ())))),
         },
         rules={
             "logits, probabilities and the result fit a consumer's registers": lambda s: (
-                accumulator_registers(p, s) <= np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
+                accumulator_registers(p, s) <= registers(s)
             ),
             "tiles have queries for each consumer": lambda s: (s.consumers - 1) * WGMMA_ROWS < p.q_len,
+            "one consumer has nobody to multiply while it waits": lambda s: (s.consumers > 1) | (p.q_len <= WGMMA_ROWS),
+            "three consumers have registers for small results only": lambda s: (
+                (s.consumers < 3) | (p.value_dim <= MOST_VALUES_OF_THREE)
+            ),
+            "a step costs 0.3 us beside its products, so small blocks lose": lambda s: (
+                (s.block_kv >= least_block(s)) | (2 * s.block_kv > p.kv_len)
+            ),
+            "blocks that are wider than a tile's window are masked": lambda s: (
+                (s.block_kv <= seen(s)) | (s.block_kv == min(blocks))
+            ),
             "turns are for several consumers": lambda s: np.logical_not(s.ping_pong) | (s.consumers > 1),
             "more stages than blocks of keys stay empty": lambda s: (
                 (s.stages == 2) | (s.stages <= Tiling(p, s).kv_blocks) | (s.persistent & (tiles(s) > cores))
             ),
+            "steps of large blocks take longer than loads, which a third stage would wait for": lambda s: (
+                (s.stages == 2) | (s.block_kv < LARGE_BLOCK)
+            ),
             "persistent CTAs compute several tiles": lambda s: np.logical_not(s.persistent) | (tiles(s) > cores),
+            "the steps of persistent CTAs take longer, which a short tile alone repays": lambda s: (
+                np.logical_not(s.persistent) | (steps.mean(p, s) <= MOST_STEPS_PERSISTENT)
+            ),
+            "the start and the end of a short tile are to be hidden": lambda s: (
+                s.persistent
+                | (steps.mean(p, s) > LEAST_STEPS_ALONE)
+                | (tiles(s) <= cores)
+                | (s.order == "longest_first")
+            ),
             "where all tiles run at once, one order is enough": lambda s: (s.order == "plain") | (tiles(s) > cores),
             "tiles of causal attention in their order leave the longest to the end": lambda s: (
                 (s.order != "plain") | (not p.causal) | (p.window_left >= 0) | (tiles(s) <= cores)
             ),
-            "dealing back and forth is for persistent CTAs": lambda s: (s.order != "snake") | s.persistent,
+            "dealing back and forth is for persistent CTAs, which cannot do without": lambda s: (
+                (s.order == "plain") | ((s.order == "snake") == s.persistent)
+            ),
             "sections are for orders that have them": lambda s: (s.order != "plain") | (s.section == 1),
-            "a result that takes the place of q is staged whole": lambda s: staged(s) | (s.epi_tile_n == p.value_dim),
+            "tiles are dealt by heads, or those of all heads by length": lambda s: (
+                (s.order != "snake") | (s.section == 1) | (s.section == heads)
+            ),
+            "sections of all heads are for dealing": lambda s: (s.order == "snake") | (s.section <= max(SECTIONS)),
+            "dealt tiles are about as much work for each CTA": lambda s: (
+                (s.order != "snake") | (steps.imbalance(p, s, cores) <= MOST_IMBALANCE)
+            ),
+            "a result that is staged in parts is waited for": lambda s: (
+                (s.epi_tile_n == p.value_dim) | (s.persistent & (p.value_dim > EPI_WHOLE))
+            ),
         },
     )
