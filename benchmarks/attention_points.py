@@ -71,7 +71,8 @@ def _backward() -> Iterator[Point]:
         yield point("square", length, head_dim, causal)
     for causal in (False, True):
         yield point("square", 16384, 128, causal)
-        yield point("square", 2048, 256, causal)
+        for length in (8192, 2048):
+            yield point("square", length, 256, causal)
     yield point("grouped", 4096, 128, True, kv_heads=2)
 
 

@@ -21,7 +21,7 @@ H200 = hardware.find("NVIDIA H200")
 
 def test_points_are_apart_and_cudnn_is_asked_for_all_of_them():
     suite = points()
-    assert len({(point.backward, point.problem) for point in suite}) == len(suite) == 71
+    assert len({(point.backward, point.problem) for point in suite}) == len(suite) == 73
     assert {point.kind for point in suite} == {"square", "grouped", "ragged", "window", "decode", "float16"}
     for point in suite:
         assert benchmark.timed_by(point).kernel("cudnn").supports(point.problem, H200.target) is None
