@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +13,10 @@ from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 
 # As FlashAttention-3's figures have it (arXiv:2407.08608, section 4.1): 16k tokens, and 2048 columns of all heads.
 TOKENS, WIDTH = 16384, 2048
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+# A run that is cut off has long and short sequences.
+LENGTHS = (8192, 512, 2048, 16384, 1024, 4096)
 # Sequences and their keys, of which each sequence's one query sees all.
-DECODED = (
-    *((1, 1024 * n) for n in (1, 8, 32, 128)),
-    *((4, 1024 * n) for n in (8, 128)),
-    *((16, 1024 * n) for n in (4, 32)),
-    (32, 4096),
-    *((64, 1024 * n) for n in (1, 16)),
-)
+DECODED = ((1, 65536), (32, 4096), (1, 8192), (64, 16384), (4, 131072), (1, 1024), (16, 32768), (64, 1024))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,36 +44,47 @@ def _fields(length: int, head_dim: int, causal: bool, **others: Any) -> dict[str
     return shape | {"head_dim": head_dim, "causal": causal} | others
 
 
-def _trained() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What has a forward and a backward pass."""
-    for head_dim in (64, 128, 256):
-        for causal in (False, True):
-            for length in LENGTHS:
-                yield "square", _fields(length, head_dim, causal)
+def _forward() -> Iterator[Point]:
+    def point(kind: str, length: int, head_dim: int, causal: bool, **others: Any) -> Point:
+        return Point(kind, FlashAttentionProblem(**_fields(length, head_dim, causal, **others)))
+
+    for head_dim, causal, length in itertools.product((64, 128, 256), (False, True), LENGTHS):
+        yield point("square", length, head_dim, causal)
     for causal in (False, True):
-        for length in (1024, 4096, 16384):
-            yield "grouped", _fields(length, 128, causal, kv_heads=2)
-        for length in (4000, 3001):
-            yield "ragged", _fields(length, 128, causal)
-    for length in (4096, 16384):
-        yield "window", _fields(length, 128, True, window_left=1024)
+        yield point("grouped", 4096, 128, causal, kv_heads=2)
+        yield point("float16", 4096, 128, causal, dtype="float16")
+    for length, causal in ((4000, False), (3001, True), (4000, True)):
+        yield point("ragged", length, 128, causal)
+    for length in (16384, 4096):
+        yield point("window", length, 128, True, window_left=1024)
+    shape = {"q_len": 1, "heads": 32, "kv_heads": 4, "head_dim": 128}
+    decoded = [FlashAttentionProblem(batch=batch, kv_len=kv_len, **shape) for batch, kv_len in DECODED]
+    for problem in (*decoded, dataclasses.replace(decoded[3], kv_lengths=True)):
+        yield Point("decode", problem)
+
+
+def _backward() -> Iterator[Point]:
+    def point(kind: str, length: int, head_dim: int, causal: bool, **others: Any) -> Point:
+        return Point(kind, FlashAttentionBackwardProblem(**_fields(length, head_dim, causal, **others)))
+
+    for head_dim, causal, length in itertools.product((64, 128), (False, True), LENGTHS[:3]):
+        yield point("square", length, head_dim, causal)
+    for causal in (False, True):
+        yield point("square", 16384, 128, causal)
+        for length in (8192, 2048):
+            yield point("square", length, 256, causal)
+    yield point("grouped", 4096, 128, True, kv_heads=2)
 
 
 def points() -> tuple[Point, ...]:
-    """The suite."""
-    both = [(kind, fields) for kind, fields in _trained()]
-    shape = {"q_len": 1, "heads": 32, "kv_heads": 4, "head_dim": 128}
-    decoded = [FlashAttentionProblem(batch=batch, kv_len=kv_len, **shape) for batch, kv_len in DECODED]
-    narrow = [
-        _fields(4096, head_dim, causal, dtype="float16") for head_dim in (64, 128, 256) for causal in (False, True)
-    ]
-    return (
-        *(Point(kind, FlashAttentionProblem(**fields)) for kind, fields in both),
-        *(Point("float16", FlashAttentionProblem(**fields)) for fields in narrow),
-        *(Point("decode", problem) for problem in decoded),
-        Point("decode", dataclasses.replace(decoded[-1], kv_lengths=True)),
-        *(Point(kind, FlashAttentionBackwardProblem(**fields)) for kind, fields in both),
-    )
+    """The suite, one point of each sort after the other, so that those of a run that is cut off are of all sorts."""
+    sorts: dict[Any, list[Point]] = {}
+    for point in (*_forward(), *_backward()):
+        sort = point.backward, point.kind, point.kind == "square" and (point.problem.head_dim, point.problem.causal)
+        sorts.setdefault(sort, []).append(point)
+    turns = itertools.zip_longest(*sorts.values())
+    # Each turn starts with another sort: those who share the points, every second for two, get all sorts.
+    return tuple(point for n, turn in enumerate(turns) for point in (*turn[n:], *turn[:n]) if point is not None)
 
 
 # Where the interpreter rehearses: a run of seconds whose times say nothing about the kernels.

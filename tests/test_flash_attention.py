@@ -373,6 +373,38 @@ def test_cudnn_is_asked_for_what_it_is_known_to_do_and_lowers_without_a_device(p
     assert "on NVIDIA GPUs" in kernel.supports(problem, CPU)
 
 
+@pytest.mark.parametrize(
+    ("problem", "fields", "seen"),
+    [
+        (LARGE, {}, True),
+        (LARGE, {"causal": True}, True),
+        (LARGE, {"causal": True, "window_left": 100}, False),
+        (LARGE, {"kv_lengths": True}, False),
+        (BACKWARD, {"causal": True}, True),
+        (BACKWARD, {"causal": True, "window_left": 100}, False),
+    ],
+    ids=str,
+)
+def test_cudnn_answers_unmeasured_what_was_seen_right_on_a_device(problem, fields, seen):
+    operation = FLASH_ATTENTION if isinstance(problem, FlashAttentionProblem) else FLASH_ATTENTION_BACKWARD
+    kernel, problem = operation.kernel("cudnn"), dataclasses.replace(problem, **fields)
+    assert kernel.supports(problem, H200) is None
+    points = kernel.space(problem, H200).points()
+    assert kernel.verified(problem, points, H200) is seen
+    assert kernel.verified(problem, points, dataclasses.replace(H200, architecture="sm_80")) is False
+
+
+def test_gradients_of_the_same_bits_are_by_kernels_that_promise_them():
+    posed = dataclasses.replace(BACKWARD, deterministic=True)
+    assert FLASH_ATTENTION_BACKWARD.library.supports(posed, H200) is None
+    assert FLASH_ATTENTION_BACKWARD.kernel("cudnn").supports(posed, H200) is not None
+    kernel = FLASH_ATTENTION_BACKWARD.kernel("mosaic_gpu")
+    if kernel.supports(posed, H200) is None:  # then by schedules that add up in one order
+        kept, _ = kernel.space(posed, H200).legal()
+        assert len(kept)
+        assert not {"reduce_add"} & set(kept.dq.tolist())
+
+
 def test_the_model_knows_that_xla_writes_its_logits():
     from scheduler.model.cost import CostModel
     from scheduler.model.pruning import prune

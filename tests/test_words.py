@@ -50,7 +50,7 @@ def test_pallas_is_all_but_the_library_among_other_names_too(backends):
     a = jnp.ones((4, 4))
     assert (tuned_matmul(a, a, backends=backends) == 4).all()
     record = scheduler.tune("matmul", SMALL, budget=2, backends=backends)
-    assert {entry.backend for entry in record.entries} == {"xla", "interpret"}
+    assert {entry.backend for entry in record.entries} == {"xla", "interpret"}, record
 
 
 def test_wrong_arguments_are_answered_with_what_is_wanted():

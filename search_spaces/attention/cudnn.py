@@ -67,6 +67,11 @@ def _generation(target: Target) -> int:
     return int(digits or 0)
 
 
+def checked(p: AttentionProblem) -> bool:
+    """Whether its values have been compared on a device: of sequences of full length, causal or not, grouped heads."""
+    return p.left is None and not (p.q_lengths or p.kv_lengths)
+
+
 def window(p: AttentionProblem) -> int | None:
     """Keys that a query sees, its own among them, as cuDNN counts; None is all up to its own."""
     return None if p.left is None else p.left + 1

@@ -23,6 +23,7 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
     backend = "cudnn"
     version = 1
     vendor = True
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return cudnn.refusal(problem, target)
@@ -32,6 +33,9 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
         return cudnn.footprint(problem, schedules, target, products=2)
+
+    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> bool:
+        return target.architecture in self.verified_on and cudnn.checked(problem)
 
     def run(
         self,

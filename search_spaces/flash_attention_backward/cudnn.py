@@ -22,6 +22,7 @@ class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSch
     backend = "cudnn"
     version = 1
     vendor = True
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem
@@ -38,6 +39,9 @@ class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSch
 
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
         return cudnn.footprint(problem, schedules, target, products=5)
+
+    def verified(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> bool:
+        return target.architecture in self.verified_on and cudnn.checked(problem)
 
     def run(
         self,
