@@ -60,9 +60,7 @@ def test_gradients_agree_with_the_reference(problem, schedule):
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 192), (192, 128)])
 def test_onchip_bytes_are_what_lowering_asks_for(head_dims):
     head_dim, head_dim_v = head_dims
-    problem = posed(
-        q_len=1024, kv_len=1024, heads=4, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v, causal=True
-    )
+    problem = posed(q_len=1024, kv_len=1024, heads=4, kv_heads=2, head_dim=head_dim, head_dim_v=head_dim_v, causal=True)
     points, _ = KERNEL.space(problem, H200.target).legal()
     points = points.take(points.section == 1)
     assert len(points)

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.hopper.footprint import footprint
-from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, kernel, scratch
+from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, Cta, kernel, scratch
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
 from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
 from search_spaces.flash_attention_backward.hopper.space import space
+from search_spaces.flash_attention_backward.hopper.wide_footprint import of_wide
 from search_spaces.flash_attention_backward.hopper.wide_kernel import WideCta, wide_scratch
 from search_spaces.flash_attention_backward.hopper.wide_plan import WidePlan, is_wide, plan_of, refusal
+from search_spaces.flash_attention_backward.hopper.wide_space import wide_space
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX
@@ -53,10 +55,11 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         return None
 
     def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[FlashAttentionBackwardSchedule]:
-        return space(problem, target.cores)
+        return (wide_space if is_wide(problem) else space)(problem, target.cores)
 
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules)
+        found = footprint(problem, schedules)
+        return of_wide(problem, schedules, found) if is_wide(problem) else found
 
     def run(
         self,
@@ -95,13 +98,13 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
 
 def _launch(plan: Plan, scale: float, softcap: float, k: Any, v: Any) -> Any:
     s, heads = plan.schedule, plan.problem.batch * plan.problem.kv_heads
-    wide = isinstance(plan, WidePlan)
+    of, shared = (WideCta, wide_scratch(plan)) if isinstance(plan, WidePlan) else (Cta, scratch(plan))
     if heads % s.section:
         raise ValueError(f"{heads} heads of keys are no multiple of section={s.section}")
     return plgpu.kernel(
-        kernel(plan, scale=scale, softcap=softcap, of=WideCta if wide else None),
+        kernel(plan, scale=scale, softcap=softcap, of=of),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-        scratch_types=(wide_scratch(plan) if wide else scratch(plan),),
+        scratch_types=(shared,),
         grid=(heads // s.section, plan.kv_blocks, s.section),
         grid_names=("section", "kv_block", "head"),
         num_threads=CONSUMERS + 1,

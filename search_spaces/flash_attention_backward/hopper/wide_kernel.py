@@ -33,8 +33,8 @@ def wide_scratch(plan: WidePlan) -> dict[str, Any]:
     k, v, ds = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle, plan.ds_swizzle))
     pairs = (s.ds_stages, BLOCK_KV, s.block_q)
     found = {
-        "k": plgpu.SMEM((BLOCK_KV, p.head_dim), dtype, transforms=k),
-        "v": plgpu.SMEM((BLOCK_KV, p.value_dim), dtype, transforms=v),
+        "k": plgpu.SMEM((1, BLOCK_KV, p.head_dim), dtype, transforms=k),
+        "v": plgpu.SMEM((1, BLOCK_KV, p.value_dim), dtype, transforms=v),
         "q": plgpu.SMEM((s.q_stages, s.block_q, p.head_dim), dtype, transforms=k),
         "d_out": plgpu.SMEM((s.do_stages, s.block_q, p.value_dim), dtype, transforms=v),
         "lse": plgpu.SMEM((s.q_stages, plan.statistics_width), jnp.float32),
@@ -64,7 +64,7 @@ class WideCta(Cta):
         plan, smem = self.plan, self.smem
         for operand in ("k", "v"):  # Each copies half of the rows.
             plgpu.copy_gmem_to_smem(
-                self.gmem[operand].at[self._keys(wg)], smem[operand].at[self._rows(wg)], smem["kv_full"]
+                self.gmem[operand].at[self._keys(wg)], smem[operand].at[0, self._rows(wg)], smem["kv_full"]
             )
         plgpu.barrier_wait(smem["kv_full"])
 
@@ -80,10 +80,10 @@ class WideCta(Cta):
         self._meet()  # Nobody reads k and v any more.
         for operand, gradient in (("k", dk * self.scale), ("v", dv)):
             columns = gradient.shape[1]
-            smem[operand][:, pl.ds(wg * columns, columns)] = gradient.astype(plan.problem.dtype)
+            smem[operand][0, :, pl.ds(wg * columns, columns)] = gradient.astype(plan.problem.dtype)
         self._meet()
         for operand in ("k", "v"):
-            plgpu.copy_smem_to_gmem(smem[operand].at[self._rows(wg)], self.gmem[f"d{operand}"].at[self._keys(wg)])
+            plgpu.copy_smem_to_gmem(smem[operand].at[0, self._rows(wg)], self.gmem[f"d{operand}"].at[self._keys(wg)])
         plgpu.wait_smem_to_gmem(0)
 
     def _rows(self, wg: Any) -> Any:
@@ -157,11 +157,15 @@ class WideCta(Cta):
         smem["ds"][ds_stage, :, queries] = ds.astype(plan.problem.dtype)
         self._meet()
 
+    def _all(self, operand: str, own: Any) -> Any:
+        """All rows of k or v, by an index that is 0 without LLVM's knowing: see `products.own_index`."""
+        return self.smem[operand].at[lax.div(own, jnp.int32(CONSUMERS))]
+
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
         queries = self.plan.own_queries
         return products.start(
             None,
-            self.smem[left],
+            self._all(left, own),
             self.smem[right].at[stage, pl.ds(own * queries, queries)],
             columns=queries,
             transforms=(self._transforms(left),) * 2,
@@ -189,7 +193,7 @@ class WideCta(Cta):
         return products.start(
             None,
             self.smem["ds"].at[stage],
-            self.smem["k"].at[:, self._dq_columns(own, part)],
+            self._all("k", own).at[:, self._dq_columns(own, part)],
             columns=self.plan.dq_columns,
             transforms=(self._transforms("ds"), self._transforms("k")),
             transpose_a=True,

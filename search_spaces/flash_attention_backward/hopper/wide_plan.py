@@ -51,7 +51,7 @@ class WidePlan(Plan):
     @property
     def own_queries(self) -> int:
         """Of a step, those whose S and dP a consumer computes."""
-        return int(self.schedule.block_q) // CONSUMERS
+        return BLOCK_Q // CONSUMERS
 
     @property
     def own_columns(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class WidePlan(Plan):
     @property
     def ds_swizzle(self) -> int:
         """Bytes of a swizzled row of P^T and dS^T, of which a consumer writes whole ones."""
-        return int(np.gcd(BLOCK_Q // CONSUMERS * self.itemsize, 128))
+        return int(np.gcd(self.own_queries * self.itemsize, 128))
 
     @property
     def onchip_bytes(self) -> Any:
