@@ -15,7 +15,8 @@ from search_spaces.space import Columns
 def of_wide(p: FlashAttentionBackwardProblem, s: Columns, found: Footprint) -> Footprint:
     """`found` of the same arithmetic and traffic, with the registers and on-chip reads of wide heads.
 
-    Both consumers read all rows of k and v, and P^T and dS^T whole, the latter once for each part of dq.
+    Both consumers read all rows of k and v, and P^T and dS^T whole, the latter once for each part of dq. With one
+    stage, too, d_out is loaded while others multiply: what arrives ahead of its use is the mean of both rings.
     """
     plan, pairs = WidePlan(p, s), BLOCK_KV * BLOCK_Q
     own_h, own_hv = plan.own_columns
@@ -25,5 +26,6 @@ def of_wide(p: FlashAttentionBackwardProblem, s: Columns, found: Footprint) -> F
     return dataclasses.replace(
         found,
         step=dataclasses.replace(found.step, onchip_bytes_read=CONSUMERS * (logits + gradients) * plan.itemsize),
+        stages=(s.q_stages + s.do_stages) / 2,
         registers=(own_h + own_hv + plan.dq_columns) // 2 + plan.own_queries + OTHER_REGISTERS,
     )

@@ -5,7 +5,8 @@ each of two consumers computes half of the columns of dk, dv and dq. Of S^T = k 
 all columns, each computes half of the queries; P^T and dS^T meet in SMEM, in 16 bits. dq, too, is added up by TMA.
 
 **Order of a step**: dv and a part of dq start; d_out, free when dv is there, is loaded again while the others multiply.
-S^T of the next step starts ahead of the last part of dq and of dk, so that its exponentials run beside these.
+With `overlap` S^T of the next step starts ahead of the last part of dq and of dk, so that its exponentials run beside
+these; without, behind them, when its q has had more time to arrive, and the exponentials run beside dP^T.
 """
 
 from __future__ import annotations
@@ -116,30 +117,23 @@ class WideCta(Cta):
         if overlap and parts > 1:
             p_and_slope = self._probabilities(own, step + 1, products.wait(2, s))
             products.end_basic_block(own)
-            dq = products.wait(1, dq)
-        elif overlap:
-            dq = products.wait(2, dq)
-        else:
-            dq = products.wait(1, dq)
+        dq = products.wait(2 if overlap and parts == 1 else 1, dq)
         self._store_dq_part(own, step, parts - 1, dq)
         if last:
             dk, dv = products.wait(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             return dk, dv
-        if overlap and parts == 1:
-            p_and_slope = self._probabilities(own, step + 1, products.wait(1, s))
-            products.end_basic_block(own)
         if not overlap:
-            dk, dv = products.wait(0, dk, dv)
-            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             s = self._start_s(own, step + 1)
+        elif parts == 1:
+            p_and_slope = self._probabilities(own, step + 1, products.wait(1, s))
+            products.end_basic_block(own)
         dp = self._start_dp(own, step + 1)
+        products.wait(1 if overlap else 2)  # for dk
+        plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
         if not overlap:
             p_and_slope = self._probabilities(own, step + 1, products.wait(1, s))
             products.end_basic_block(own)
-        else:
-            products.wait(1)
-            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
         dk, dv, dp = products.wait(0, dk, dv, dp)
         return dk, dv, *p_and_slope, dp
 
