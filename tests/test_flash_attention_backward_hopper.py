@@ -11,6 +11,7 @@ from search_spaces.flash_attention_backward.hopper import (
     FlashAttentionBackwardSchedule,
     MosaicGpuFlashAttentionBackward,
 )
+from search_spaces.flash_attention_backward.hopper.plan import DqPlan, Plan
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.space import Columns
@@ -18,6 +19,7 @@ from search_spaces.space import Columns
 KERNEL = MosaicGpuFlashAttentionBackward()
 SCHEDULE = FlashAttentionBackwardSchedule(64, 2, 2, 2, True, 1)
 PROBLEM = FlashAttentionBackwardProblem(batch=1, q_len=128, kv_len=128, heads=1, kv_heads=1, head_dim=64)
+SEPARATE = {"dq": "separate", "ds_stages": 1}
 PLAIN = dataclasses.replace(SCHEDULE, overlap=False)
 
 needs_new_ref = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="the kernel needs JAX 0.11")
@@ -47,8 +49,33 @@ def posed(**fields):
             dataclasses.replace(SCHEDULE, do_stages=1),
         ),
         (posed(q_len=40, kv_len=300, causal=True), SCHEDULE),
+        (posed(q_len=256, kv_len=300, heads=2, kv_heads=1), dataclasses.replace(PLAIN, rotate=True)),
+        (posed(deterministic=True, head_dim=128), dataclasses.replace(SCHEDULE, **SEPARATE)),
+        (
+            posed(deterministic=True, q_len=200, kv_len=330, causal=True, heads=2, kv_heads=1),
+            dataclasses.replace(PLAIN, **SEPARATE),
+        ),
+        (
+            posed(batch=2, window_left=30, window_right=50, kv_lengths=True, q_len=200, kv_len=260, softcap=True),
+            dataclasses.replace(PLAIN, **SEPARATE),
+        ),
     ],
-    ids=["plain", "ragged", "short", "grouped", "window", "lengths", "softcap", "rows", "values", "few_queries"],
+    ids=[
+        "plain",
+        "ragged",
+        "short",
+        "grouped",
+        "window",
+        "lengths",
+        "softcap",
+        "rows",
+        "values",
+        "few_queries",
+        "rotated",
+        "separate",
+        "separate_causal",
+        "separate_window",
+    ],
 )
 def test_gradients_agree_with_the_reference(problem, schedule):
     assert KERNEL.supports(problem, H200.target) is None
@@ -82,5 +109,27 @@ def test_footprints_count_what_is_multiplied():
     np.testing.assert_allclose(multiplied, problem.flops)
 
 
-def test_what_differs_from_run_to_run_is_refused_where_the_problem_wants_the_same_bits():
-    assert "order" in (KERNEL.supports(posed(deterministic=True), H200.target) or "order" * (not HAS_GPU_INTERPRETER))
+def test_the_same_bits_are_wanted_of_sums_in_one_order():
+    for wanted, dq in ((False, "reduce_add"), (True, "separate")):
+        points, _ = KERNEL.space(posed(deterministic=wanted, q_len=1024, kv_len=1024), H200.target).legal()
+        assert set(points.dq) == {dq}
+
+
+def test_spaces_are_small_and_begin_with_the_best_measured_section():
+    long = {"batch": 2, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16, "head_dim": 128}
+    for fields in ({}, {"causal": True}, {"deterministic": True}, {"head_dim": 64}):
+        space = KERNEL.space(posed(**long | fields), H200.target)
+        points, _ = space.legal()
+        assert 4 <= len(points) <= 40
+        assert next(iter(space.schedules(points))).section == (4 if "causal" in fields else 1)
+
+
+@needs_new_ref
+def test_a_kernel_of_its_own_for_dq_asks_for_the_onchip_bytes_of_its_plan():
+    problem = posed(q_len=256, kv_len=256, deterministic=True)
+    for head_dim in (64, 96, 128):
+        problem = dataclasses.replace(problem, head_dim=head_dim)
+        schedule = dataclasses.replace(SCHEDULE, **SEPARATE)
+        check_onchip_bytes(KERNEL, problem, schedule, DqPlan(problem).onchip_bytes)
+        found = KERNEL.footprint(problem, Columns.of([schedule]), H200.target)
+        assert found.onchip_bytes == max(DqPlan(problem).onchip_bytes, Plan(problem, schedule).onchip_bytes)

@@ -31,6 +31,7 @@ class Blocks:
       masked, plain: blocks of one head that mask, and that do not.
       first_key: of the block.
       keys: of the sequence.
+      rotation: steps by which the first one comes later than without rotation.
     """
 
     plan: Plan
@@ -39,9 +40,18 @@ class Blocks:
     plain: Any
     first_key: Any
     keys: Any
+    rotation: Any = None
 
     @classmethod
     def of(cls, plan: Plan, kv_block: Any, keys: Any) -> Blocks:
+        blocks = cls._in_order(plan, kv_block, keys)
+        if not plan.schedule.rotate:
+            return blocks
+        steps = blocks.end - blocks.start
+        return dataclasses.replace(blocks, rotation=lax.div(kv_block * steps, jnp.int32(plan.kv_blocks)))
+
+    @classmethod
+    def _in_order(cls, plan: Plan, kv_block: Any, keys: Any) -> Blocks:
         p, block_q = plan.problem, plan.schedule.block_q
         q_blocks = jnp.int32(plan.q_blocks)
         first_key = kv_block * plan.block_kv
@@ -78,6 +88,9 @@ class Blocks:
     def at(self, step: Any) -> tuple[Any, Any]:
         """The number of the head in its group, and the first query."""
         block_q = self.plan.schedule.block_q
+        if self.rotation is not None:  # Of steps that all mask, or none does.
+            step = step + self.rotation
+            step = jnp.where(step < self.end, step, step - (self.end - self.start))
         if self.plan.problem.group == 1:
             return jnp.int32(0), step * block_q
         in_masked = step < self.end_of_masked
@@ -92,11 +105,12 @@ class Blocks:
         key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_key
         if p.kv_lengths or p.kv_len % self.plan.block_kv:
             key = jnp.where(key < self.keys, key, MAX_INDEX)
-        keys = lax.broadcast_in_dim(key, shape, [0])
-        if p.right is None and p.left is None:
-            return keys < MAX_INDEX
-        query = plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=layout.reduce(0)) + first_query
-        seen = keys < MAX_INDEX if p.right is None else keys <= lax.broadcast_in_dim(query + p.right, shape, [1])
+        # What is compared is shifted by row: a thread has 2 of them, and 16 columns.
+        query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        if p.right is None:
+            seen = lax.broadcast_in_dim(key, shape, [0]) < MAX_INDEX
+        else:
+            seen = lax.broadcast_in_dim(key - (first_query + p.right), shape, [0]) <= query
         if p.left is not None:
-            seen &= keys >= lax.broadcast_in_dim(query - p.left, shape, [1])
+            seen &= lax.broadcast_in_dim(key - (first_query - p.left), shape, [0]) >= query
         return seen

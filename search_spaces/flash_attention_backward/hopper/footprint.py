@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
 from search_spaces.flash_attention_backward.hopper.wide_plan import plan_of
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint, Operand, Phase
@@ -34,7 +34,11 @@ def steps(p: FlashAttentionBackwardProblem, block_q: int, block_kv: int) -> Any:
 
 
 def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
-    """A tile is a block of keys of one head; a step is a block of queries of one head of its group."""
+    """A tile is a block of keys of one head; a step is a block of queries of one head of its group.
+
+    A kernel of its own for dq counts as part of these steps: it multiplies two of five products again, and loads as
+    much.
+    """
     plan, h, hv = plan_of(p, s), p.head_dim, p.value_dim
     b = plan.itemsize
     of_block = {int(block_q): steps(p, int(block_q), plan.block_kv) for block_q in np.unique(s.block_q)}
@@ -42,6 +46,8 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
     def each(value: Any) -> Any:
         return np.array([value(of_block[int(block_q)]) for block_q in s.block_q], dtype=np.float64)
 
+    separate = np.asarray(plan.separate_dq)
+    again = np.where(separate, 2.0, 1.0)
     pairs = s.block_q * plan.block_kv
     rows = p.q_len / plan.q_blocks
     keys = p.kv_len / plan.kv_blocks
@@ -58,15 +64,15 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
         grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), plan.kv_blocks)),
         step=Phase(
             loads=(
-                Operand(bytes=rows * h * b, axes=(0,), filled_bytes=s.block_q * h * b),
-                Operand(bytes=rows * hv * b, axes=(0,), filled_bytes=s.block_q * hv * b),
+                Operand(bytes=again * rows * h * b, axes=(0,), filled_bytes=again * s.block_q * h * b),
+                Operand(bytes=again * rows * hv * b, axes=(0,), filled_bytes=again * s.block_q * hv * b),
                 Operand(bytes=2.0 * s.block_q * ACCUMULATOR_BYTES, axes=(0,)),
             ),
-            flops=2.0 * pairs * (3 * h + 2 * hv),
-            fp32_ops=pairs * PAIR_OPERATIONS + s.block_q * h,
-            mufu_ops=pairs * (3 if p.softcap else 1),
-            onchip_bytes_read=CONSUMERS * per_consumer * b,
-            bytes_written=s.block_q * h * ACCUMULATOR_BYTES,
+            flops=2.0 * pairs * (3 * h + 2 * hv + separate * (h + hv)),
+            fp32_ops=again * pairs * PAIR_OPERATIONS + ~separate * s.block_q * h,
+            mufu_ops=again * pairs * (3 if p.softcap else 1),
+            onchip_bytes_read=CONSUMERS * per_consumer * b * np.where(separate, 7 / 5, 1.0),
+            bytes_written=~separate * s.block_q * h * ACCUMULATOR_BYTES,
         ),
         tile=Phase(
             loads=(Operand(bytes=np.full(len(s), keys * (h + hv) * b), axes=(0, 1)),),
@@ -75,7 +81,7 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
         steps=each(np.mean),
         step_range=(each(np.min), each(np.max)),
         minor=1,
-        onchip_bytes=plan.onchip_bytes,
+        onchip_bytes=np.where(separate, np.maximum(plan.onchip_bytes, DqPlan(p).onchip_bytes), plan.onchip_bytes),
         stages=np.minimum(s.q_stages, s.do_stages),
         consumers=CONSUMERS,
         delay_release=np.where(s.overlap, 1, 0),
@@ -83,6 +89,6 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
         registers=(h + hv) // 2 + s.block_q + OTHER_REGISTERS,
         registers_per_block=WARPGROUP * (CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS),
         # dq is zeroed, then read and rounded; delta is computed of the result and its cotangent.
-        copied_bytes=2.0 * sums + nbytes(q) + 2 * nbytes(p.out()) + 3 * statistics + padded,
-        launches=4,
+        copied_bytes=~separate * (2.0 * sums + nbytes(q)) + 2 * nbytes(p.out()) + 3 * statistics + padded,
+        launches=np.where(separate, 4, 5),
     )

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.attention.problem import AttentionProblem
 from search_spaces.flash_attention_backward.hopper import products
 from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
@@ -59,13 +60,15 @@ def scratch(plan: Plan) -> dict[str, Any]:
             dtype,
             transforms=swizzled(plan.ds_swizzle, dtype.itemsize),
         ),
-        "dq": plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4)),
-        "kv_full": plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
+        "k_full": plgpu.Barrier(num_barriers=CONSUMERS),
+        "v_full": plgpu.Barrier(num_barriers=CONSUMERS),
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
         "d_out_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.do_stages),
         "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
         "d_out_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.do_stages),
     }
+    if not plan.separate_dq:
+        found["dq"] = plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4))
     if interprets():
         found["met"] = plgpu.Barrier(num_arrivals=CONSUMERS)
     return found
@@ -75,14 +78,16 @@ def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callab
     """The body of a launch, whose warpgroups do what is said `of` a CTA.
 
     Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
-    powers of two (infinite where a query has no key), delta, float32 sums for dq; then dk and dv.
+    powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel of its own);
+    then dk and dv.
     """
     p = plan.problem
 
     def body(*refs: Any) -> None:
         *gmem, named = refs
         lengths = gmem.pop(0) if p.kv_lengths else None
-        arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", "dq", "dk", "dv"), gmem, strict=True))
+        sums = () if plan.separate_dq else ("dq",)
+        arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", *sums, "dk", "dv"), gmem, strict=True))
         head = lax.axis_index("section") * plan.schedule.section + lax.axis_index("head")
         batch, kv_head = lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads))
         keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
@@ -148,28 +153,34 @@ class Cta:
         p, smem = self.plan.problem, self.smem
         rows = self.batch, pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS), self.kv_head
         for operand in ("k", "v"):
-            plgpu.copy_gmem_to_smem(self.gmem[operand].at[rows], smem[operand].at[wg], smem["kv_full"].at[wg])
-        plgpu.barrier_wait(smem["kv_full"].at[wg])
-        self._meet()  # dq is multiplied by all rows of k.
+            full = smem[f"{operand}_full"].at[wg]
+            plgpu.copy_gmem_to_smem(self.gmem[operand].at[rows], smem[operand].at[wg], full)
 
         first = self.blocks.start
+        # All rows of k, of which dq is multiplied, are there when consumers meet with the first dS.
+        plgpu.barrier_wait(smem["k_full"].at[wg])
         s = self._start_s(wg, first)
+        plgpu.barrier_wait(smem["v_full"].at[wg])
         dp = self._start_dp(wg, first)
         p_and_slope = self._probabilities(wg, first, products.wait(1, s))
-        carry = (_zeros(p.head_dim), _zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
+        carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, products.wait(0, dp))
         last = self.blocks.end - 1
         carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
-        dk, dv = self._step(wg, last, carry, last=True)
-
+        dk = self._step(wg, last, carry, last=True)
         self._meet()  # Nobody reads k any more.
-        for operand, gradient in (("k", dk * self.scale), ("v", dv)):
-            smem[operand][wg] = gradient.astype(p.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem[operand].at[wg], self.gmem[f"d{operand}"].at[rows])
-        plgpu.wait_smem_to_gmem(0)
+        self._store("k", wg, dk * self.scale)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _store(self, operand: str, wg: Any, gradient: jax.Array) -> None:
+        """Stores this consumer's rows of dk or dv, through those of k or v, that nobody reads any more."""
+        rows = pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS)
+        staged = self.smem[operand].at[wg]
+        staged[...] = gradient.astype(self.plan.problem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, self.gmem[f"d{operand}"].at[self.batch, rows, self.kv_head])
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
-        """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
+        """From P^T and dP^T of a step to those of the next; of the `last` step to dk."""
         plan, smem, own = self.plan, self.smem, products.own_index(wg)
         overlap = plan.schedule.overlap and not last
         q_stage, do_stage, ds_stage = self._stages(step)
@@ -186,11 +197,15 @@ class Cta:
         delta = load(smem["delta"].at[do_stage, pl.ds(0, plan.schedule.block_q)], plgpu.Layout.WGMMA.reduce(0))
         ds = probability * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
         ds = (ds * slope[0] if slope else ds).astype(plan.problem.dtype)
-        if plan.schedule.ds_stages == 1:
+        separate = plan.separate_dq
+        if plan.schedule.ds_stages == 1 and not separate:
             self._meet()  # All have multiplied the one of the step before.
         smem["ds"][ds_stage, own] = ds
-        self._meet()
-        dq = self._start_dq(own, ds_stage)
+        if separate:  # None reads another's.
+            plgpu.commit_smem()
+        else:
+            self._meet()
+        dq = [] if separate else [self._start_dq(own, ds_stage)]
         s: Any = self._start_s(own, step + 1) if overlap else None
         dk = products.start(
             dk,
@@ -201,14 +216,22 @@ class Cta:
             transpose_a=False,
             transpose_b=False,
         )
-        dq = products.wait(2 if overlap else 1, dq)
+        in_flight = 2 if overlap else 1
+        if last or separate:
+            dv, *dq = _several(products.wait(in_flight, dv, *dq))
+        else:
+            dq = _several(products.wait(in_flight, *dq))
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
-        self._store_dq(own, step, dq)
+        if not separate:
+            self._store_dq(own, step, *dq)
+        if last:  # While dk is multiplied.
+            self._store("v", own, dv)
+            dk = products.wait(0, dk)
+            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
+            return dk
         if not overlap:
             dk, dv = products.wait(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
-            if last:
-                return dk, dv
             s = self._start_s(own, step + 1)
         dp = self._start_dp(own, step + 1)
         p_and_slope = self._probabilities(own, step + 1, products.wait(2 if overlap else 1, s))
@@ -274,26 +297,22 @@ class Cta:
         member, row = self.blocks.at(step)
         head = self.kv_head * plan.problem.group + member
         rows, columns = plan.dq_shape
+        box: tuple[Any, ...]
         if plan.transposed:
-            box = pl.ds(own * rows, rows), pl.ds(row, columns)
+            box = head, pl.ds(own * rows, rows), pl.ds(row, columns)
         elif plan.by_rows:
-            box = pl.ds(row + own * rows, rows), pl.ds(0, columns)
+            box = pl.ds(row + own * rows, rows), head, pl.ds(0, columns)
         else:
-            box = pl.ds(row, rows), pl.ds(own * columns, columns)
-        products.add(self.gmem["dq"].at[self.batch, head, *box], dq, smem)
+            box = pl.ds(row, rows), head, pl.ds(own * columns, columns)
+        products.add(self.gmem["dq"].at[self.batch, *box], dq, smem)
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
         """P^T in float32, and where logits are capped the derivative of the cap."""
         p, block_q = self.plan.problem, self.plan.schedule.block_q
         stage, _, _ = self._stages(step)
         lse = load(self.smem["lse"].at[stage, pl.ds(0, block_q)], plgpu.Layout.WGMMA.reduce(0))
-        slope: tuple[jax.Array, ...] = ()
-        factor = self.scale * LOG2_E
-        if p.softcap:
-            # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
-            s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / self.softcap)) + 1.0)
-            slope, factor = (1.0 - s * s,), self.softcap * LOG2_E
-        exponent = s * factor - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent, slope = logits(p, s, self.scale, self.softcap)
+        exponent = exponent - lax.broadcast_in_dim(lse, s.shape, [1])
         if masks(self.plan):
 
             def mask(exponent: jax.Array) -> jax.Array:
@@ -311,5 +330,19 @@ class Cta:
         products.meet(barrier, threads=CONSUMERS * WARPGROUP)
 
 
-def _zeros(columns: int) -> jax.Array:
+def logits(p: AttentionProblem, s: jax.Array, scale: float, softcap: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Of products of q and k: logits in powers of two, and where these are capped the derivative of the cap."""
+    factor = scale * LOG2_E
+    if not p.softcap:
+        return s * factor, ()
+    # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
+    s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / softcap)) + 1.0)
+    return s * (softcap * LOG2_E), (1.0 - s * s,)
+
+
+def _several(found: Any) -> list[jax.Array]:
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
+def zeros(columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)

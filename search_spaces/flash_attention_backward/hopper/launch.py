@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.attention.problem import SOFTCAP
+from search_spaces.flash_attention_backward.hopper import separate_dq
 from search_spaces.flash_attention_backward.hopper.footprint import footprint
 from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, Cta, kernel, scratch
-from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan, Plan
 from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
 from search_spaces.flash_attention_backward.hopper.space import space
 from search_spaces.flash_attention_backward.hopper.wide_footprint import of_wide
@@ -26,14 +27,21 @@ from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
 from search_spaces.kernel import Kernel, Target
-from search_spaces.space import Columns, Space
+from search_spaces.space import Columns, Space, round_up
 
 HEAD_DIMS = (64, 96, 128)
+_COMMON: Any = {
+    "num_threads": CONSUMERS + 1,
+    "thread_name": "wg",
+    "compiler_params": plgpu.CompilerParams(
+        approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+    ),
+}
 
 
 class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, FlashAttentionBackwardSchedule]):
     backend = "mosaic_gpu"
-    version = 1
+    version = 2
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem
@@ -44,12 +52,10 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         if jnp.dtype(p.dtype).itemsize != 2:
             return f"multiplies transposed operands, which wgmma takes of 16 bits, not {p.dtype}"
         if is_wide(p):
-            return refusal(p)  # of head sizes
+            return refusal(p)
         for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
             if columns not in HEAD_DIMS:
                 return f"keeps dk and dv in registers: {name}={columns} is not one of {', '.join(map(str, HEAD_DIMS))}"
-        if p.deterministic:
-            return "adds dq up in the order of arrival, which differs from run to run"
         if max(x.size for x in p.operands()) > MAX_INDEX:
             return "an array has more elements than 32-bit indices reach"
         return None
@@ -76,23 +82,27 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         q, k, v, out, lse, d_out, *rest = args
         d_lse = rest[0] if p.lse_cotangent else 0.0
         scale = p.default_scale() if scale is None else scale
-        rows = int(plan.dq_rows)
+        rows = int(round_up(p.q_len, DqPlan.rows) if plan.separate_dq else plan.dq_rows)
         # Queries beyond the last, and those that see no key, have no probability.
         lse = _pad(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), 2, rows, jnp.inf)
-        delta = jnp.einsum("bqnd,bqnd->bnq", out, d_out, preferred_element_type=jnp.float32) - d_lse
+        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
         delta = _pad(delta, 2, rows)
         q, d_out = (_pad(x, 1, plan.q_rows) for x in (q, d_out))
         k, v = (_pad(x, 1, plan.kv_rows) for x in (k, v))
         lengths = [x for x in (p.lengths(rest).kv,) if x is not None]
         # Indices are 32 bits wide, whatever the user's default.
+        if plan.separate_dq:
+            with jax.enable_x64(False):
+                operands = (*lengths, q, k, v, d_out, lse, delta)
+                dq = _launch_dq(DqPlan(p), scale, softcap, q)(*operands)
+                dk, dv = _launch(plan, scale, softcap, k, v)(*operands)
+            return dq[:, : p.q_len], dk[:, : p.kv_len], dv[:, : p.kv_len]
         with jax.enable_x64(False):
-            lead = p.batch, p.heads
-            sums = jax.new_ref(
-                jnp.zeros((*lead, p.head_dim, rows) if plan.transposed else (*lead, rows, p.head_dim), jnp.float32)
-            )
+            shape = (p.heads, p.head_dim, rows) if plan.transposed else (rows, p.heads, p.head_dim)
+            sums = jax.new_ref(jnp.zeros((p.batch, *shape), jnp.float32))
             dk, dv = _launch(plan, scale, softcap, k, v)(*lengths, q, k, v, d_out, lse, delta, sums)
             dq = sums[...]
-        dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq.transpose(0, 2, 1, 3)
+        dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq
         return (dq[:, : p.q_len] * scale).astype(p.dtype), dk[:, : p.kv_len], dv[:, : p.kv_len]
 
 
@@ -107,11 +117,18 @@ def _launch(plan: Plan, scale: float, softcap: float, k: Any, v: Any) -> Any:
         scratch_types=(shared,),
         grid=(heads // s.section, plan.kv_blocks, s.section),
         grid_names=("section", "kv_block", "head"),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        **_COMMON,
+    )
+
+
+def _launch_dq(plan: DqPlan, scale: float, softcap: float, q: Any) -> Any:
+    return plgpu.kernel(
+        separate_dq.kernel(plan, scale=scale, softcap=softcap),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=(separate_dq.scratch(plan),),
+        grid=(plan.problem.batch, plan.problem.heads, plan.q_blocks),
+        grid_names=("batch", "head", "q_block"),
+        **_COMMON,
     )
 
 

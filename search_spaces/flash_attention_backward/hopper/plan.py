@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +57,11 @@ class Plan:
     @property
     def kv_blocks(self) -> int:
         return int(cdiv(self.problem.kv_len, self.block_kv))
+
+    @property
+    def separate_dq(self) -> Any:
+        """Another kernel computes dq."""
+        return self.schedule.dq == "separate"
 
     @property
     def dq_rows(self) -> Any:
@@ -116,7 +121,53 @@ class Plan:
             s.q_stages * self.statistics_width * ACCUMULATOR_BYTES,
             s.do_stages * self.statistics_width * ACCUMULATOR_BYTES,
             s.ds_stages * BLOCK_KV * s.block_q * b,
-            s.block_q * p.head_dim * ACCUMULATOR_BYTES,
+            np.where(self.separate_dq, 0, s.block_q * p.head_dim * ACCUMULATOR_BYTES),
         )
-        barriers = CONSUMERS + 2 * s.q_stages + 2 * s.do_stages
+        barriers = 2 * CONSUMERS + 2 * s.q_stages + 2 * s.do_stages
         return sum(round_up(size, SMEM_ALIGNMENT) for size in arrays) + barriers * BARRIER_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class DqPlan:
+    """Extents of the kernel that computes dq alone.
+
+    Attributes:
+      problem: whose gradients.
+    """
+
+    problem: FlashAttentionBackwardProblem
+    rows: ClassVar[int] = CONSUMERS * WGMMA_ROWS
+    stages: ClassVar[int] = 3
+
+    @property
+    def itemsize(self) -> int:
+        return int(jnp.dtype(self.problem.dtype).itemsize)
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a step: S and dP of so many, dS and dq fit into registers."""
+        return 128 if self.problem.head_dim <= 64 else 64
+
+    @property
+    def q_blocks(self) -> int:
+        return int(cdiv(self.problem.q_len, self.rows))
+
+    @property
+    def k_swizzle(self) -> int:
+        return int(np.gcd(self.problem.head_dim * self.itemsize, 128))
+
+    @property
+    def v_swizzle(self) -> int:
+        return int(np.gcd(self.problem.value_dim * self.itemsize, 128))
+
+    @property
+    def onchip_bytes(self) -> int:
+        """SMEM of a CTA, exact."""
+        p, b = self.problem, self.itemsize
+        arrays = [
+            rows * columns * b
+            for rows in (self.rows, self.stages * self.block_kv)
+            for columns in (p.head_dim, p.value_dim)
+        ] + [self.rows * ACCUMULATOR_BYTES] * 2
+        barriers = CONSUMERS + 4 * self.stages
+        return int(sum(round_up(size, SMEM_ALIGNMENT) for size in arrays) + barriers * BARRIER_BYTES)

@@ -18,7 +18,10 @@ class FlashAttentionBackwardSchedule:
       ds_stages: steps whose dS is in SMEM: with one, consumers meet twice in a step.
       overlap: q k^T of a step is issued before dS^T q of the one before, so that exponentials overlap products.
       section: heads of k and v whose CTAs are launched side by side; within them those with the most steps come first.
-      dq: how the sum over CTAs comes about. In "reduce_add" TMA adds them up in float32, in the order of arrival.
+      rotate: each block of keys starts at another block of queries, and comes round to those before it at last: else
+        all CTAs of a head load the same blocks at once, and add to the same rows of dq.
+      dq: how the sum over CTAs comes about. In "reduce_add" TMA adds them up in float32, in the order of arrival; in
+        "separate" a second kernel computes dq alone, and there is none: the same bits in every run.
     """
 
     block_q: int
@@ -29,3 +32,4 @@ class FlashAttentionBackwardSchedule:
     section: int
     block_kv: int = 128
     dq: str = "reduce_add"
+    rotate: bool = False

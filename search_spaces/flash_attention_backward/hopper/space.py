@@ -17,17 +17,24 @@ MOST_HEADS_OF_SECTION = 32
 def space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionBackwardSchedule]:
     heads, group = p.batch * p.kv_heads, p.group
     sections = [n for n in (1, 2, 4, 8, 16, MOST_HEADS_OF_SECTION) if heads % n == 0]
+    # Of sections whose blocks are not all launched at once, and the next larger one.
+    blocks = cdiv(p.kv_len, BLOCK_KV)
+    sections = [n for n in sections if n == 1 or n // 2 * blocks < cores]
+    largest = sections[-1]
+    if p.right is not None:  # First of all the one whose blocks come closest to a wave (H200: 4 heads of 4096 keys).
+        sections.sort(key=lambda n: abs(n * blocks - cores))
     return Space(
         FlashAttentionBackwardSchedule,
         choices={
             "block_q": (64, 128),
             "q_stages": (2, 3),
-            "do_stages": (2, 1),
+            "do_stages": (2,),  # One made a step wait for its load: never the best on an H200.
             "ds_stages": (2, 1),
             "overlap": (True, False),
             "section": tuple(sections),
             "block_kv": (BLOCK_KV,),
-            "dq": ("reduce_add",),
+            "dq": ("separate",) if p.deterministic else ("reduce_add",),
+            "rotate": (True, False),
         },
         rules={
             "dk, dv, S and dP of a consumer fit into registers": lambda s: (
@@ -36,11 +43,19 @@ def space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAttentionB
             "overlap, which keeps dq beside S of the next step, takes steps of 64 queries, and no capped logits": (
                 lambda s: np.logical_not(s.overlap) | ((s.block_q == 64) & (not p.softcap))
             ),
-            "a section whose blocks are all launched at once makes a larger one the same": lambda s: (
-                (s.section == 1) | (s.section // 2 * cdiv(p.kv_len, s.block_kv) < cores)
+            "where steps differ, the longest come first among the blocks of many heads": lambda s: (
+                (s.section == largest)
+                | ((p.right is not None) & (4 * s.section * blocks > cores))
+                | ((p.right is None) & (s.section == 1))
             ),
-            "more stages than steps stay empty": lambda s: (
-                (s.q_stages == 2) | (s.q_stages <= Plan(p, s).q_blocks * group)
+            "q is loaded in less than a step, and a third stage helps only where that is early": lambda s: (
+                (s.q_stages == 2) | (s.overlap & (s.q_stages <= Plan(p, s).q_blocks * group))
+            ),
+            "consumers that exchange dS meet once in a step if it has two stages, and those that do not need one": (
+                lambda s: s.ds_stages == np.where(Plan(p, s).separate_dq, 1, 2)
+            ),
+            "a diagonal has the blocks of keys start at different queries, and what is not added needs no rotation": (
+                lambda s: np.logical_not(s.rotate) | ((p.right is None) & np.logical_not(Plan(p, s).separate_dq))
             ),
         },
     )

@@ -21,10 +21,9 @@ from jax.experimental import pallas as pl
 
 from search_spaces.flash_attention_backward.hopper import products
 from search_spaces.flash_attention_backward.hopper.blocks import masks
-from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, LOG2_E, Cta, swizzled
+from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, Cta, logits, swizzled, zeros
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS
 from search_spaces.flash_attention_backward.hopper.wide_plan import BLOCK_KV, WidePlan
-from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import interprets, load, plgpu
 
 
@@ -72,7 +71,7 @@ class WideCta(Cta):
         first, last = self.blocks.start, self.blocks.end - 1
         s, dp = self._start_s(wg, first), self._start_dp(wg, first)
         p_and_slope = self._probabilities(wg, first, products.wait(1, s))
-        carry = tuple(_zeros(columns) for columns in plan.own_columns)
+        carry = tuple(zeros(columns) for columns in plan.own_columns)
         carry = lax.fori_loop(
             first, last, lambda i, x: self._step(wg, i, x), (*carry, *p_and_slope, products.wait(0, dp))
         )
@@ -199,7 +198,7 @@ class WideCta(Cta):
         member, row = self.blocks.at(step)
         head = self.kv_head * self.plan.problem.group + member
         rows = pl.ds(row, self.plan.schedule.block_q)
-        sums = self.gmem["dq"].at[self.batch, head, rows, self._dq_columns(own, part)]
+        sums = self.gmem["dq"].at[self.batch, rows, head, self._dq_columns(own, part)]
         products.add(sums, dq, self.smem["dq"].at[own])
 
     def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
@@ -207,13 +206,8 @@ class WideCta(Cta):
         p, queries = self.plan.problem, self.plan.own_queries
         stage, _, _ = self._stages(step)
         lse = load(self.smem["lse"].at[stage, pl.ds(wg * queries, queries)], plgpu.Layout.WGMMA.reduce(0))
-        slope: tuple[jax.Array, ...] = ()
-        factor = self.scale * LOG2_E
-        if p.softcap:
-            # tanh(x) by exponentials: the hardware's is off by 2^-11, of a cap.
-            s = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * factor / self.softcap)) + 1.0)
-            slope, factor = (1.0 - s * s,), self.softcap * LOG2_E
-        exponent = s * factor - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent, slope = logits(p, s, self.scale, self.softcap)
+        exponent = exponent - lax.broadcast_in_dim(lse, s.shape, [1])
         if masks(self.plan):
 
             def mask(exponent: jax.Array) -> jax.Array:
@@ -224,7 +218,3 @@ class WideCta(Cta):
             exponent = lax.cond(step < self.blocks.end_of_masked, mask, lambda x: x, exponent)
         found: tuple[jax.Array, ...] = lax.optimization_barrier((jnp.exp2(exponent), *slope))
         return found
-
-
-def _zeros(columns: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, columns), jnp.float32), plgpu.Layout.WGMMA)

@@ -26,7 +26,9 @@ def is_wide(p: FlashAttentionBackwardProblem) -> bool:
 
 
 def refusal(p: FlashAttentionBackwardProblem) -> str | None:
-    """Why head sizes are not supported."""
+    """Why a problem of wide heads is not supported."""
+    if p.deterministic:
+        return "adds dq of wide heads up in the order of arrival, which differs from run to run"
     for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
         if columns not in HEAD_DIMS:
             return f"halves whole tiles of columns: {name}={columns} is not one of {', '.join(map(str, HEAD_DIMS))}"

@@ -1,0 +1,251 @@
+"""dq by a kernel of its own on Hopper, of three products: the same bits in every run, as nothing is added atomically.
+
+A CTA owns 128 queries of a head, 64 for each of two consumer warpgroups, and walks over their keys. A consumer starts
+S = q k^T and dP = d_out v^T of the next step while dq += dS k, whose dS comes from registers, is in flight; what lanes
+do meanwhile is hidden by the other consumer, as none waits for the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.attention.problem import AttentionProblem
+from search_spaces.flash_attention_backward.hopper import products
+from search_spaces.flash_attention_backward.hopper.kernel import (
+    CONSUMER_REGISTERS,
+    PRODUCER,
+    PRODUCER_REGISTERS,
+    logits,
+    swizzled,
+    zeros,
+)
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
+from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.jax_compat import load, plgpu
+
+
+def scratch(plan: DqPlan) -> dict[str, Any]:
+    """The arrays and barriers of a CTA, by name."""
+    p, dtype = plan.problem, jnp.dtype(plan.problem.dtype)
+    k, v = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle))
+    return {
+        "q": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.head_dim), dtype, transforms=k),
+        "d_out": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.value_dim), dtype, transforms=v),
+        "k": plgpu.SMEM((plan.stages, plan.block_kv, p.head_dim), dtype, transforms=k),
+        "v": plgpu.SMEM((plan.stages, plan.block_kv, p.value_dim), dtype, transforms=v),
+        "lse": plgpu.SMEM((CONSUMERS, WGMMA_ROWS), jnp.float32),
+        "delta": plgpu.SMEM((CONSUMERS, WGMMA_ROWS), jnp.float32),
+        "rows_full": plgpu.Barrier(num_arrivals=4, num_barriers=CONSUMERS),
+        **{f"{x}_full": plgpu.Barrier(num_barriers=plan.stages) for x in ("k", "v")},
+        **{f"{x}_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages) for x in ("k", "v")},
+    }
+
+
+def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]:
+    """The body of a launch.
+
+    Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
+    powers of two (infinite where a query has no key), delta; then dq.
+    """
+    p = plan.problem
+
+    def body(*refs: Any) -> None:
+        *gmem, smem = refs
+        lengths = gmem.pop(0) if p.kv_lengths else None
+        arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", "dq"), gmem, strict=True))
+        batch, head = (lax.axis_index(name) for name in ("batch", "head"))
+        # Of a causal mask the last queries have the most keys.
+        row = (plan.q_blocks - 1 - lax.axis_index("q_block")) * plan.rows
+        keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
+        cta = Cta(plan, Keys.of(plan, row, keys), batch, head, row, arrays, smem, scale, softcap)
+        wg = lax.axis_index("wg")
+        pl.when(wg < CONSUMERS)(lambda: cta.consume(wg))
+        pl.when(wg == PRODUCER)(cta.produce)
+
+    return body
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Blocks of keys that queries of a CTA see, from `first` to before `end`: at least one, that may be all masked.
+
+    Attributes:
+      plan: of the launch.
+      first, end: numbers of blocks.
+      row: the first query.
+      keys: of the sequence.
+    """
+
+    plan: DqPlan
+    first: Any
+    end: Any
+    row: Any
+    keys: Any
+
+    @classmethod
+    def of(cls, plan: DqPlan, row: Any, keys: Any) -> Keys:
+        p, width = plan.problem, jnp.int32(plan.block_kv)
+        first, last_key = jnp.int32(0), jnp.minimum(keys, p.kv_len) - 1
+        if p.right is not None:
+            last_key = jnp.minimum(last_key, row + (plan.rows - 1 + p.right))
+        end = lax.div(jnp.maximum(last_key, 0), width) + 1
+        if p.left is not None:
+            first = jnp.minimum(lax.div(jnp.maximum(row - p.left, 0), width), end - 1)
+        return cls(plan, first, end, row, keys)
+
+    def masks(self, block: Any) -> Any:
+        """Whether any query of the CTA does not see any key of a block; None where that is never."""
+        p, width = self.plan.problem, self.plan.block_kv
+        key, found = block * width, []
+        if p.right is not None:
+            found.append(key + (width - 1) > self.row + p.right)
+        if p.left is not None:
+            found.append(key < self.row + (self.plan.rows - 1) - p.left)
+        if p.kv_lengths or p.kv_len % width:
+            found.append(key + width > self.keys)
+        return functools.reduce(operator.or_, found) if found else None
+
+    def visible(self, first_query: Any, block: Any) -> Any:
+        """Of pairs ``[queries, keys]``, in wgmma's layout, those where the query sees the key."""
+        p, layout, shape = self.plan.problem, plgpu.Layout.WGMMA, (WGMMA_ROWS, self.plan.block_kv)
+        query = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_query
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + block * self.plan.block_kv
+        last = jnp.minimum(query + p.right, self.keys - 1) if p.right is not None else query * 0 + (self.keys - 1)
+        seen = key <= lax.broadcast_in_dim(last, shape, [0])
+        if p.left is not None:
+            seen &= key >= lax.broadcast_in_dim(query - p.left, shape, [0])
+        return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What the warpgroups of one CTA do.
+
+    Attributes:
+      plan, keys: of the launch, and of the CTA's queries.
+      batch, head, row: whose queries, and the first of them.
+      gmem, smem: arrays, by name; with `smem` the barriers.
+      scale, softcap: of logits.
+    """
+
+    plan: DqPlan
+    keys: Keys
+    batch: Any
+    head: Any
+    row: Any
+    gmem: dict[str, Any]
+    smem: dict[str, Any]
+    scale: float
+    softcap: float
+
+    def produce(self) -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        stages, smem = jnp.int32(self.plan.stages), self.smem
+        kv_head = lax.div(self.head, jnp.int32(self.plan.problem.group))
+
+        @pl.loop(self.keys.first, self.keys.end)
+        def _(block: Any) -> None:
+            stage = lax.rem(block, stages)
+            rows = pl.ds(block * self.plan.block_kv, self.plan.block_kv)
+            for operand in ("k", "v"):
+
+                @pl.when(block >= self.keys.first + stages)
+                def _(operand: str = operand) -> None:
+                    plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
+
+                source = self.gmem[operand].at[self.batch, rows, kv_head]
+                plgpu.copy_gmem_to_smem(source, smem[operand].at[stage], smem[f"{operand}_full"].at[stage])
+
+        # The CTA ends when all that was loaded has been used.
+        @pl.loop(jnp.maximum(self.keys.end - stages, self.keys.first), self.keys.end)
+        def _(block: Any) -> None:
+            for operand in ("k", "v"):
+                plgpu.barrier_wait(smem[f"{operand}_empty"].at[lax.rem(block, stages)])
+
+    def consume(self, wg: Any) -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        p, smem, full = self.plan.problem, self.smem, self.smem["rows_full"].at[wg]
+        queries = pl.ds(self.row + wg * WGMMA_ROWS, WGMMA_ROWS)
+        for operand in ("q", "d_out"):
+            plgpu.copy_gmem_to_smem(self.gmem[operand].at[self.batch, queries, self.head], smem[operand].at[wg], full)
+        for operand in ("lse", "delta"):
+            plgpu.copy_gmem_to_smem(self.gmem[operand].at[self.batch, self.head, queries], smem[operand].at[wg], full)
+        plgpu.barrier_wait(full)
+
+        first, last = self.keys.first, self.keys.end - 1
+        carry = (zeros(p.head_dim), *products.wait(0, *self._start(wg, first)))
+        plgpu.barrier_arrive(smem["v_empty"].at[self._stage(first)])
+        dq, s, dp = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
+        dq = products.wait(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
+        plgpu.barrier_arrive(smem["k_empty"].at[self._stage(last)])
+        smem["q"][wg] = (dq * self.scale).astype(p.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["q"].at[wg], self.gmem["dq"].at[self.batch, queries, self.head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _step(self, wg: Any, block: Any, carry: Any) -> Any:
+        """From S and dP of a block, and dq of those before it, to those of the next."""
+        own = products.own_index(wg)
+        dq, s, dp = carry
+        dq = self._start_dq(dq, self._ds(own, block, s, dp), block)
+        s, dp = self._start(own, block + 1)
+        dq, s, dp = products.wait(0, dq, s, dp)
+        plgpu.barrier_arrive(self.smem["k_empty"].at[self._stage(block)])
+        plgpu.barrier_arrive(self.smem["v_empty"].at[self._stage(block + 1)])
+        return dq, s, dp
+
+    def _stage(self, block: Any) -> Any:
+        return lax.rem(block, jnp.int32(self.plan.stages))
+
+    def _start(self, own: Any, block: Any) -> tuple[jax.Array, jax.Array]:
+        """S and dP of a block, when its keys and values have arrived."""
+        stage, found = self._stage(block), []
+        for rows, columns, swizzle in (("q", "k", self.plan.k_swizzle), ("d_out", "v", self.plan.v_swizzle)):
+            plgpu.barrier_wait(self.smem[f"{columns}_full"].at[stage])
+            product = products.start(
+                None,
+                self.smem[rows].at[own],
+                self.smem[columns].at[stage],
+                columns=self.plan.block_kv,
+                transforms=(swizzled(swizzle, self.plan.itemsize),) * 2,
+                transpose_a=False,
+                transpose_b=True,
+            )
+            found.append(product)
+        s, dp = found
+        return s, dp
+
+    def _start_dq(self, dq: jax.Array, ds: jax.Array, block: Any) -> jax.Array:
+        return products.start(
+            dq,
+            ds,
+            self.smem["k"].at[self._stage(block)],
+            columns=self.plan.problem.head_dim,
+            transforms=(None, swizzled(self.plan.k_swizzle, self.plan.itemsize)),
+            transpose_a=False,
+            transpose_b=False,
+        )
+
+    def _ds(self, own: Any, block: Any, s: jax.Array, dp: jax.Array) -> jax.Array:
+        p: AttentionProblem = self.plan.problem
+        lse, delta = (load(self.smem[x].at[own], plgpu.Layout.WGMMA.reduce(1)) for x in ("lse", "delta"))
+        exponent, slope = logits(p, s, self.scale, self.softcap)
+        exponent = exponent - lax.broadcast_in_dim(lse, s.shape, [0])
+        masks = self.keys.masks(block)
+        if masks is not None:
+
+            def mask(exponent: jax.Array) -> jax.Array:
+                return jnp.where(self.keys.visible(self.row + own * WGMMA_ROWS, block), exponent, -jnp.inf)
+
+            exponent = lax.cond(masks, mask, lambda x: x, exponent)
+        ds = jnp.exp2(exponent) * (dp - lax.broadcast_in_dim(delta, dp.shape, [0]))
+        return (ds * slope[0] if slope else ds).astype(p.dtype)
