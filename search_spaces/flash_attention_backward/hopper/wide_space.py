@@ -23,6 +23,7 @@ def wide_space(p: FlashAttentionBackwardProblem, cores: int) -> Space[FlashAtten
             "section": tuple(n for n in (1, 2, 4, 8, MOST_HEADS_OF_SECTION) if heads % n == 0),
             "block_kv": (BLOCK_KV,),
             "dq": ("reduce_add",),
+            "rotate": (False, True) if p.right is None else (False,),
         },
         rules={
             "a section whose blocks are all launched at once makes a larger one the same": lambda s: (
