@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.flash_attention_backward.hopper.plan import BLOCK_KV, Plan
+from search_spaces.flash_attention_backward.hopper.plan import Plan
 from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.jax_compat import plgpu
 
@@ -16,7 +16,7 @@ from search_spaces.jax_compat import plgpu
 def masks(plan: Plan) -> bool:
     """Whether any block has pairs that are masked by position (queries beyond q_len have no probability anyway)."""
     p = plan.problem
-    return p.left is not None or p.right is not None or p.kv_lengths or p.kv_len % BLOCK_KV > 0
+    return p.left is not None or p.right is not None or p.kv_lengths or p.kv_len % plan.block_kv > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Blocks:
     def _in_order(cls, plan: Plan, kv_block: Any, keys: Any) -> Blocks:
         p, block_q = plan.problem, plan.schedule.block_q
         q_blocks = jnp.int32(plan.q_blocks)
-        first_key = kv_block * BLOCK_KV
-        last_key = first_key + BLOCK_KV - 1
+        first_key = kv_block * plan.block_kv
+        last_key = first_key + plan.block_kv - 1
         first, end = jnp.int32(0), q_blocks
         if not masks(plan):
             return cls(plan, first, jnp.int32(0), end, first_key, keys)
@@ -103,7 +103,7 @@ class Blocks:
         """Of pairs ``[keys, queries]``, in wgmma's layout, those where the query sees the key."""
         p, layout = self.plan.problem, plgpu.Layout.WGMMA
         key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_key
-        if p.kv_lengths or p.kv_len % BLOCK_KV:
+        if p.kv_lengths or p.kv_len % self.plan.block_kv:
             key = jnp.where(key < self.keys, key, MAX_INDEX)
         # What is compared is shifted by row: a thread has 2 of them, and 16 columns.
         query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)

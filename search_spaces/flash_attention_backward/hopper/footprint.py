@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, PRODUCER_REGISTERS
-from search_spaces.flash_attention_backward.hopper.plan import BLOCK_KV, CONSUMERS, DqPlan, Plan
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
+from search_spaces.flash_attention_backward.hopper.wide_plan import plan_of
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WARPGROUP, WGMMA_ROWS
@@ -20,15 +21,15 @@ OTHER_REGISTERS = 39
 PAIR_OPERATIONS = 5
 
 
-def steps(p: FlashAttentionBackwardProblem, block_q: int) -> Any:
+def steps(p: FlashAttentionBackwardProblem, block_q: int, block_kv: int) -> Any:
     """Of each block of keys: blocks of queries that see a key of it, of all heads of the group; at least one."""
-    first_key = np.arange(-(-p.kv_len // BLOCK_KV)) * BLOCK_KV
+    first_key = np.arange(-(-p.kv_len // block_kv)) * block_kv
     blocks = -(-p.q_len // block_q)
     first, end = np.zeros_like(first_key), np.full_like(first_key, blocks)
     if p.right is not None:
         first = np.minimum(np.maximum(first_key - p.right, 0) // block_q, blocks - 1)
     if p.left is not None:
-        end = np.minimum((first_key + BLOCK_KV - 1 + p.left) // block_q + 1, blocks)
+        end = np.minimum((first_key + block_kv - 1 + p.left) // block_q + 1, blocks)
     return np.maximum(end - first, 1) * p.group
 
 
@@ -38,15 +39,16 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
     A kernel of its own for dq counts as part of these steps: it multiplies two of five products again, and loads as
     much.
     """
-    plan, b, h, hv = Plan(p, s), Plan(p, s).itemsize, p.head_dim, p.value_dim
-    of_block = {int(block_q): steps(p, int(block_q)) for block_q in np.unique(s.block_q)}
+    plan, h, hv = plan_of(p, s), p.head_dim, p.value_dim
+    b = plan.itemsize
+    of_block = {int(block_q): steps(p, int(block_q), plan.block_kv) for block_q in np.unique(s.block_q)}
 
     def each(value: Any) -> Any:
         return np.array([value(of_block[int(block_q)]) for block_q in s.block_q], dtype=np.float64)
 
     separate = np.asarray(plan.separate_dq)
     again = np.where(separate, 2.0, 1.0)
-    pairs = s.block_q * BLOCK_KV
+    pairs = s.block_q * plan.block_kv
     rows = p.q_len / plan.q_blocks
     keys = p.kv_len / plan.kv_blocks
     sums = p.batch * p.heads * plan.dq_rows * h * ACCUMULATOR_BYTES
@@ -55,7 +57,7 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
     padded = 2 * (nbytes(q) + nbytes(p.out())) * (p.q_len % 8 > 0) + 4 * (nbytes(k) + nbytes(v)) * (p.kv_len % 8 > 0)
     # wgmma reads 64 rows of the left operand, unless from registers, and all columns of the right one.
     per_consumer = (
-        (WGMMA_ROWS + s.block_q) * (h + hv) + s.block_q * (hv + h + WGMMA_ROWS) + BLOCK_KV * (s.block_q + h) // 2
+        (WGMMA_ROWS + s.block_q) * (h + hv) + s.block_q * (hv + h + WGMMA_ROWS) + plan.block_kv * (s.block_q + h) // 2
     )
     return Footprint(
         arithmetic=p.arithmetic,

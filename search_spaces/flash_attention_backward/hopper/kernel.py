@@ -74,8 +74,8 @@ def scratch(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def kernel(plan: Plan, *, scale: float, softcap: float) -> Callable[..., None]:
-    """The body of a launch.
+def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callable[..., None]:
+    """The body of a launch, whose warpgroups do what is said `of` a CTA.
 
     Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
     powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel of its own);
@@ -92,7 +92,7 @@ def kernel(plan: Plan, *, scale: float, softcap: float) -> Callable[..., None]:
         batch, kv_head = lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads))
         keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
         blocks = Blocks.of(plan, lax.axis_index("kv_block"), keys)
-        cta = Cta(plan, blocks, batch, kv_head, arrays, named, scale, softcap)
+        cta = of(plan, blocks, batch, kv_head, arrays, named, scale, softcap)
         wg = lax.axis_index("wg")
         pl.when(wg < CONSUMERS)(lambda: cta.consume(wg))
         pl.when(wg == PRODUCER)(cta.produce)

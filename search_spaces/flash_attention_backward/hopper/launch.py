@@ -14,10 +14,14 @@ import jax.numpy as jnp
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.hopper import separate_dq
 from search_spaces.flash_attention_backward.hopper.footprint import footprint
-from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, kernel, scratch
+from search_spaces.flash_attention_backward.hopper.kernel import LOG2_E, Cta, kernel, scratch
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan, Plan
 from search_spaces.flash_attention_backward.hopper.schedule import FlashAttentionBackwardSchedule
 from search_spaces.flash_attention_backward.hopper.space import space
+from search_spaces.flash_attention_backward.hopper.wide_footprint import of_wide
+from search_spaces.flash_attention_backward.hopper.wide_kernel import WideCta, wide_scratch
+from search_spaces.flash_attention_backward.hopper.wide_plan import WidePlan, is_wide, plan_of, refusal
+from search_spaces.flash_attention_backward.hopper.wide_space import wide_space
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX
@@ -47,6 +51,8 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
             return "adds dq up in place, in an array that kernels take from JAX 0.11 on"
         if jnp.dtype(p.dtype).itemsize != 2:
             return f"multiplies transposed operands, which wgmma takes of 16 bits, not {p.dtype}"
+        if is_wide(p):
+            return refusal(p)
         for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
             if columns not in HEAD_DIMS:
                 return f"keeps dk and dv in registers: {name}={columns} is not one of {', '.join(map(str, HEAD_DIMS))}"
@@ -55,10 +61,11 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         return None
 
     def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[FlashAttentionBackwardSchedule]:
-        return space(problem, target.cores)
+        return (wide_space if is_wide(problem) else space)(problem, target.cores)
 
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules)
+        found = footprint(problem, schedules)
+        return of_wide(problem, schedules, found) if is_wide(problem) else found
 
     def run(
         self,
@@ -71,7 +78,7 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         softcap: float = SOFTCAP,
         **params: Any,
     ) -> tuple[jax.Array, ...]:
-        p, plan = problem, Plan(problem, schedule)
+        p, plan = problem, plan_of(problem, schedule)
         q, k, v, out, lse, d_out, *rest = args
         d_lse = rest[0] if p.lse_cotangent else 0.0
         scale = p.default_scale() if scale is None else scale
@@ -101,12 +108,13 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
 
 def _launch(plan: Plan, scale: float, softcap: float, k: Any, v: Any) -> Any:
     s, heads = plan.schedule, plan.problem.batch * plan.problem.kv_heads
+    of, shared = (WideCta, wide_scratch(plan)) if isinstance(plan, WidePlan) else (Cta, scratch(plan))
     if heads % s.section:
         raise ValueError(f"{heads} heads of keys are no multiple of section={s.section}")
     return plgpu.kernel(
-        kernel(plan, scale=scale, softcap=softcap),
+        kernel(plan, scale=scale, softcap=softcap, of=of),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-        scratch_types=(scratch(plan),),
+        scratch_types=(shared,),
         grid=(heads // s.section, plan.kv_blocks, s.section),
         grid_names=("section", "kv_block", "head"),
         **_COMMON,

@@ -32,6 +32,11 @@ class Plan:
     schedule: Any
 
     @property
+    def block_kv(self) -> int:
+        """Rows of k and v of a CTA."""
+        return BLOCK_KV
+
+    @property
     def itemsize(self) -> int:
         return int(jnp.dtype(self.problem.dtype).itemsize)
 
@@ -51,7 +56,7 @@ class Plan:
 
     @property
     def kv_blocks(self) -> int:
-        return int(cdiv(self.problem.kv_len, BLOCK_KV))
+        return int(cdiv(self.problem.kv_len, self.block_kv))
 
     @property
     def separate_dq(self) -> Any:

@@ -9,7 +9,8 @@ import dataclasses
 class FlashAttentionBackwardSchedule:
     """How the gradients are laid over CTAs and warpgroups, and over time.
 
-    A CTA owns `block_kv` rows of k and v, of which each consumer warpgroup has 64, and walks over q and d_out.
+    A CTA owns `block_kv` rows of k and v, of which each consumer warpgroup has 64, and walks over q and d_out. Of heads
+    wider than 128 it owns 64 rows, of whose gradients each consumer has half of the columns.
 
     Attributes:
       block_q: rows of q and d_out of a step.

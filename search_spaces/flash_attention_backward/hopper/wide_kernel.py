@@ -1,0 +1,220 @@
+"""The gradients of attention of wide heads on Hopper: two consumer warpgroups have half of the columns each.
+
+64 rows of dk and of dv, of 256 columns, are more than one warpgroup's registers: so a CTA owns 64 rows of k and v, and
+each of two consumers computes half of the columns of dk, dv and dq. Of S^T = k q^T and dP^T = v d_out^T, which sum over
+all columns, each computes half of the queries; P^T and dS^T meet in SMEM, in 16 bits. dq, too, is added up by TMA.
+
+**Order of a step**: dv and a part of dq start; d_out, free when dv is there, is loaded again while the others multiply.
+With `overlap` S^T of the next step starts ahead of the last part of dq and of dk, so that its exponentials run beside
+these; without, behind them, when its q has had more time to arrive, and the exponentials run beside dP^T.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.flash_attention_backward.hopper import products
+from search_spaces.flash_attention_backward.hopper.blocks import masks
+from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, Cta, logits, swizzled, zeros
+from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS
+from search_spaces.flash_attention_backward.hopper.wide_plan import BLOCK_KV, WidePlan
+from search_spaces.jax_compat import interprets, load, plgpu
+
+
+def wide_scratch(plan: WidePlan) -> dict[str, Any]:
+    """The arrays and barriers of a CTA, by name."""
+    p, s, dtype = plan.problem, plan.schedule, jnp.dtype(plan.problem.dtype)
+    k, v, ds = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle, plan.ds_swizzle))
+    pairs = (s.ds_stages, BLOCK_KV, s.block_q)
+    found = {
+        "k": plgpu.SMEM((1, BLOCK_KV, p.head_dim), dtype, transforms=k),
+        "v": plgpu.SMEM((1, BLOCK_KV, p.value_dim), dtype, transforms=v),
+        "q": plgpu.SMEM((s.q_stages, s.block_q, p.head_dim), dtype, transforms=k),
+        "d_out": plgpu.SMEM((s.do_stages, s.block_q, p.value_dim), dtype, transforms=v),
+        "lse": plgpu.SMEM((s.q_stages, plan.statistics_width), jnp.float32),
+        "delta": plgpu.SMEM((s.do_stages, plan.statistics_width), jnp.float32),
+        "p": plgpu.SMEM(pairs, dtype, transforms=ds),
+        "ds": plgpu.SMEM(pairs, dtype, transforms=ds),
+        "dq": plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4)),
+        "kv_full": plgpu.Barrier(num_arrivals=2 * CONSUMERS),
+        "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
+        "d_out_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.do_stages),
+        "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
+        "d_out_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.do_stages),
+    }
+    if interprets():
+        found["met"] = plgpu.Barrier(num_arrivals=CONSUMERS)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class WideCta(Cta):
+    """What the warpgroups of one CTA do; the producer does what it does for narrow heads."""
+
+    plan: WidePlan
+
+    def consume(self, wg: Any) -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plan, smem = self.plan, self.smem
+        for operand in ("k", "v"):  # Each copies half of the rows.
+            plgpu.copy_gmem_to_smem(
+                self.gmem[operand].at[self._keys(wg)], smem[operand].at[0, self._rows(wg)], smem["kv_full"]
+            )
+        plgpu.barrier_wait(smem["kv_full"])
+
+        first, last = self.blocks.start, self.blocks.end - 1
+        s, dp = self._start_s(wg, first), self._start_dp(wg, first)
+        p_and_slope = self._probabilities(wg, first, products.wait(1, s))
+        carry = tuple(zeros(columns) for columns in plan.own_columns)
+        carry = lax.fori_loop(
+            first, last, lambda i, x: self._step(wg, i, x), (*carry, *p_and_slope, products.wait(0, dp))
+        )
+        dk, dv = self._step(wg, last, carry, last=True)
+
+        self._meet()  # Nobody reads k and v any more.
+        for operand, gradient in (("k", dk * self.scale), ("v", dv)):
+            columns = gradient.shape[1]
+            smem[operand][0, :, pl.ds(wg * columns, columns)] = gradient.astype(plan.problem.dtype)
+        self._meet()
+        for operand in ("k", "v"):
+            plgpu.copy_smem_to_gmem(smem[operand].at[0, self._rows(wg)], self.gmem[f"d{operand}"].at[self._keys(wg)])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _rows(self, wg: Any) -> Any:
+        """Of those of k and v, the half that this consumer copies."""
+        return pl.ds(wg * (BLOCK_KV // CONSUMERS), BLOCK_KV // CONSUMERS)
+
+    def _keys(self, wg: Any) -> tuple[Any, ...]:
+        """These rows, in device memory."""
+        half = BLOCK_KV // CONSUMERS
+        return self.batch, pl.ds(self.blocks.first_key + wg * half, half), self.kv_head
+
+    def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
+        """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
+        plan, smem, own = self.plan, self.smem, products.own_index(wg)
+        overlap = plan.schedule.overlap and not last
+        q_stage, do_stage, ds_stage = self._stages(step)
+        dk, dv, probability, *slope, dp = carry
+        self._share(own, step, probability, slope, dp)
+        dv = self._start_gradient(own, dv, smem["p"].at[ds_stage], smem["d_out"].at[do_stage], "v")
+        parts = plan.own_columns[0] // plan.dq_columns
+        dq = self._start_dq_part(own, ds_stage, 0)
+        products.wait(1)
+        plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
+        s: Any = self._start_s(own, step + 1) if overlap else None
+        for part in range(1, parts):
+            dq = products.wait(1 if overlap and part == 1 else 0, dq)
+            self._store_dq_part(own, step, part - 1, dq)
+            dq = self._start_dq_part(own, ds_stage, part)
+        dk = self._start_gradient(own, dk, smem["ds"].at[ds_stage], smem["q"].at[q_stage], "k")
+        if overlap and parts > 1:
+            p_and_slope = self._probabilities(own, step + 1, products.wait(2, s))
+            products.end_basic_block(own)
+        dq = products.wait(2 if overlap and parts == 1 else 1, dq)
+        self._store_dq_part(own, step, parts - 1, dq)
+        if last:
+            dk, dv = products.wait(0, dk, dv)
+            plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
+            return dk, dv
+        if not overlap:
+            s = self._start_s(own, step + 1)
+        elif parts == 1:
+            p_and_slope = self._probabilities(own, step + 1, products.wait(1, s))
+            products.end_basic_block(own)
+        dp = self._start_dp(own, step + 1)
+        products.wait(1 if overlap else 2)  # for dk
+        plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
+        if not overlap:
+            p_and_slope = self._probabilities(own, step + 1, products.wait(1, s))
+            products.end_basic_block(own)
+        dk, dv, dp = products.wait(0, dk, dv, dp)
+        return dk, dv, *p_and_slope, dp
+
+    def _share(self, own: Any, step: Any, probability: Any, slope: Any, dp: Any) -> None:
+        """Leaves P^T and dS^T of this consumer's queries in SMEM, and waits for those of the other."""
+        plan, smem = self.plan, self.smem
+        _, do_stage, ds_stage = self._stages(step)
+        queries = pl.ds(own * plan.own_queries, plan.own_queries)
+        delta = load(smem["delta"].at[do_stage, queries], plgpu.Layout.WGMMA.reduce(0))
+        ds = probability * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
+        ds = ds * slope[0] if slope else ds
+        if plan.schedule.ds_stages == 1:
+            self._meet()  # All have multiplied those of the step before.
+        smem["p"][ds_stage, :, queries] = probability.astype(plan.problem.dtype)
+        smem["ds"][ds_stage, :, queries] = ds.astype(plan.problem.dtype)
+        self._meet()
+
+    def _all(self, operand: str, own: Any) -> Any:
+        """All rows of k or v, by an index that is 0 without LLVM's knowing: see `products.own_index`."""
+        return self.smem[operand].at[lax.div(own, jnp.int32(CONSUMERS))]
+
+    def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
+        queries = self.plan.own_queries
+        return products.start(
+            None,
+            self._all(left, own),
+            self.smem[right].at[stage, pl.ds(own * queries, queries)],
+            columns=queries,
+            transforms=(self._transforms(left),) * 2,
+            transpose_a=False,
+            transpose_b=True,
+        )
+
+    def _start_gradient(self, own: Any, acc: jax.Array, a: Any, b: Any, operand: str) -> jax.Array:
+        """This consumer's columns of dk or dv."""
+        columns = acc.shape[1]
+        return products.start(
+            acc,
+            a,
+            b.at[:, pl.ds(own * columns, columns)],
+            columns=columns,
+            transforms=(self._transforms("ds"), self._transforms(operand)),
+            transpose_a=False,
+            transpose_b=False,
+        )
+
+    def _dq_columns(self, own: Any, part: int) -> Any:
+        return pl.ds(own * self.plan.own_columns[0] + part * self.plan.dq_columns, self.plan.dq_columns)
+
+    def _start_dq_part(self, own: Any, stage: Any, part: int) -> jax.Array:
+        return products.start(
+            None,
+            self.smem["ds"].at[stage],
+            self._all("k", own).at[:, self._dq_columns(own, part)],
+            columns=self.plan.dq_columns,
+            transforms=(self._transforms("ds"), self._transforms("k")),
+            transpose_a=True,
+            transpose_b=False,
+        )
+
+    def _store_dq_part(self, own: Any, step: Any, part: int, dq: jax.Array) -> None:
+        """Adds some columns of dq to the sums in device memory."""
+        member, row = self.blocks.at(step)
+        head = self.kv_head * self.plan.problem.group + member
+        rows = pl.ds(row, self.plan.schedule.block_q)
+        sums = self.gmem["dq"].at[self.batch, rows, head, self._dq_columns(own, part)]
+        products.add(sums, dq, self.smem["dq"].at[own])
+
+    def _probabilities(self, wg: Any, step: Any, s: jax.Array) -> tuple[jax.Array, ...]:
+        """P^T of this consumer's queries in float32, and where logits are capped the derivative of the cap."""
+        p, queries = self.plan.problem, self.plan.own_queries
+        stage, _, _ = self._stages(step)
+        lse = load(self.smem["lse"].at[stage, pl.ds(wg * queries, queries)], plgpu.Layout.WGMMA.reduce(0))
+        exponent, slope = logits(p, s, self.scale, self.softcap)
+        exponent = exponent - lax.broadcast_in_dim(lse, s.shape, [1])
+        if masks(self.plan):
+
+            def mask(exponent: jax.Array) -> jax.Array:
+                _, row = self.blocks.at(step)
+                seen = self.blocks.visible(self.blocks.first_key, row + wg * queries, (BLOCK_KV, queries))
+                return jnp.where(seen, exponent, -jnp.inf)
+
+            exponent = lax.cond(step < self.blocks.end_of_masked, mask, lambda x: x, exponent)
+        found: tuple[jax.Array, ...] = lax.optimization_barrier((jnp.exp2(exponent), *slope))
+        return found
