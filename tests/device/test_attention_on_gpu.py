@@ -65,7 +65,7 @@ CASES = [*((FLASH_ATTENTION, p) for p in FORWARD), *((FLASH_ATTENTION_BACKWARD, 
 
 
 @pytest.mark.parametrize(("operation", "problem"), CASES, ids=lambda x: getattr(x, "name", str(x)))
-@pytest.mark.parametrize("backend", ["mosaic_gpu", "cudnn", "xla"])
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_gpu_decode", "cudnn", "xla"])
 def test_sampled_schedules_agree_with_the_reference(pool, all_right, backend, operation, problem):
     if backend not in operation.backends:
         pytest.skip(f"{operation.name} has no backend {backend}")

@@ -80,7 +80,7 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
         """Of the longest split."""
         return cdiv(plan(s).blocks, s.split_kv)
 
-    def in_flight(s: Any) -> Any:
+    def bytes_ahead(s: Any) -> Any:
         """Of a CTA, bytes."""
         return s.stages * s.block_kv * (p.head_dim + p.value_dim) * plan(s).dtype.itemsize
 
@@ -108,9 +108,9 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
         "logits and output of a consumer fit its registers": lambda s: s.block_kv + p.value_dim <= 320,
         "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
         "with less in flight, and more to come, device memory waits": lambda s: (
-            (sharing(s) * in_flight(s) >= LEAST_IN_FLIGHT) | (s.stages >= steps(s))
+            (sharing(s) * bytes_ahead(s) >= LEAST_IN_FLIGHT) | (s.stages >= steps(s))
         ),
-        "more in flight hides no more latency": lambda s: in_flight(s) <= MOST_IN_FLIGHT,
+        "more in flight hides no more latency": lambda s: bytes_ahead(s) <= MOST_IN_FLIGHT,
     }
 
 
