@@ -79,7 +79,11 @@ class Cta:
 
 
 def results(t: Tiling) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the kernel writes: the result, and the log-sum-exp where it is asked for, of whole groups of 8 rows."""
+    """What the kernel writes: the result, and the log-sum-exp where it is asked for.
+
+    The former has whole groups of 8 rows, and TMA leaves out what a tile has beyond them. The latter has the rows of
+    whole tiles: a bulk copy of one axis leaves nothing out.
+    """
     p = t.p
     out = p.array(p.batch, t.q_rows, p.heads, p.value_dim)
-    return (out, p.array(p.batch, p.heads, t.q_rows, dtype="float32")) if p.return_lse else (out,)
+    return (out, p.array(p.batch, p.heads, int(t.q_tiles * t.rows), dtype="float32")) if p.return_lse else (out,)
