@@ -28,7 +28,9 @@ MOST_IMBALANCE = 1.05
 # Heads whose tiles are dealt out together: few, so that their keys and values stay in the last-level cache, but enough
 # for the tiles that start last to be short.
 SECTIONS = (1, 2, 3, 4, 8)
-# Keys of a block whose step takes longer than a load from device memory (H200: 1.5 us against 0.7 us).
+# Keys of a block whose step takes longer than a load from device memory (H200: 1.5 us against 0.7 us), and of the
+# largest for which ptxas finds registers beside the limits of a mask, or the end of another tile (on an H200 larger
+# ones take 1.04 to 1.6 times as long).
 LARGE_BLOCK = 128
 # Columns of a result up to which persistent CTAs have room to stage it whole.
 EPI_WHOLE = 128
@@ -44,6 +46,8 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
     blocks = tuple(size for size in BLOCKS if size == min(BLOCKS) or size < 2 * p.kv_len)
     heads = p.batch * p.heads
     sections = tuple(dict.fromkeys((*[n for n in SECTIONS if heads % n == 0][-2:], 1, heads)))
+
+    masks = p.left is not None or p.right is not None or p.kv_lengths
 
     def tiles(s: Any) -> Any:
         return Tiling(p, s).tiles
@@ -86,6 +90,9 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
             ),
             "blocks that are wider than a tile's window are masked": lambda s: (
                 (s.block_kv <= seen(s)) | (s.block_kv == min(blocks))
+            ),
+            "steps that mask, and those of two tiles at once, have registers for blocks of 128 keys": lambda s: (
+                (s.block_kv <= LARGE_BLOCK) | np.logical_not(s.persistent | masks)
             ),
             "turns are for several consumers": lambda s: np.logical_not(s.ping_pong) | (s.consumers > 1),
             "more stages than blocks of keys stay empty": lambda s: (
