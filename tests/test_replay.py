@@ -295,7 +295,7 @@ def test_a_kept_sweep_is_whole_and_searched(path):
     assert len(trials) == (head.legal if head.sample is None else head.sample + 1)
     operation = load(head.operation)
     record = tune(operation, operation.problem.from_canonical(head.problem), budget=12, runner=replay)
-    assert record.tried == 12
+    assert record.tried == min(12, len(trials))
     assert record.environment == head.environment
 
 
