@@ -102,6 +102,7 @@ def conclude(
     missing: Sequence[str],
     chosen: argparse.Namespace,
     partly: bool,
+    incomplete: bool = False,
 ) -> None:
     """Writes the result of a whole suite.
 
@@ -109,17 +110,21 @@ def conclude(
       missing: problems that have no row.
       chosen: by `options`.
       partly: it was asked for some of the suite's problems only.
+      incomplete: write what there is, too; `missing` in the result's environment names the rest.
 
     Raises:
-      SystemExit: there are such problems; the message names them.
+      SystemExit: there are such problems, and no row or not `incomplete`; the message names them.
     """
     if missing:
-        raise SystemExit(
+        untimed = (
             f"{len(missing)} of {len(missing) + len(rows)} problems are not timed, because they are not tuned or time "
             "was up; the same command goes on from here:\n  " + "\n  ".join(missing)
         )
+        if not (incomplete and rows):
+            raise SystemExit(untimed)
+        print(untimed, flush=True)
     if partly or chosen.part != "1/1":
         print(f"no result is written of a part of the suite; the rows are in {chosen.work}")
         return
-    told = environment(fresh.environment, *operations)
+    told = environment(fresh.environment, *operations) | ({"missing": list(missing)} if missing else {})
     write_result(name, fresh.hardware, summary=summary, rows=rows, environment=told, directory=chosen.results)

@@ -94,11 +94,18 @@ def test_a_rehearsal_searches_times_compares_and_writes_every_figure(tmp_path, c
     where = ["--work", str(tmp_path / "work"), "--results", str(tmp_path), "--cache", str(tmp_path / "cache.db")]
     options = ["--budget", "3", "--rounds", "1", *where]
     benchmark.main(["--part", "1/2", *options])  # searches, and times what it has found
+    assert not list(tmp_path.glob("attention-cpu*.json"))
+    benchmark.main(["--seconds", "0", *options])  # writes what there is
+    (file,) = tmp_path.glob("attention-cpu*.json")
+    early = json.loads(file.read_text())
+    left = [str(point) for point in jobs.part(benchmark.REHEARSED, "2/2")]
+    assert len(early["rows"]) + len(left) == 3
+    assert early["environment"]["missing"] == left
     benchmark.main(["--search", *options])
     benchmark.main(["--errors", *options])
     benchmark.main(options)
-    (file,) = tmp_path.glob("attention-cpu*.json")
     written = json.loads(file.read_text())
+    assert "missing" not in written["environment"]
     assert written["summary"].keys() == benchmark.summary([]).keys()
     assert written["summary"]["points"] == len(written["rows"]) == 3
     assert written["summary"]["final_vs_xla_worst"] > 0
