@@ -27,7 +27,7 @@ from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
-from search_spaces.space import Columns, Space
+from search_spaces.space import Column, Columns, Space
 
 
 def supports(p: FlashAttentionProblem, target: Target) -> str | None:
@@ -141,6 +141,11 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
         return footprint(problem, schedules, target)
+
+    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Column | bool:
+        """All but those whose clusters leave several results, which are newer."""
+        alone = (schedules.cluster == 1) | (schedules.cluster == schedules.split_kv)
+        return super().verified(problem, schedules, target) & alone
 
     def run(
         self,
