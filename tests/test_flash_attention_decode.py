@@ -68,38 +68,22 @@ def test_ctas_that_fill_one_core_and_half_of_another_are_left_out():
     assert set(np.unique(points.split_kv)) == {16, 32, 33}
 
 
-LAST = [
-    (dataclasses.replace(LLAMA, return_lse=True), FlashDecodingSchedule(64, 4, 16, 1, True)),
-    (dataclasses.replace(LLAMA, return_lse=True, q_len=2, kv_lengths=True), FlashDecodingSchedule(64, 2, 32, 8, True)),
-    (dataclasses.replace(LLAMA, heads=9, kv_heads=3, head_dim=96), FlashDecodingSchedule(64, 2, 44, 4, True)),
-    (dataclasses.replace(LLAMA, q_len=32, dtype="float16"), FlashDecodingSchedule(64, 2, 16, 1, True)),
-]
+def test_clusters_combine_all_splits_or_eight_of_them():
+    points, _ = space(LLAMA).legal()
+    cluster, split_kv = points.cluster, points.split_kv
+    assert np.all((cluster == 1) | (cluster == split_kv) | (cluster == 8))
+    assert np.any((cluster == 8) & (split_kv > 8))
 
 
-@pytest.mark.parametrize(("problem", "schedule"), LAST, ids=str)
-def test_where_the_last_cta_combines_its_results_are_all_there_are(problem, schedule):
-    results = jax.tree.leaves(lower(problem, schedule).out_info)
-    assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in problem.results()]
-
-
-def test_vmapped_launches_that_count_their_ctas_come_one_after_another():
-    problem, schedule = LAST[0]
-    run = jax.jit(jax.vmap(lambda *args: decode.run(problem, schedule, TARGET, *args)))
-    args = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in problem.operands()]
-    lowered = run.trace(*args).lower(lowering_platforms=("cuda",))
-    assert "stablehlo.while" in lowered.as_text()
-    assert lowered.out_info[0].shape == (2, 1, 1, 32, 128)
-
-
-@pytest.mark.parametrize(("cluster", "last", "launches"), [(1, False, 2), (8, False, 1), (1, True, 1)])
-def test_a_cluster_or_its_last_cta_saves_the_second_launch(cluster, last, launches):
-    found = decode.footprint(LLAMA, Columns.of([FlashDecodingSchedule(64, 2, 8, cluster, last)]), TARGET)
+@pytest.mark.parametrize(("split_kv", "cluster", "launches"), [(8, 1, 2), (8, 8, 1), (32, 8, 2)])
+def test_a_cluster_of_all_splits_saves_the_second_launch(split_kv, cluster, launches):
+    found = decode.footprint(LLAMA, Columns.of([by(split_kv=split_kv, cluster=cluster)]), TARGET)
     assert found.launches[0] == launches
 
 
 def test_what_was_not_checked_on_a_device_is_not_trusted():
-    schedules = Columns.of([by(split_kv=8), by(split_kv=8, last_combines=True)])
-    assert decode.MosaicGpuFlashDecoding().verified(LLAMA, schedules, TARGET).tolist() == [True, False]
+    schedules = Columns.of([by(split_kv=32), by(split_kv=8, cluster=8), by(split_kv=32, cluster=8)])
+    assert decode.MosaicGpuFlashDecoding().verified(LLAMA, schedules, TARGET).tolist() == [True, True, False]
 
 
 def check(problem, schedule, *args):
@@ -112,8 +96,8 @@ def check(problem, schedule, *args):
         np.testing.assert_allclose(one, right, atol=tolerance.absolute, rtol=tolerance.relative)
 
 
-def by(block_kv=64, stages=2, split_kv=1, cluster=1, last_combines=False):
-    return FlashDecodingSchedule(block_kv, stages, split_kv, cluster, last_combines)
+def by(block_kv=64, stages=2, split_kv=1, cluster=1):
+    return FlashDecodingSchedule(block_kv, stages, split_kv, cluster)
 
 
 SMALL = FlashAttentionProblem(2, 1, 320, 4, 1, 64, return_lse=True)
@@ -145,7 +129,7 @@ def test_results_are_right(problem, schedule):
 
 
 @interpreted
-@pytest.mark.parametrize("schedule", [by(split_kv=5), by(split_kv=8, cluster=8)], ids=str)
+@pytest.mark.parametrize("schedule", [by(split_kv=5), by(split_kv=8, cluster=8), by(split_kv=8, cluster=2)], ids=str)
 def test_lengths_divide_the_keys_that_are_there(schedule):
     problem = dataclasses.replace(SMALL, batch=3, kv_len=512, kv_lengths=True)
     q, k, v, _ = problem.inputs(seed=1)

@@ -2,7 +2,7 @@
 
 The queries of all heads that share a head of keys are the rows of one product (`pack_gqa`), so that each key is read
 once. Where there are fewer heads of keys than SMs, CTAs share one (`split_kv`); what each finds is combined within a
-cluster, in the same launch (combine.py), by the last of clusters (last_arrival.py), or by a second kernel.
+cluster, in the same launch, and what several clusters leave by a second kernel (combine.py).
 
 Keys and values of which there are not a multiple of 8 are copied into padded arrays, for Mosaic GPU lays tiles of 8
 rows over what TMA loads.
@@ -10,13 +10,10 @@ rows over what TMA loads.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
@@ -28,7 +25,7 @@ from search_spaces.flash_attention.hopper.decode_space import choices, rules, to
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import WGMMA_ROWS
-from search_spaces.jax_compat import interprets, plgpu
+from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
 from search_spaces.space import Column, Columns, Space
 
@@ -57,16 +54,11 @@ def run(
 ) -> Any:
     """The result, or with `return_lse` the result and the log-sum-exp."""
     plan = DecodePlan.of(p, schedule)
-    if interprets():
-        plan = dataclasses.replace(plan, last_combines=False)
     # Indices are 32 bits wide, whatever the user's default.
     with jax.enable_x64(False):
         k, v = (_padded(x, plan.kv_rows, axis=1) for x in (k, v))
         scale = p.default_scale() if scale is None else scale
-        launch = functools.partial(_launch, plan, scale, softcap)
-        if plan.last_combines and plan.partials > 1:  # Of a grid with an axis more, results would share counters.
-            launch = jax.custom_batching.sequential_vmap(launch)
-        out, *lse = launch(_packed(plan, q), k, v, *lengths)
+        out, *lse = _launch(plan, scale, softcap, _packed(plan, q), k, v, *lengths)
         out = out.reshape(-1, *_places(plan), plan.tile_rows, p.value_dim)
         by_row: Any = None
         if plan.second_launch:
@@ -83,21 +75,19 @@ def run(
 
 
 def _launch(plan: DecodePlan, scale: float, softcap: float, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Flat results of the kernel: outputs, of all partials where another combines them, and their log-sum-exps."""
+    """Flat results of the kernel: outputs, of all partials where a second kernel combines them, and log-sum-exps."""
     p = plan.p
     clusters, each = plan.partials * plan.groups, plan.tile_rows * p.value_dim
-    partial = [jax.ShapeDtypeStruct((clusters * each,), jnp.float32)] * 2
-    results = [jax.ShapeDtypeStruct((plan.groups * each,), plan.dtype)]
-    if p.return_lse:
-        results.append(jax.ShapeDtypeStruct((plan.groups * WGMMA_ROWS,), jnp.float32))
     if plan.second_launch:
-        results, partial = partial, []
-    elif plan.partials == 1:
-        partial = []
+        results = [jax.ShapeDtypeStruct((clusters * each,), jnp.float32)] * 2
+    else:
+        results = [jax.ShapeDtypeStruct((clusters * each,), plan.dtype)]
+        if p.return_lse:
+            results.append(jax.ShapeDtypeStruct((clusters * WGMMA_ROWS,), jnp.float32))
     mailbox = SplitCombine(plan.cluster, plan.smem_rows, p.value_dim).mailbox(clusters)
     made = plgpu.kernel(
         kernel(plan, scale, softcap),
-        out_type=(*results, *partial, *mailbox),
+        out_type=(*results, *mailbox),
         # CTAs that start together read all heads of the same keys, which lie next to each other.
         grid=(p.batch, plan.tiles, plan.partials, p.kv_heads),
         grid_names=("batch", "tile", "partial", "kv_head"),
@@ -153,8 +143,9 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
         return footprint(problem, schedules, target)
 
     def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Column | bool:
-        """All but those whose last CTA combines, which are newer."""
-        return super().verified(problem, schedules, target) & np.logical_not(schedules.last_combines)
+        """All but those whose clusters leave several results, which are newer."""
+        alone = (schedules.cluster == 1) | (schedules.cluster == schedules.split_kv)
+        return super().verified(problem, schedules, target) & alone
 
     def run(
         self,

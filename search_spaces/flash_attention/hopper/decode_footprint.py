@@ -36,7 +36,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint
     second = plan.second_launch
     # Of a partial result each element has a log-sum-exp.
     lse_bytes = WGMMA_ROWS * ACCUMULATOR_BYTES * p.return_lse * np.logical_not(second)
-    out_bytes = plan.tile_rows * p.value_dim * np.where(plan.partials > 1, 2 * ACCUMULATOR_BYTES, itemsize)
+    out_bytes = plan.tile_rows * p.value_dim * np.where(second, 2 * ACCUMULATOR_BYTES, itemsize)
     padded = p.batch * p.kv_heads * (p.kv_len + plan.kv_rows) * (key_bytes + value_bytes) * (plan.kv_rows > p.kv_len)
     packed = 2 * results * key_bytes * (p.q_len > 1)
     combined = second * (plan.partials * written * 2 * ACCUMULATOR_BYTES + results * value_bytes)
@@ -57,11 +57,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint
             onchip_bytes_read=WGMMA_ROWS * key_bytes + s.block_kv * (key_bytes + value_bytes),
         ),
         tile=Phase(
-            loads=(
-                Operand(bytes=plan.rows / plan.tiles * key_bytes, axes=(0, 1)),
-                # Partial results that the last CTA reads: those of as many CTAs as write them.
-                Operand(bytes=plan.last_combines * out_bytes / s.cluster, axes=(0, 1, 2)),
-            ),
+            loads=(Operand(bytes=plan.rows / plan.tiles * key_bytes, axes=(0, 1)),),
             bytes_written=(out_bytes + lse_bytes) / s.cluster,
         ),
         steps=steps,

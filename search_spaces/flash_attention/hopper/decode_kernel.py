@@ -18,7 +18,7 @@ Rows beyond the packed ones are zeros, by TMA, and never leave the CTA.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
 from search_spaces.flash_attention.hopper.decode_mask import mask_columns
 from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
-from search_spaces.flash_attention.hopper.last_arrival import LastArrival
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
@@ -94,12 +93,8 @@ class Cta:
     @property
     def cluster(self) -> Any:
         """Number of its cluster among all, as the results of clusters follow each other."""
-        return self.partial * self.plan.groups + self.group
-
-    @property
-    def group(self) -> Any:
-        """Number of its result among all."""
-        return (self.batch * self.plan.p.kv_heads + self.kv_head) * self.plan.tiles + self.tile
+        group = (self.batch * self.plan.p.kv_heads + self.kv_head) * self.plan.tiles + self.tile
+        return self.partial * self.plan.groups + group
 
 
 def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None]:
@@ -110,10 +105,7 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
 
     def decode(*arrays: Any) -> None:
         operands, (out, *others) = arrays[: len(p.operands())], arrays[len(p.operands()) :]
-        lse, others = (others[0], others[1:]) if plan.second_launch or p.return_lse else (None, others)
-        gathered = plan.partials > 1 and not plan.second_launch
-        shares, mailbox = (others[:2], others[2:]) if gathered else ((), others)
-        results = (out,) if lse is None else (out, lse)
+        lse, mailbox = (others[0], others[1:]) if plan.second_launch or p.return_lse else (None, others)
         batch, warpgroup = lax.axis_index("batch"), lax.axis_index("wg")
 
         def with_scratch(*refs: Any) -> None:
@@ -154,18 +146,12 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
             def consumer() -> None:
                 if plan.two_ctas:
                     plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-                finish(cta, merge, attend(cta), refs[len(types) :], mailbox, shares or results)
-                if gathered:
-                    _last_arrival(plan).combine(cta.group, cta.rank, refs[len(types) + 1], shares, results)
+                finish(cta, merge, attend(cta), refs[len(types) :], mailbox, out, lse)
 
         # In their order: by name, JAX would sort them.
         pl.run_scoped(with_scratch, *types.values(), *merge.scratch(), collective_axes="wg")
 
     return decode
-
-
-def _last_arrival(plan: DecodePlan) -> LastArrival:
-    return LastArrival(plan.partials, plan.groups, plan.cluster, plan.fragment, plan.tile_rows, plan.p.value_dim)
 
 
 def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, Any]:
@@ -309,10 +295,11 @@ def finish(
     result: tuple[jax.Array, jax.Array, jax.Array],
     smem: Any,
     mailbox: Any,
-    stored: Sequence[Any],
+    out: Any,
+    lse: Any | None,
 ) -> None:
-    """Combines the results of a cluster, and stores this CTA's part of that, with log-sum-exps if `stored` has them."""
-    plan, out, lse = cta.plan, stored[0], stored[1] if len(stored) > 1 else None
+    """Combines the results of a cluster, and stores this CTA's part of that, with log-sum-exps if there is `lse`."""
+    plan = cta.plan
     o, m, total = result
     if plan.p.q_lengths:
         there = _queries(cta) < cta.q_end
@@ -325,7 +312,7 @@ def finish(
         place = cta.cluster * elements + start
         if output:
             store_fragment(out, place, value)
-        if plan.partials > 1:
+        if plan.second_launch:
             store_fragment(lse, place, logarithm)
         elif not output:
             store_fragment(lse, place, natural(logarithm))
@@ -341,6 +328,6 @@ def finish(
         lax.fori_loop(0, own, lambda i, _: store(i * plan.cluster + cta.rank, count, elements, output), None)
 
     store_all(plan.fragment, plan.tile_rows * plan.p.value_dim, output=True)
-    if lse is not None and plan.partials == 1:
+    if lse is not None and not plan.second_launch:
         store_all(WARP, WGMMA_ROWS, output=False)
     merge.leave(smem)

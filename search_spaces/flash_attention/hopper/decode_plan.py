@@ -30,7 +30,6 @@ class DecodePlan:
       stages: of the pipeline.
       split_kv: CTAs among which the keys of a sequence are divided...
       cluster: ...of which so many are a cluster, and combine their results through DSMEM.
-      last_combines: the last cluster to finish combines what all have left (last_arrival.py).
     """
 
     p: FlashAttentionProblem
@@ -38,12 +37,11 @@ class DecodePlan:
     stages: Any
     split_kv: Any
     cluster: Any
-    last_combines: Any = False
 
     @classmethod
     def of(cls, p: FlashAttentionProblem, s: Any) -> DecodePlan:
         """What a schedule, or `Columns` of them, says."""
-        return cls(p, s.block_kv, s.stages, s.split_kv, s.cluster, s.last_combines)
+        return cls(p, s.block_kv, s.stages, s.split_kv, s.cluster)
 
     @property
     def dtype(self) -> Any:
@@ -99,7 +97,7 @@ class DecodePlan:
     @property
     def second_launch(self) -> Any:
         """Whether a second kernel combines partial results."""
-        return (np.asarray(self.partials) > 1) & np.logical_not(self.last_combines)
+        return np.asarray(self.partials) > 1
 
     @property
     def groups(self) -> int:

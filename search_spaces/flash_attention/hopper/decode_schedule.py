@@ -13,12 +13,11 @@ class FlashDecodingSchedule:
       block_kv: keys, and values, that a pipeline stage holds.
       stages: of keys, and of values: loads run so many steps ahead.
       split_kv: CTAs among which the keys of a sequence are divided...
-      cluster: ...of which so many are a cluster, which combines their results through DSMEM.
-      last_combines: what clusters leave, the last of them to finish combines; else a second kernel does.
+      cluster: ...of which so many are a cluster, which combines their results through DSMEM; a second kernel
+        combines those of several clusters.
     """
 
     block_kv: int
     stages: int
     split_kv: int
     cluster: int
-    last_combines: bool = False

@@ -26,8 +26,6 @@ LEAST_EVEN = 0.85
 # ...unless there is nothing to combine, or a cluster combines results of so few steps.
 LEAST_EVEN_ALONE, LEAST_EVEN_CLUSTER = 0.7, 0.3
 SHORT_STEPS = 16
-# Partial results that one CTA reads: further ones take it as long as another launch.
-MOST_PARTIALS = 64
 
 
 def choices(p: FlashAttentionProblem, target: Target) -> dict[str, tuple[Choice, ...]]:
@@ -38,7 +36,6 @@ def choices(p: FlashAttentionProblem, target: Target) -> dict[str, tuple[Choice,
         "stages": (2, 3, 4, 6, 8),
         "split_kv": splits,
         "cluster": tuple(n for n in (1, 2, 4, MAX_CLUSTER) if any(split % n == 0 for split in splits)),
-        "last_combines": (False, True) if max(splits) > 1 else (False,),
     }
 
 
@@ -92,11 +89,7 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
     most_even = max(float(_even(one * split, target)) for split in _splits(p, target))
     return {
         "CTAs of a cluster are splits of the same keys": lambda s: s.split_kv % s.cluster == 0,
-        "the last CTA combines several results, and not too many": lambda s: (
-            ((plan(s).partials > 1) & (plan(s).partials <= MOST_PARTIALS)) | np.logical_not(s.last_combines)
-        ),
-        "a cluster saves a launch": lambda s: (s.cluster == 1) | np.logical_not(plan(s).second_launch),
-        "a cluster combines all splits, or as many as it can": lambda s: (
+        "a cluster combines all splits, or eight of them": lambda s: (
             (s.cluster == 1) | (s.cluster == s.split_kv) | (s.cluster == MAX_CLUSTER)
         ),
         "no split is without a block of keys": lambda s: s.split_kv <= plan(s).blocks,
