@@ -238,7 +238,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
     return {
         "points": len(rows),
         "points_without_pallas": sum(not row["pallas_us"] for row in rows),
-        "answers_that_failed": sum(bool({"pallas", "final"} & row["failures"].keys()) for row in rows),
+        "answers_that_failed": sum(bool({"pallas", "final"} & row.get("failures", {}).keys()) for row in rows),
         "pallas_vs_cudnn_geomean": mean("pallas_vs_cudnn", forward),
         "pallas_vs_cudnn_worst": worst("pallas_vs_cudnn", forward),
         "causal_vs_cudnn_geomean": mean("pallas_vs_cudnn", [row for row in forward if row["causal"]]),
