@@ -216,11 +216,11 @@ class Cta:
             transpose_a=False,
             transpose_b=False,
         )
-        in_flight = 2 if overlap else 1
+        unfinished = 2 if overlap else 1
         if last or separate:
-            dv, *dq = _several(products.wait(in_flight, dv, *dq))
+            dv, *dq = _several(products.wait(unfinished, dv, *dq))
         else:
-            dq = _several(products.wait(in_flight, *dq))
+            dq = _several(products.wait(unfinished, *dq))
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         if not separate:
             self._store_dq(own, step, *dq)
