@@ -22,6 +22,8 @@ from scheduler.core.records import Record
 from search_spaces import aliases, load
 from search_spaces.matmul import MatmulProblem
 
+# Problems that a result lacks.
+MOST_NAMED = 8
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
 PLACE = re.compile(r"(?<=<!-- by benchmarks/results_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 H200 = hardware.find("NVIDIA H200")
@@ -130,8 +132,8 @@ def page(results: Mapping[str, Result]) -> str:
             "Written by `python benchmarks/results_page.py` from `benchmarks/results/` and `records/`; do not edit. "
             "A ratio above 1 says that ours is faster. Times are microseconds of the kernels on the device, operands "
             "out of the cache unless the result file says `warm` ([how times are taken](measuring.md)). How each "
-            "kernel is designed: [matmul](kernels/matmul-hopper.md), [rows](kernels/rows-hopper.md). What was tried: "
-            "[experiments](experiments.md)."
+            "kernel is designed: [matmul](kernels/matmul-hopper.md), [rows](kernels/rows-hopper.md), "
+            "[attention](kernels/flash-attention.md). What was tried: [experiments](experiments.md)."
         ),
         *headline(results)[:-1],
         *_matmul(of["matmul"]),
@@ -140,6 +142,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_unaligned(),
         *_quality(of["search_quality"]),
         *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
+        *_attention(of["attention"]),
         *_sizes(of["sizes"]),
         *_faults(of["faults-cpu"], of["faults"]),
     ]
@@ -318,6 +321,26 @@ def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
         yield line(f"`{row['call']}`", *(f"{time_us:.1f}" for time_us in times))
 
 
+def _attention(result: Result) -> Iterator[str]:
+    s, missing = result["summary"], result["environment"].get("missing", ())
+    yield from _section("Attention", "attention-nvidia-h200", result)
+    yield from text(
+        "*Pallas* is the best schedule of a search of up to 12 trials, *model* what the cost model chooses without one; "
+        "all are timed in turns, by a process that chose none. Rates are TFLOP/s of the products that visible pairs of "
+        "queries and keys need, and TB/s where there is one query (decoding). The geometric mean against cuDNN is "
+        f"{s['pallas_vs_cudnn_geomean']:.3f} forward ({s['causal_vs_cudnn_geomean']:.3f} causal), "
+        f"{s['backward_vs_cudnn_geomean']:.3f} backward; the worst are {s['pallas_vs_cudnn_worst']:.3f}, "
+        f"{s['backward_vs_cudnn_worst']:.3f}, and {s['decode_vs_cudnn_worst']:.3f} decoding. "
+        f"{len(result['rows'])} of {len(result['rows']) + len(missing)} points have been timed."
+    )
+    yield from table("", "cuDNN", "JAX's kernel", "Pallas", "rate", "vs cuDNN", "model vs Pallas", left=1)
+    for row in result["rows"]:
+        rate = row["pallas_tb_per_s"] if row["kind"] == "decode" else row["pallas_tflops"]
+        microseconds = (number(row[name], 1) for name in ("cudnn_us", "jax_us", "pallas_us"))
+        ratios = (f"{row[name]:.3f}" for name in ("pallas_vs_cudnn", "model_vs_pallas"))
+        yield line(row["point"], *microseconds, number(rate, 2 if row["kind"] == "decode" else 0), *ratios)
+
+
 def _sizes(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("A job of large and small problems", "sizes-nvidia-h200", result)
@@ -365,8 +388,9 @@ def _source(name: str, result: Result) -> Iterator[str]:
     when = f", {made['date'][:10]}" if made.get("date") else ""
     commits = ", ".join(f"`{commit.strip()[:7]}`" for commit in made["commit"].split(","))
     yield f"`benchmarks/results/{name}.json`: {made['device']}, jax {made['jax']}{when}, commit {commits}."
-    if made.get("missing"):
-        yield f"Not measured: {', '.join(made['missing'])}."
+    if missing := made.get("missing"):
+        many = len(missing) > MOST_NAMED
+        yield f"Not measured: {f'{len(missing)} others, which the file names' if many else ', '.join(missing)}."
     yield ""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.attention.hopper.checked import checked
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
 from search_spaces.flash_attention.hopper.decode_footprint import footprint
@@ -131,7 +132,7 @@ def _padded(x: jax.Array, extent: int, axis: int) -> jax.Array:
 class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule]):
     backend = "mosaic_gpu_decode"
     version = 1
-    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+    verified_on = frozenset({"sm_90"})  # values of searches on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return supports(problem, target)
@@ -143,9 +144,9 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
         return footprint(problem, schedules, target)
 
     def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Column | bool:
-        """All but those whose clusters leave several results, which are newer."""
+        """Where `checked`, all but those whose clusters leave several results, which are newer."""
         alone = (schedules.cluster == 1) | (schedules.cluster == schedules.split_kv)
-        return super().verified(problem, schedules, target) & alone
+        return super().verified(problem, schedules, target) & alone & checked(problem)
 
     def run(
         self,

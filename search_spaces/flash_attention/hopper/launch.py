@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.attention.hopper.checked import checked
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.cta import results, scratch
 from search_spaces.flash_attention.hopper.footprint import footprint
@@ -57,6 +58,9 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
         return footprint(problem, schedules, target.cores)
+
+    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> bool:
+        return target.architecture in self.verified_on and checked(problem)
 
     def run(
         self,
