@@ -325,7 +325,7 @@ def _attention(result: Result) -> Iterator[str]:
     s, missing = result["summary"], result["environment"].get("missing", ())
     yield from _section("Attention", "attention-nvidia-h200", result)
     yield from text(
-        "*Pallas* is the best schedule of a search of up to 12 trials, *model* what the cost model chooses without any, "
+        "*Pallas* is the best schedule of a search of up to 12 trials, *model* what the cost model picks without any, "
         "all timed in turns, by a process that chose none. Rates are TFLOP/s of the products that visible pairs of "
         "queries and keys need, and TB/s where there is one query (decoding). The geometric mean against cuDNN is "
         f"{s['pallas_vs_cudnn_geomean']:.3f} forward ({s['causal_vs_cudnn_geomean']:.3f} causal), "
