@@ -18,8 +18,9 @@ from search_spaces.problem import Problem
 # All in seconds; the others bound what adapts to what was seen.
 START_LIMIT_S = 180.0
 COMPILE_LIMITS_S = (30.0, 120.0)
-# XLA tries its algorithms out while it compiles: so many runs of a problem, none faster than its lower bound.
-AUTOTUNED_RUNS = 500
+# XLA tries its algorithms out while it compiles: some 500 runs of a problem, none faster than its lower bound, and where
+# tensor cores do not take the operands as they lie, most of them many times slower. Not longer than so, whatever follows.
+AUTOTUNED_RUNS, AUTOTUNED_LIMIT_S = 10_000, 600.0
 # XLA's allocator waits so long for memory to come free before it says that there is none (BFCAllocator::AllocateRaw in
 # xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait): a step that may allocate and has no more time than that would
 # be taken for one that hangs.
@@ -75,7 +76,8 @@ class Limits:
     def _library_s(self, task: Task) -> float:
         if self._options.compile_timeout_s is not None:
             return self._options.compile_timeout_s
-        return COMPILE_LIMITS_S[1] + AUTOTUNED_RUNS * CostModel(self._hardware).lower_bound(task.problem)
+        autotuned_s = AUTOTUNED_RUNS * CostModel(self._hardware).lower_bound(task.problem)
+        return COMPILE_LIMITS_S[1] + min(autotuned_s, AUTOTUNED_LIMIT_S)
 
     def _run_s(self, task: Task) -> float:
         if self._options.run_timeout_s is not None:
