@@ -18,7 +18,7 @@ from search_spaces.problem import Problem
 # All in seconds; the others bound what adapts to what was seen.
 START_LIMIT_S = 180.0
 COMPILE_LIMITS_S = (30.0, 120.0)
-# XLA tries its algorithms out while it compiles: some 500 runs of a problem, none faster than its lower bound, and where
+# XLA tries its algorithms out while it compiles: some 500 runs of a problem, none faster than its bound, and where
 # tensor cores do not take operands as they lie, most of them many times slower. Not for longer than this, in any case.
 AUTOTUNED_RUNS, AUTOTUNED_LIMIT_S = 10_000, 600.0
 # XLA's allocator waits so long for memory to come free before it says that there is none (BFCAllocator::AllocateRaw in
