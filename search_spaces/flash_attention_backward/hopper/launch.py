@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from search_spaces.attention.hopper.checked import checked
 from search_spaces.attention.problem import SOFTCAP
@@ -71,11 +70,10 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         return of_wide(problem, schedules, found) if is_wide(problem) else found
 
     def verified(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Column | bool:
-        """Where `checked`, and without windows, all that add dq up; of wide heads those that do not rotate."""
+        """Where `checked`, without windows and wide heads, all that add dq up."""
         p = problem
-        seen = checked(p) and p.left is None and (p.right is None or p.causal)
-        known = (schedules.dq == "reduce_add") & (np.logical_not(schedules.rotate) | (not is_wide(p)))
-        return super().verified(problem, schedules, target) & seen & known
+        seen = checked(p) and p.left is None and (p.right is None or p.causal) and not is_wide(p)
+        return super().verified(problem, schedules, target) & seen & (schedules.dq == "reduce_add")
 
     def run(
         self,
