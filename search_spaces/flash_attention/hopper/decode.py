@@ -26,6 +26,7 @@ from search_spaces.flash_attention.hopper.decode_space import choices, rules, to
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
 from search_spaces.space import Column, Columns, Space
@@ -33,8 +34,8 @@ from search_spaces.space import Column, Columns, Space
 
 def supports(p: FlashAttentionProblem, target: Target) -> str | None:
     """Why there is no schedule for `p` here, or None."""
-    if target.platform != "cuda" or target.architecture != "sm_90":
-        return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+    if reason := not_hopper(target):
+        return reason
     if p.dtype not in ("bfloat16", "float16"):
         return f"multiplies bfloat16 and float16, not {p.dtype}"
     if p.head_dim % 16 or p.value_dim % 16 or max(p.head_dim, p.value_dim) > 256:
@@ -57,7 +58,7 @@ def run(
     plan = DecodePlan.of(p, schedule)
     # Indices are 32 bits wide, whatever the user's default.
     with jax.enable_x64(False):
-        k, v = (_padded(x, plan.kv_rows, axis=1) for x in (k, v))
+        k, v = (padded(x, (plan.kv_rows, None, None)) for x in (k, v))
         scale = p.default_scale() if scale is None else scale
         out, *lse = _launch(plan, scale, softcap, _packed(plan, q), k, v, *lengths)
         out = out.reshape(-1, *_places(plan), plan.tile_rows, p.value_dim)
@@ -111,7 +112,7 @@ def _packed(plan: DecodePlan, q: jax.Array) -> jax.Array:
     """``[batch, kv_heads, rows, head_dim]``: without a copy where there is one query."""
     p = plan.p
     q = q.reshape(p.batch, p.q_len, p.kv_heads, p.group, p.head_dim).transpose(0, 2, 1, 3, 4)
-    return _padded(q.reshape(p.batch, p.kv_heads, plan.rows, p.head_dim), plan.q_rows, axis=2)
+    return padded(q.reshape(p.batch, p.kv_heads, plan.rows, p.head_dim), (plan.q_rows, None))
 
 
 def _unpacked(plan: DecodePlan, rows: jax.Array) -> jax.Array:
@@ -120,13 +121,6 @@ def _unpacked(plan: DecodePlan, rows: jax.Array) -> jax.Array:
     rows = rows.reshape(p.batch, p.kv_heads, -1, columns)[:, :, : plan.rows]
     rows = rows.reshape(p.batch, p.kv_heads, p.q_len, p.group, columns).transpose(0, 2, 1, 3, 4)
     return rows.reshape(p.batch, p.q_len, p.heads, columns)
-
-
-def _padded(x: jax.Array, extent: int, axis: int) -> jax.Array:
-    """`x` with zeros behind, up to `extent`."""
-    if x.shape[axis] == extent:
-        return x
-    return jnp.pad(x, [(0, extent - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
 
 class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule]):

@@ -23,6 +23,7 @@ from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX
+from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
 from search_spaces.space import Columns, Space
@@ -40,8 +41,8 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         p = problem
-        if target.platform != "cuda" or target.architecture != "sm_90":
-            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if reason := not_hopper(target):
+            return reason
         if jnp.dtype(p.dtype).itemsize != 2:
             return f"multiplies bfloat16 and float16, not {p.dtype}"
         for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
@@ -98,11 +99,7 @@ def _launch(
     )
     # Indices are 32 bits wide, whatever the user's default.
     with jax.enable_x64(False):
-        out, *lse = launch(_padded(q, t.q_rows), _padded(k, t.kv_rows), _padded(v, t.kv_rows), *lengths)
+        rows = (t.q_rows, t.kv_rows, t.kv_rows)
+        out, *lse = launch(*(padded(x, (n, None, None)) for x, n in zip((q, k, v), rows, strict=True)), *lengths)
     out = out[:, : p.q_len]
     return (out, lse[0][..., : p.q_len]) if p.return_lse else out
-
-
-def _padded(x: jax.Array, rows: int) -> jax.Array:
-    """A sequence of so many rows."""
-    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0))) if rows > x.shape[1] else x

@@ -26,6 +26,7 @@ from search_spaces.flash_attention_backward.hopper.wide_space import wide_space
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX
+from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
 from search_spaces.kernel import Kernel, Target
 from search_spaces.space import Column, Columns, Space, round_up
@@ -47,8 +48,8 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem
-        if target.platform != "cuda" or target.architecture != "sm_90":
-            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if reason := not_hopper(target):
+            return reason
         if not HAS_GPU_INTERPRETER:  # The same release brought `jax.new_ref` as an operand.
             return "adds dq up in place, in an array that kernels take from JAX 0.11 on"
         if jnp.dtype(p.dtype).itemsize != 2:
@@ -92,11 +93,11 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         scale = p.default_scale() if scale is None else scale
         rows = int(round_up(p.q_len, DqPlan.rows) if plan.separate_dq else plan.dq_rows)
         # Queries beyond the last, and those that see no key, have no probability.
-        lse = _pad(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), 2, rows, jnp.inf)
+        lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), (rows,), jnp.inf)
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-        delta = _pad(delta, 2, rows)
-        q, d_out = (_pad(x, 1, plan.q_rows) for x in (q, d_out))
-        k, v = (_pad(x, 1, plan.kv_rows) for x in (k, v))
+        delta = padded(delta, (rows,))
+        q, d_out = (padded(x, (plan.q_rows, None, None)) for x in (q, d_out))
+        k, v = (padded(x, (plan.kv_rows, None, None)) for x in (k, v))
         lengths = [x for x in (p.lengths(rest).kv,) if x is not None]
         # Indices are 32 bits wide, whatever the user's default.
         if plan.separate_dq:
@@ -138,9 +139,3 @@ def _launch_dq(plan: DqPlan, scale: float, softcap: float, q: Any) -> Any:
         grid_names=("batch", "head", "q_block"),
         **_COMMON,
     )
-
-
-def _pad(x: jax.Array, axis: int, extent: int, value: float = 0.0) -> jax.Array:
-    """`x` with `value` behind one of its axes, up to `extent`."""
-    pads = [(0, extent - size if number == axis else 0) for number, size in enumerate(x.shape)]
-    return jnp.pad(x, pads, constant_values=value) if pads[axis][1] else x

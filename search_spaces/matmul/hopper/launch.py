@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.footprint import Footprint
+from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
 from search_spaces.matmul.hopper.dsmem_reduction import dsmem_reduction
@@ -57,8 +58,8 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
-        if target.platform != "cuda" or target.architecture != "sm_90":
-            return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+        if reason := not_hopper(target):
+            return reason
         if problem.dtype == "float32" and problem.precision != "default":
             return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
         # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
@@ -78,7 +79,7 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         p, s = problem, schedule
         inside = p if s.split_k == 1 else p.plain  # The reduction kernel applies the epilogue of a split.
         t = Tiling(inside, s)
-        operands = [_pad(x, extents) for x, extents in zip(args, t.extents, strict=False)]  # of a split: a and b
+        operands = [padded(x, extents) for x, extents in zip(args, t.extents, strict=False)]  # of a split: a and b
         ctas = t.cluster_m * t.cluster_n * t.cluster_k
         tiles = t.products * t.grid_m * t.grid_n  # of a cluster
         clusters = max(1, min(target.cores // ctas, tiles))
@@ -111,10 +112,3 @@ def _reduce(p: MatmulProblem, s: HopperSchedule, splits: jax.Array, args: Sequen
     splits = splits.reshape(s.split_k, *p.result().shape)
     acc = functools.reduce(operator.add, (splits[split] for split in range(s.split_k)))
     return p.apply_epilogue(acc, args).astype(p.result().dtype)
-
-
-def _pad(x: jax.Array, extents: tuple[Any, ...]) -> jax.Array:
-    """`x` with zeros behind its last axes, up to `extents`."""
-    lead = x.ndim - len(extents)
-    pads = [(0, 0)] * lead + [(0, int(extent) - size) for extent, size in zip(extents, x.shape[lead:], strict=True)]
-    return jnp.pad(x, pads) if any(after for _, after in pads) else x

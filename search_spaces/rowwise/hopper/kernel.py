@@ -9,6 +9,7 @@ import jax
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX, WARP, WARPGROUP, WARPS
+from search_spaces.hopper.operands import not_hopper
 from search_spaces.kernel import Kernel, Target
 from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
@@ -63,8 +64,8 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
 
 def refusal(p: RowProblem, target: Target) -> str | None:
     """Why the row kernels of this architecture cannot do `p`, or None."""
-    if target.platform != "cuda" or target.architecture != "sm_90":
-        return f"is written for NVIDIA Hopper (sm_90), not for {target.kind} ({target.architecture})"
+    if reason := not_hopper(target):
+        return reason
     if p.columns < (WARP if p.rows >= WARPS else WARPGROUP):
         return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
     if max(x.size for x in p.operands()) > MAX_INDEX:
