@@ -93,7 +93,8 @@ def mismatch(
     """None where every element of `actual` is within `tolerance` of `expected`, or a sentence about the worst one.
 
     Args:
-      actual: the answer, of any dtype. NaN and infinity are never right where `expected` is finite.
+      actual: the answer, of any dtype. NaN and infinity are never right where `expected` is finite;
+        where it is infinite, only that infinity is.
       expected: the reference, of the same shape; of those `rows` alone, where they are given: of the others it is only
         asked whether they were written.
       rows: along `axis`.
@@ -128,8 +129,8 @@ def _compare(
     compared = actual if rows is None else jnp.take(actual, rows, axis=axis)
     got, wanted = compared.astype(jnp.float32).ravel(), expected.astype(jnp.float32).ravel()
     allowed = absolute + relative * jnp.abs(wanted)
-    # `not <=` rather than `>`: a comparison with NaN is false.
-    wrong = ~(jnp.abs(got - wanted) <= allowed)
+    # `not <=` rather than `>`: a comparison with NaN is false. No finite number is near an infinite one.
+    wrong = ~((got == wanted) | (jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed)))
     excess = jnp.where(wrong, jnp.nan_to_num(jnp.abs(got - wanted) - allowed, nan=jnp.inf), -1.0)
     worst = jnp.argmax(excess)
     unwritten = jnp.int32(0)

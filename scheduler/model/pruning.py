@@ -132,7 +132,8 @@ def prune(
         )
 
     if kernel.library:  # The model knows its programs as one.
-        return best(np.arange(len(points)), full(model.library_seconds(problem)), full(0.0), full(0))
+        expected_s, least_s = model.library_seconds(problem), model.library_floor(problem)
+        return best(np.arange(len(points)), full(expected_s), full(least_s), full(0))
     footprint = kernel.footprint(problem, points, hardware.target)
     onchip_bytes = full(footprint.onchip_bytes)
     obstacles = {

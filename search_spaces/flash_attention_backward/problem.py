@@ -90,6 +90,11 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         """Of five products, as FlashAttention counts: what recomputes more does not do more."""
         return 2.0 * self.batch * self.heads * self.visible_pairs * (3 * self.head_dim + 2 * self.value_dim)
 
+    @property
+    def library_bytes_moved(self) -> float:
+        """As of the forward pass, and as much for the gradients of logits."""
+        return 2.0 * super().library_bytes_moved - self.bytes_moved
+
     def tolerance(self) -> tuple[Tolerance, ...]:
         """Rounding of the results, and of probabilities and their cotangents to the dtype before they are multiplied.
 
