@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import tempfile
 from types import TracebackType
 from typing import Any
 
@@ -78,7 +79,8 @@ class Pool:
         self._gpu = gpu
         self.slots = int(min(options.workers or max(1, _cores() - 1), affordable))
         self._children = Children()
-        self._workers = [WorkerProcess(gpu, self._children) for _ in range(self.slots)]
+        self._programs = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        self._workers = [WorkerProcess(gpu, self._children, self._programs.name) for _ in range(self.slots)]
         self._compiled = _Compiled()
         self._shares = Shares(gpu.free_bytes, self.slots)
         self._division = Division(self._workers, self._shares, self._compiled.clear, self.close)
@@ -118,6 +120,7 @@ class Pool:
         for worker in self._workers:
             worker.stop()
         self._children.shut_down()
+        self._programs.cleanup()
 
     def _request(self, task: Task, do: Do) -> Outcome | None:
         what = task.operation, task.problem, task.l2

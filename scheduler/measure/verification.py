@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from search_spaces import reference_programs
 from search_spaces.problem import Problem, Tolerance
 
 # Results of more elements are compared with the reference of so many of them, 512 MiB of float32, in so many rows.
@@ -54,7 +55,7 @@ def compared_elements(problem: Problem) -> int:
 def comparisons(problem: Problem, expected: Sequence[jax.Array], rows: Rows | None = None) -> tuple[Any, ...]:
     """What `mismatch` runs on each result, compiled: for those who have a device to themselves only in turns."""
     return tuple(
-        _compare.lower(actual, right, rows, 0.0, 0.0, axis=axis).compile()
+        reference_programs.compiled(_compare.lower(actual, right, rows, 0.0, 0.0, axis=axis))
         for actual, right, axis in zip(problem.results(), expected, problem.row_axes, strict=True)
     )
 
