@@ -54,8 +54,9 @@ def compiled(lowered: Any) -> Program:
                 os.replace(written, path)
             return program
     try:
-        stored = pickle.loads(path.read_bytes())
-        return serialize_executable.deserialize_and_load(*stored, execution_devices=jax.local_devices()[:1])
+        stored, in_tree, out_tree = pickle.loads(path.read_bytes())
+        here = jax.local_devices()[:1]
+        return serialize_executable.deserialize_and_load(stored, in_tree, out_tree, execution_devices=here)
     except Exception:
         return _compile(lowered)
 

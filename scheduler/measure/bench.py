@@ -140,8 +140,8 @@ class Bench:
         compiled = self._compiled.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(compiled, Failure):
             return compiled
-        again = self._drawn(self._problem, self._seed + 1)
-        if wrong := self._wrong(kernel, schedule, compiled, self._problem, again):
+        # A draw is not kept while the next is made.
+        if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._drawn(self._problem, self._seed + 1)):
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return None

@@ -45,7 +45,6 @@ def attention(
     scale = p.default_scale() if scale is None else scale
     q_block = max(1, min(p.q_len, MOST_LOGITS // (p.group * p.kv_len)))
     blocks = -(-p.q_len // q_block)
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     q = jnp.pad(q, ((0, 0), (0, blocks * q_block - p.q_len), (0, 0), (0, 0)))
     # [batch, kv_heads, blocks, group, q_block, head_dim]
     q = q.reshape(p.batch, blocks, q_block, p.kv_heads, p.group, p.head_dim).transpose(0, 3, 1, 4, 2, 5)
@@ -68,7 +67,8 @@ def attention(
         return out, lse[..., 0]
 
     def one_head(operands: Any) -> tuple[jax.Array, jax.Array]:
-        q, k, v, of = operands
+        *qkv, of = operands
+        q, k, v = (x.astype(jnp.float32) for x in qkv)  # of all heads they would fill a device that holds the operands
         return lax.map(lambda x: jax.checkpoint(one_block)(x[0], k, v, of, x[1]), (q, jnp.arange(blocks)))
 
     flat = [x.reshape(p.batch * p.kv_heads, *x.shape[2:]) for x in (q, k, v)]

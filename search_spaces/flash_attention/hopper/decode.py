@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.attention.hopper.checked import checked
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
 from search_spaces.flash_attention.hopper.decode_footprint import footprint
@@ -29,7 +28,7 @@ from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
-from search_spaces.space import Column, Columns, Space
+from search_spaces.space import Columns, Space
 
 
 def supports(p: FlashAttentionProblem, target: Target) -> str | None:
@@ -126,7 +125,7 @@ def _unpacked(plan: DecodePlan, rows: jax.Array) -> jax.Array:
 class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule]):
     backend = "mosaic_gpu_decode"
     version = 1
-    verified_on = frozenset({"sm_90"})  # values of searches on an NVIDIA H200
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return supports(problem, target)
@@ -136,11 +135,6 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
         return footprint(problem, schedules, target)
-
-    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Column | bool:
-        """Where `checked`, all but those whose clusters leave several results, which are newer."""
-        alone = (schedules.cluster == 1) | (schedules.cluster == schedules.split_kv)
-        return super().verified(problem, schedules, target) & alone & checked(problem)
 
     def run(
         self,

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.attention.hopper.checked import checked
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.hopper import separate_dq
 from search_spaces.flash_attention_backward.hopper.footprint import footprint
@@ -29,7 +28,7 @@ from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
 from search_spaces.kernel import Kernel, Target
-from search_spaces.space import Column, Columns, Space, round_up
+from search_spaces.space import Columns, Space, round_up
 
 HEAD_DIMS = (64, 96, 128)
 _COMMON: Any = {
@@ -44,7 +43,7 @@ _COMMON: Any = {
 class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, FlashAttentionBackwardSchedule]):
     backend = "mosaic_gpu"
     version = 2
-    verified_on = frozenset({"sm_90"})  # values of searches on an NVIDIA H200
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem
@@ -69,12 +68,6 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
     def footprint(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Footprint:
         found = footprint(problem, schedules)
         return of_wide(problem, schedules, found) if is_wide(problem) else found
-
-    def verified(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> Column | bool:
-        """Where `checked`, without windows and wide heads, all that add dq up."""
-        p = problem
-        seen = checked(p) and p.left is None and (p.right is None or p.causal) and not is_wide(p)
-        return super().verified(problem, schedules, target) & seen & (schedules.dq == "reduce_add")
 
     def run(
         self,
