@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces import jax_compat
 from search_spaces.autotuned.arguments import TARGET
 from search_spaces.autotuned.problem import CallProblem, as_written, placed, statics_of, values_of
 from search_spaces.autotuned.source import Source
@@ -63,10 +61,7 @@ class FunctionKernel(Kernel[CallProblem, Any]):
         named = statics_of(problem) | {name: getattr(schedule, name) for name in declared.choices}
         if declared.arguments.wants_target:
             named[TARGET] = target
-        # On a CPU, Mosaic GPU kernels are interpreted; what `pallas_call` does there, its caller says by `interpret`.
-        rehearsed = target.platform == "cpu" and jax_compat.HAS_GPU_INTERPRETER
-        with jax_compat.gpu_interpreter() if rehearsed else contextlib.nullcontext():
-            return declared.function(*placed(problem, args), **named)
+        return declared.function(*placed(problem, args), **named)
 
 
 class _Told(Mapping[str, Any]):

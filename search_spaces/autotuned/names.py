@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 from search_spaces import LOADED_FILE, OPERATIONS
 from search_spaces.errors import DeclarationError
 
-# name -> the module, the file and the function within it that have taken it.
-_taken: dict[str, tuple[str, str, str]] = {}
+# The functions that have taken a name, as long as they are there.
+_taken: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
 def name_of(function: Callable[..., Any], given: str | None) -> str:
@@ -20,21 +21,33 @@ def name_of(function: Callable[..., Any], given: str | None) -> str:
     Raises:
       DeclarationError: the name is taken by another function, or by an operation that is here.
     """
-    qualname = function.__qualname__.replace(".<locals>", "")
-    name = given if given is not None else f"{_module(function)}.{qualname}"
+    name = given if given is not None else f"{_module(function)}.{_qualname(function)}"
     if not name or name in OPERATIONS or ":" in name:
         why = "is an operation of this package" if name in OPERATIONS else "cannot name an operation"
         raise DeclarationError(f"{name!r} {why}: give {function.__name__} another name=")
-    file = os.path.realpath(function.__code__.co_filename)
-    module, its_file, its_function = _taken.setdefault(name, (function.__module__, file, qualname))
-    again = its_function == qualname and (its_file == file or module == function.__module__ == "__main__")
-    if not again:
+    other = _taken.get(name, function)
+    if not _is_again(function, other):
         raise DeclarationError(
-            f"{name!r} already names {its_function} of {its_file}, and the schedules of both would be stored under it: "
-            f'give {function.__name__} of {file} a name of its own, as in name="{function.__name__}_2"'
+            f"{name!r} already names {_qualname(other)} of {_file(other)}, and the schedules of both would be stored "
+            f"under it: give {function.__name__} of {_file(function)} a name of its own, as in "
+            f'name="{function.__name__}_2"'
         )
-    _taken[name] = function.__module__, file, qualname
+    _taken[name] = function
     return name
+
+
+def _is_again(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Whether they are one function: loaded under two names of its module, or run again as a notebook's cell is."""
+    in_notebook = function.__module__ == other.__module__ == "__main__"
+    return _qualname(function) == _qualname(other) and (in_notebook or _file(function) == _file(other))
+
+
+def _qualname(function: Callable[..., Any]) -> str:
+    return function.__qualname__.replace(".<locals>", "")
+
+
+def _file(function: Callable[..., Any]) -> str:
+    return os.path.realpath(function.__code__.co_filename)
 
 
 def _module(function: Callable[..., Any]) -> str:

@@ -1,10 +1,10 @@
 """A version of a function that follows from its source and what it refers to: what was changed has another.
 
 What counts: the function's text without decorators, docstring, comments and layout; and, of the names that it and the
-functions within it read (globals and closures), constants and containers of them, arrays by their content, functions
-and classes of one's own by their text and what they refer to in turn, and what is read of modules of one's own. Of
-installed packages and of all other objects only the name or the type counts. A function without a source file (typed
-into a console) counts by its bytecode, which differs between versions of Python.
+functions within it read (globals and closures), constants and containers of them, arrays by their content (large ones
+by shape and dtype), functions and classes of one's own by their text and what they refer to in turn, and what is read
+of modules of one's own. Of installed packages and of all other objects only the name or the type counts. A function
+without a source file (typed into a console) counts by its bytecode, which differs between versions of Python.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 
 # What is used to write and tune kernels: these packages count as installed wherever they lie.
 _TOOLS = frozenset({"jax", "jaxlib", "numpy", "scheduler", "search_spaces", "tile_scheduler"})
+_MOST_BYTES = 2**20  # of an array whose content counts
 _INSTALLED = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
 
 
@@ -62,8 +63,9 @@ class _Walk:
         self._kept.append(value)
         match value:
             case np.ndarray() | np.generic() | jax.Array() if not isinstance(value, jax.core.Tracer):
-                content = np.asarray(value)
-                yield f"{content.dtype}{content.shape}{hashlib.sha256(content.tobytes()).hexdigest()}"
+                yield f"{value.dtype}{value.shape}"
+                if value.nbytes <= _MOST_BYTES:
+                    yield hashlib.sha256(np.asarray(value).tobytes()).hexdigest()
             case tuple() | list():
                 yield f"{type(value).__name__}{len(value)}"
                 for item in value:
@@ -79,17 +81,18 @@ class _Walk:
             case types.MethodType():
                 yield from self.of((value.__func__, value.__self__))
             case types.ModuleType():
-                yield value.__name__
+                yield "" if self._is_own(value) else value.__name__
             case type():
                 yield from self._class(value)
             case _ if _code(value) is not None:
                 yield from self._function(value)
             case _:
-                yield f"{type(value).__module__}.{type(value).__qualname__}"
+                yield type(value).__qualname__
 
     def _class(self, value: type) -> Iterator[str]:
-        yield f"{value.__module__}.{value.__qualname__}"
-        if self._is_own(value):
+        if not self._is_own(value):
+            yield f"{value.__module__}.{value.__qualname__}"
+        else:
             yield _text(value)
             for member in vars(value).values():
                 if _code(member) is not None:
@@ -97,8 +100,8 @@ class _Walk:
 
     def _function(self, value: Any) -> Iterator[str]:
         function = inspect.unwrap(value)
-        yield f"{function.__module__}.{function.__qualname__}"
         if not self._is_own(function):
+            yield f"{function.__module__}.{function.__qualname__}"
             return
         yield _text(function)
         names = sorted(set(_names(function.__code__)))

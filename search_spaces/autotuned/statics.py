@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ def _literal(name: str, value: Any) -> str:
         return f"({', '.join(items)}{',' * (len(items) == 1)})"
     instead = ": give a tuple" if isinstance(value, list) else ""
     raise TypeError(
-        f"{name}={value!r} is a {type(value).__name__}{instead}; a static parameter is part of the key that schedules "
-        f"are stored under: {WANTED}"
+        f"{name}={reprlib.repr(value)} is a {type(value).__name__}{instead}; a static parameter is part of the key "
+        f"that schedules are stored under: {WANTED}"
     )
 
 
