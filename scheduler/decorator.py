@@ -50,7 +50,7 @@ def autotune(
     are stored by the shapes and dtypes of the arrays and by the static parameters: int, float, bool, str, None, a dtype
     (which arrives as its name), or a tuple of these. An array that may be left out has the default None.
 
-    What follows are functions of what their parameters name: arrays, each with a shape and a dtype; static parameters;
+    Those below are functions of what their parameters name: arrays, each with a shape and a dtype; static parameters;
     and, where it is said, choices and `target` (`search_spaces.Target`, the chip). The function itself may have a
     parameter `target`, too.
 
