@@ -1,5 +1,6 @@
 """`scheduler.autotune`: what a decorated function becomes, how it is called, searched, stored and told of."""
 
+import ast
 import dataclasses
 import functools
 import json
@@ -41,6 +42,7 @@ from search_spaces import DeclarationError, Footprint, Operand, Phase, load, loc
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 
 ROOT = Path(__file__).parents[1]
+OWN = (ROOT / "examples" / "autotuned_kernel.py").read_text()
 H200 = hardware.find("NVIDIA H200")
 needs_gpu_interpreter = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="Mosaic GPU's interpreter needs JAX 0.11")
 
@@ -135,6 +137,17 @@ def test_a_schedule_can_be_given_and_must_be_legal():
     close(linear(*ODD, schedule=given), linear_reference(*ODD, activation="none"))
     with pytest.raises(scheduler.IllegalSchedule, match="breaks the rule 'a tile is no longer than k'"):
         linear(*ODD, schedule=given | {"tile_k": 64})
+
+
+def test_a_jitted_function_can_be_decorated_too():
+    @functools.partial(jax.jit, static_argnames=("tile", "target"))
+    def thrice(x, *, tile, target):
+        assert isinstance(tile, int)
+        return 3 * x
+
+    function = added(function=thrice, reference=lambda x: 3 * x, name="jitted")
+    assert function(jnp.ones(8), schedule={"tile": 4}).tolist() == [3] * 8
+    assert function.operation.kernels[0].version > 0
 
 
 # Transformations.
@@ -341,6 +354,16 @@ def test_it_is_swept_and_the_recording_searched_anywhere(tmp_path):
     assert record.tried == 3
 
 
+def test_the_kernels_of_the_example_fit_on_a_screen():
+    definitions = {
+        node.name: node.end_lineno - min([node.lineno, *(line.lineno for line in node.decorator_list)]) + 1
+        for node in ast.walk(ast.parse(OWN))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert definitions["bias_gelu"] <= 20
+    assert definitions["product"] + definitions["demand"] < 40
+
+
 # Lowered for a chip that is not here.
 
 
@@ -393,8 +416,6 @@ def test_a_mosaic_gpu_kernel_is_rehearsed_on_a_cpu():
 
 
 # Names, processes, and sources that change.
-
-OWN = (ROOT / "examples" / "autotuned_kernel.py").read_text()
 
 
 @pytest.mark.one_jax

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 from search_spaces.kernel import Kernel, Target
@@ -35,20 +34,24 @@ def asked_onchip_bytes(lowered: jax.stages.Lowered) -> int | None:
     calls = (op for op in _operations(module.operation) if op.name == "stablehlo.custom_call")
     kernels = (call for call in calls if _MOSAIC_GPU in str(call.attributes["call_target_name"]))
     try:
-        return max((size for kernel in kernels for size in _asked(kernel)), default=None)
+        return max((size for kernel in kernels for size in _asked(kernel, module.context)), default=None)
     except ir.MLIRError:  # of another version than this jaxlib reads
         return None
 
 
-def _asked(kernel: Any) -> Iterator[int]:
-    """The bytes that each launch of a Mosaic GPU kernel asks for; nothing where this JAX says it elsewhere."""
+def _asked(kernel: Any, context: ir.Context) -> Iterator[int]:
+    """The bytes that each launch of a Mosaic GPU kernel asks for; nothing where this JAX says it elsewhere.
+
+    `context` is that of the program around it, which knows the kernel's types.
+    """
     if "mhlo.backend_config" not in kernel.attributes:
         return
     settings = kernel.attributes["mhlo.backend_config"]
     if not isinstance(settings, ir.DictAttr) or "module" not in settings:
         return
     serialized = ir.StringAttr(settings["module"]).value_bytes
-    module = ir.Module.parse(serialized, _context())
+    with _allowing_other_dialects(context):  # that of the serialized form
+        module = ir.Module.parse(serialized, context)
     for op in _operations(module.operation, but=_LAUNCH):
         if op.name.endswith(_LAUNCH):
             # The extents of grid, block and cluster are of type index; its on-chip memory alone is an i32.
@@ -56,11 +59,14 @@ def _asked(kernel: Any) -> Iterator[int]:
             yield from (ir.IntegerAttr(o.attributes["value"]).value for o in made_by if not isinstance(o, ir.Block))
 
 
-@functools.cache
-def _context() -> ir.Context:
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True  # that of the serialized form
-    return context
+@contextlib.contextmanager
+def _allowing_other_dialects(context: ir.Context) -> Iterator[None]:
+    before = context.allow_unregistered_dialects
+    context.allow_unregistered_dialects = True
+    try:
+        yield
+    finally:
+        context.allow_unregistered_dialects = before
 
 
 def _operations(within: Any, but: str | None = None) -> Iterator[Any]:

@@ -71,7 +71,7 @@ def declared(
     Raises:
       DeclarationError: what cannot be meant, with what to write instead.
     """
-    if not callable(function) or not hasattr(function, "__code__"):
+    if not callable(function) or not hasattr(inspect.unwrap(function), "__code__"):
         raise DeclarationError(f"autotune decorates a function, not {function!r}")
     if not callable(reference):
         raise DeclarationError(

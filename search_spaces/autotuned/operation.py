@@ -36,7 +36,7 @@ def operation_of(
     known = declared(function, choices, **told)
     posed = problem_type(f"{function.__name__}_problem", known)
     kernels = FunctionKernel(Source(function)), ReferenceKernel(Source(known.reference))
-    return Operation(name_of(function, name), posed, kernels, front_end=_front_end(posed))
+    return Operation(name_of(inspect.unwrap(function), name), posed, kernels, front_end=_front_end(posed))
 
 
 def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | Unbound]:
