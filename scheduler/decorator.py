@@ -65,7 +65,7 @@ def autotune(
       supports: why there is no kernel for these arrays on `target`, in words, or None where there is.
       tolerance: how far an element may be off, absolutely and relative to the right one; one for each result, or one
         for all. None is 8 eps of the result's dtype: long sums need more.
-      inputs: operands to measure with, one for each array, given a `key` (`jax.random.key`); None draws normal numbers.
+      inputs: operands to measure with, one for each array, given `rng`, a `jax.random.key`; None draws normal numbers.
       flops, bytes_moved: what the answer needs: no time below what the chip takes for them is believed. None is no
         operation, and every array moved once.
       name: under which schedules are stored; None is the function's module and name.

@@ -197,6 +197,18 @@ def test_two_results_are_a_tuple():
         close(call(x), (x.sum(axis=1), x.max(axis=1)), 1e-5)
 
 
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_inside_shard_map_the_kernel_is_asked_and_on_the_mesh_the_reference(axes):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(axes,))
+    x = jax.device_put(jnp.arange(160.0).reshape(32, 5), NamedSharding(mesh, PartitionSpec("i")))
+    ours = functools.partial(sum_and_max, backends="pallas")
+    mapped = jax.shard_map(ours, mesh=mesh, in_specs=(PartitionSpec("i"),), out_specs=PartitionSpec("i"))
+    for call in (mapped, sum_and_max):
+        close(jax.jit(call)(x), (x.sum(axis=1), x.max(axis=1)), 1e-5)
+    with pytest.raises(scheduler.NoCandidate, match=r"no kernel of sum_and_max can be asked: .*mesh"):
+        jax.jit(ours)(x)
+
+
 # What no kernel is asked about.
 
 
@@ -336,9 +348,9 @@ def test_flops_that_are_declared_bound_times_and_none_are_none():
 
 
 def test_operands_to_measure_with_can_be_told():
-    told = added(inputs=lambda key, x: jax.random.uniform(key, x.shape), name="told_inputs").problem(jnp.zeros(8))
+    told = added(inputs=lambda rng, x: jax.random.uniform(rng, x.shape), name="told_inputs").problem(jnp.zeros(8))
     assert 0 <= told.inputs(0)[0].min() <= told.inputs(0)[0].max() <= 1
-    wrong = added(inputs=lambda key, x: jnp.zeros(3), name="wrong_inputs").problem(jnp.zeros(8))
+    wrong = added(inputs=lambda rng, x: jnp.zeros(3), name="wrong_inputs").problem(jnp.zeros(8))
     with pytest.raises(DeclarationError, match=r"inputs of one_more are float32\[3\] instead of float32\[8\]"):
         wrong.inputs(0)
     truths = added(name="truths").problem(jnp.zeros(1000, bool)).inputs(0)[0]
@@ -479,6 +491,20 @@ def test_a_function_of_a_function_works_in_this_process_and_no_worker_can_load_i
         start_runner(function.operation, RunnerOptions(workers=1))
 
 
+@pytest.mark.one_jax
+def test_what_is_typed_into_a_console_is_searched_in_its_process():
+    text = OWN.partition("def demand")[0] + (
+        "x, bias = jnp.ones((8, 64)), jnp.ones(64)\n"
+        "record = scheduler.tune(bias_gelu, bias_gelu.problem(x, bias), budget=3)\n"
+        "print(record.key.operation, *sorted({entry.backend for entry in record.entries}))\n"
+        "print(bias_gelu(x, bias, backends='pallas', on_miss='error').shape)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-"], input=text, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "__main__.bias_gelu pallas xla\n(8, 64)\n"
+
+
 def test_two_functions_of_one_name_are_told_apart_when_they_are_declared(tmp_path):
     added(name="taken")
     added(name="taken")  # again, as by a cell of a notebook
@@ -531,6 +557,7 @@ def a_function(x, *, tile):
         ),
         ({"function": lambda inputs, *, tile: inputs}, "a parameter inputs, which is what every problem has"),
         ({"function": lambda x, *, backends, tile: x}, "a parameter backends, which says how a call is answered"),
+        ({"function": lambda x, target, *, tile: x}, "target is among the arrays of <lambda>"),
         ({"function": lambda x, tile, /: x}, "takes the choice tile by place alone"),
     ],
 )

@@ -17,6 +17,8 @@ from search_spaces.problem import Problem
 
 # By this name a function, a rule or a footprint is told the chip.
 TARGET = "target"
+# By this name what draws operands is told a key of `jax.random`.
+RANDOM = "rng"
 # What a call takes beside what its function takes.
 HOW = ("on_miss", "backends", "schedule")
 ABSENT = "None"
@@ -63,6 +65,10 @@ def arguments_of(function: Callable[..., Any], choices: Collection[str]) -> Argu
         if choice in parameters and parameters[choice].kind is inspect.Parameter.POSITIONAL_ONLY:
             raise DeclarationError(f"{name} takes the choice {choice} by place alone: move the / before it")
     arrays, optional, statics = [], set(), {}
+    if TARGET in parameters and parameters[TARGET].kind is not inspect.Parameter.KEYWORD_ONLY:
+        raise DeclarationError(
+            f"{TARGET} is among the arrays of {name}, and is how a function is told the chip: call the array otherwise"
+        )
     for p in parameters.values():
         if p.name in choices or p.name == TARGET or p.kind is p.VAR_KEYWORD:
             continue

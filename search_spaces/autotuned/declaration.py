@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from search_spaces.autotuned.arguments import TARGET, Arguments, arguments_of, by_name
+from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Tolerance
 from search_spaces.space import Choice, Space
@@ -107,7 +107,7 @@ def declared(
         footprint=asked(footprint, "footprint", arguments.known),
         supports=asked(supports, "supports", (*posed, TARGET)),
         tolerance=asked(_tolerance(tolerance), "tolerance", posed),
-        inputs=asked(inputs, "inputs", ("key", *posed)),
+        inputs=asked(inputs, "inputs", (RANDOM, *posed)),
         flops=asked(flops, "flops", posed),
         bytes_moved=asked(bytes_moved, "bytes_moved", posed),
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from search_spaces.autotuned.arguments import array_of, array_text
+from search_spaces.autotuned.arguments import RANDOM, array_of, array_text
 from search_spaces.autotuned.declaration import Asked, Declaration, tolerance_of
 from search_spaces.autotuned.statics import spelled, value_of
 from search_spaces.errors import DeclarationError
@@ -79,7 +79,7 @@ class CallProblem(Problem):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         if self.declared.inputs is None:
             return super().inputs(seed)
-        made = self.declared.inputs({"key": jax.random.key(seed), **values_of(self)})
+        made = self.declared.inputs({RANDOM: jax.random.key(seed), **values_of(self)})
         found = tuple(jnp.asarray(x) for x in (made if isinstance(made, tuple | list) else (made,)) if x is not None)
         wanted = self.operands()
         if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
