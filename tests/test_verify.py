@@ -35,3 +35,11 @@ def test_a_narrow_answer_is_compared_in_float32():
     expected = jnp.array([1.0 + 2**-9])
     assert mismatch(expected.astype(jnp.bfloat16), expected, Tolerance(0.0, 2**-8)) is None
     assert mismatch(expected.astype(jnp.bfloat16), expected, Tolerance(0.0, 2**-10)) is not None
+
+
+@pytest.mark.parametrize("infinite", [np.inf, -np.inf])
+def test_where_infinity_is_right_only_that_infinity_is(infinite):
+    expected = jnp.ones((5,)).at[3].set(infinite)
+    assert mismatch(expected, expected, TOLERANCE) is None
+    for wrong in (-infinite, np.nan, 1e30):
+        assert "at (3,)" in mismatch(expected.at[3].set(wrong), expected, TOLERANCE)

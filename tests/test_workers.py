@@ -25,7 +25,7 @@ from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
-from scheduler.measure.pool import Pool, start_runner
+from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.measure.worker_process import Result
 from search_spaces import jax_compat
@@ -202,7 +202,7 @@ ORPHANS = """
 import sys, threading, time
 from scheduler.core.hardware import GIB
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.pool import Pool, start_runner
+from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
 from scheduler.measure.runner import RunnerOptions
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
 print(*(worker._child._process.pid for worker in pool._workers), flush=True)
@@ -312,3 +312,13 @@ def test_a_librarys_time_is_that_of_several_compilations_and_a_kernels_that_of_o
         for _ in range(4):
             assert isinstance(pool.measure(noted, again=True), Measurement)
         assert len(list(place.iterdir())) == processes
+
+
+def test_a_library_that_is_out_of_reach_is_compiled_once(pool, tmp_path):
+    noted = Task(NOTED, NotedProblem(place=str(tmp_path)), "xla", {}, 2)
+    measured = pool.measure(noted)
+    assert isinstance(measured, Measurement)
+    ahead = dataclasses.replace(noted, incumbent_s=measured.median_s / (BEYOND_REACH * 1.01))
+    for _ in range(4):
+        assert isinstance(pool.measure(ahead, again=True), Measurement)
+    assert len(list(tmp_path.iterdir())) == 1

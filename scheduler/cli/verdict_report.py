@@ -98,7 +98,9 @@ def _ended(record: Record) -> str:
 def _against_xla(record: Record) -> str:
     other = record.library_entry
     if other is None:
-        return "XLA did not run."
+        if any(lost.backend == record.library for lost in record.failed):
+            return "XLA did not run."
+        return "XLA was left out: by the bytes that it moves it cannot win."
     if record.winner == other:
         if (rival := _rival(record)) is None:
             return "XLA is the only backend that ran."

@@ -23,7 +23,7 @@ from scheduler.measure.verification import Rows, compared_elements, compared_row
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal, onchip_bytes
 from scheduler.model.traffic import L2_RESIDENT
-from search_spaces import jax_compat
+from search_spaces import jax_compat, reference_programs
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import SLAB, Problem, as_tuple, nbytes
@@ -257,10 +257,8 @@ class Bench:
         self._announce("prepare")
         rows = compared_rows(problem)
         if problem not in self._references:
-            # XLA tries out algorithms on the device while it compiles; a reference needs the first that is right.
-            options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if self._clock == "cupti" else None
             lowered = jax.jit(_reference(problem, rows)).lower(*problem.operands())
-            self._references[problem] = lowered.compile(compiler_options=options)
+            self._references[problem] = reference_programs.compiled(lowered)
         inputs = jax.block_until_ready(problem.inputs(seed))
         with self._turn():
             draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)

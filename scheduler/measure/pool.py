@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import tempfile
 import warnings
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,8 @@ from search_spaces.problem import Problem
 # XLA tries algorithms out while it compiles, and picks one in this process and another in the next: on an H200 its
 # product of 4096^3 in bfloat16 takes 170 us or 176. A library's time is that of so many processes.
 LIBRARY_COMPILATIONS = 5
+# But no other algorithm of XLA's makes up so many times the fastest candidate's time: one compilation tells that.
+BEYOND_REACH = 1.5
 
 
 def start_runner(operation: Operation[Any], options: RunnerOptions | None = None) -> Runner:
@@ -94,7 +97,8 @@ class Pool:
         self._gpu = gpu
         self.slots = int(min(options.workers or max(1, _cores() - 1), affordable))
         self._children = Children()
-        self._workers = [WorkerProcess(gpu, self._children) for _ in range(self.slots)]
+        self._programs = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        self._workers = [WorkerProcess(gpu, self._children, self._programs.name) for _ in range(self.slots)]
         self._compiled = _Compiled()
         self._shares = Shares(gpu.free_bytes, self.slots)
         self._division = Division(self._workers, self._shares, self._compiled.clear, self.close)
@@ -134,6 +138,7 @@ class Pool:
         for worker in self._workers:
             worker.stop()
         self._children.shut_down()
+        self._programs.cleanup()
 
     def _request(self, task: Task, do: Do) -> Outcome | None:
         what = task.operation, task.problem, task.l2
@@ -164,14 +169,14 @@ class Pool:
                 if result.retryable:
                     continue
             elif isinstance(result.outcome, Measurement):
-                self._compiled.start(task, worker)
+                self._compiled.start(task, worker, result.outcome.median_s)
             return result
 
     def _asked_again(self, task: Task, do: Do, holders: list[WorkerProcess]) -> Result:
         """The answer of the next of `holders` in turn, or, of a library, of one that has not compiled it yet."""
         if do == "again" and task.operation.kernel(task.backend).library:
             newcomer = next((worker for worker in self._division.living if worker not in holders), None)
-            if newcomer and len(holders) < LIBRARY_COMPILATIONS and not self._compiled.is_full(task):
+            if newcomer and len(holders) < LIBRARY_COMPILATIONS and self._compiled.want_more(task):
                 result = self._asked_of(newcomer, task, do)
                 if not isinstance(result.outcome, Failure):
                     holders.append(newcomer)
@@ -211,26 +216,33 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._holders: dict[Any, list[WorkerProcess]] = {}
+        self._first_s: dict[Any, float] = {}
         self._full: set[Any] = set()
 
     def clear(self) -> None:
         self._holders.clear()
+        self._first_s.clear()
         self._full.clear()
 
     def holders(self, task: Task) -> list[WorkerProcess]:
         """To be changed by who asks them; no longer known here once they are cleared."""
         return self._holders.get(_candidate(task), [])
 
-    def start(self, task: Task, worker: WorkerProcess) -> None:
-        """Its first holder."""
+    def start(self, task: Task, worker: WorkerProcess, seconds: float) -> None:
+        """Its first holder, and what it measured."""
         self._holders[_candidate(task)] = [worker]
+        self._first_s[_candidate(task)] = seconds
 
     def fill(self, task: Task) -> None:
         """No further worker is to compile it."""
         self._full.add(_candidate(task))
 
-    def is_full(self, task: Task) -> bool:
-        return _candidate(task) in self._full
+    def want_more(self, task: Task) -> bool:
+        """Whether another worker can compile it, and may find what wins."""
+        candidate = _candidate(task)
+        if candidate in self._full:
+            return False
+        return task.incumbent_s is None or self._first_s[candidate] <= BEYOND_REACH * task.incumbent_s
 
 
 def _candidate(task: Task) -> Any:

@@ -16,10 +16,15 @@ Do = Literal["measure", "again", "confirm"]
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first line to a worker: the device to serve, by its `uuid` and JAX's name of its platform."""
+    """The first line to a worker: the device to serve, by its `uuid` and JAX's name of its platform.
+
+    Attributes:
+      programs: the directory of programs that the workers of a pool share.
+    """
 
     uuid: str
     platform: str
+    programs: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from search_spaces import reference_programs
 from search_spaces.problem import Problem, Tolerance
 
 # Results of more elements are compared with the reference of so many of them, 512 MiB of float32, in so many rows.
@@ -54,7 +55,7 @@ def compared_elements(problem: Problem) -> int:
 def comparisons(problem: Problem, expected: Sequence[jax.Array], rows: Rows | None = None) -> tuple[Any, ...]:
     """What `mismatch` runs on each result, compiled: for those who have a device to themselves only in turns."""
     return tuple(
-        _compare.lower(actual, right, rows, 0.0, 0.0, axis=axis).compile()
+        reference_programs.compiled(_compare.lower(actual, right, rows, 0.0, 0.0, axis=axis))
         for actual, right, axis in zip(problem.results(), expected, problem.row_axes, strict=True)
     )
 
@@ -93,7 +94,8 @@ def mismatch(
     """None where every element of `actual` is within `tolerance` of `expected`, or a sentence about the worst one.
 
     Args:
-      actual: the answer, of any dtype. NaN and infinity are never right where `expected` is finite.
+      actual: the answer, of any dtype. NaN and infinity are never right where `expected` is finite;
+        where it is infinite, only that infinity is.
       expected: the reference, of the same shape; of those `rows` alone, where they are given: of the others it is only
         asked whether they were written.
       rows: along `axis`.
@@ -128,8 +130,8 @@ def _compare(
     compared = actual if rows is None else jnp.take(actual, rows, axis=axis)
     got, wanted = compared.astype(jnp.float32).ravel(), expected.astype(jnp.float32).ravel()
     allowed = absolute + relative * jnp.abs(wanted)
-    # `not <=` rather than `>`: a comparison with NaN is false.
-    wrong = ~(jnp.abs(got - wanted) <= allowed)
+    # `not <=` rather than `>`: a comparison with NaN is false. No finite number is near an infinite one.
+    wrong = ~((got == wanted) | (jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed)))
     excess = jnp.where(wrong, jnp.nan_to_num(jnp.abs(got - wanted) - allowed, nan=jnp.inf), -1.0)
     worst = jnp.argmax(excess)
     unwritten = jnp.int32(0)

@@ -33,6 +33,7 @@ from scheduler.measure.protocol import (
 from scheduler.measure.subprocess_pipe import die_with_parent
 from search_spaces import load
 from search_spaces.kernel import Target
+from search_spaces.reference_programs import shared_in
 
 # How XLA and CUDA call it when no memory is left on the device.
 OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY", re.IGNORECASE)
@@ -60,6 +61,11 @@ def main() -> None:
         return
     say(Ready(target))
     service = _Service(target, Gpu("", hello.uuid, "", 0), lambda step: say(Announcement(step)))
+    with shared_in(hello.programs):
+        _serve(service, say)
+
+
+def _serve(service: _Service, say: Callable[[Message], None]) -> None:
     for line in sys.stdin:
         reply: Reply
         try:

@@ -44,10 +44,14 @@ class Result:
 
 
 class WorkerProcess:
-    """Requests block, and are for one thread at a time; `abandon` is for any."""
+    """Requests block, and are for one thread at a time; `abandon` is for any.
 
-    def __init__(self, gpu: Gpu, children: Children) -> None:
-        self._gpu, self._children = gpu, children
+    Args:
+      programs: a directory for what its processes share with others.
+    """
+
+    def __init__(self, gpu: Gpu, children: Children, programs: str) -> None:
+        self._gpu, self._children, self._programs = gpu, children, programs
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._abandoned = False
@@ -134,7 +138,7 @@ class WorkerProcess:
             if self._abandoned or self._child is None:
                 self.abandon()
                 raise WorkerError("the worker processes were stopped")
-            hello = protocol.Hello(self._gpu.uuid, "cuda" if self._gpu.index else "cpu")
+            hello = protocol.Hello(self._gpu.uuid, "cuda" if self._gpu.index else "cpu", self._programs)
             reply = self._child.ask(hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
         except (EOFError, TimeoutError) as error:
             raise WorkerError(f"a worker process did not start: {error}") from error

@@ -96,6 +96,9 @@ SHARES = ("e_power", "e_hbm", "l2_share", "library_e_mma", "library_e_hbm")
 ORDERS = ("p", "library_p")
 FACTORS = ("scale", "library_scale", "dsmem_bytes_per_s")
 
+# What XLA writes between its kernels, it writes and reads a few times over: from so many times the cache on, memory
+# sees all of it.
+PASSES_BETWEEN = 8.0
 # By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
 # millisecond whatever it computes.
 BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType(
@@ -191,6 +194,13 @@ class CostModel:
         """``max(flops / peak, bytes / bandwidth)`` in seconds: the roofline, whatever computes it."""
         h = self.hardware
         return max(problem.flops / h.peak(problem.arithmetic), problem.bytes_moved / h.hbm_bytes_per_s)
+
+    def library_floor(self, problem: Problem) -> float:
+        """Seconds below which XLA cannot come for what it writes between its kernels; 0 where a cache may hold that."""
+        between = problem.library_bytes_moved - problem.bytes_moved
+        if self.hardware.borrowed or between <= PASSES_BETWEEN * self.hardware.l2_bytes:
+            return 0.0
+        return problem.library_bytes_moved / self.hardware.hbm_bytes_per_s
 
     def library_seconds(self, problem: Problem) -> float:
         """What XLA is expected to take, in seconds: its shares of both roofs, joined by a norm, and what is fixed.

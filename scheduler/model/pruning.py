@@ -143,9 +143,9 @@ def prune(
                 alive &= ~hit
         return alive
 
-    library_s = full(model.library_seconds(problem))  # of a library's programs the model knows one time
-    if kernel.library:
-        return best(np.arange(len(points)), library_s, full(0.0), full(0))
+    library_s = full(model.library_seconds(problem))
+    if kernel.library:  # The model knows its programs as one.
+        return best(np.arange(len(points)), library_s, full(model.library_floor(problem)), full(0))
     unchecked = {}
     if verified:
         reason = f"has not been checked on a device of architecture {hardware.architecture}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,9 @@ from search_spaces.problem import Problem
 # Of the legal schedules, the search chooses among this share that the model ranks first, but never among too few.
 KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
+# The library's programs are left out where they cannot come nearer than this to what the model expects of a kernel: one
+# that writes gigabytes between its kernels (attention of long sequences) would take most of a search's time and memory.
+OUT_OF_REACH = 1.5
 
 
 @runtime_checkable
@@ -34,8 +38,8 @@ class Candidates:
     """What a search chooses among.
 
     Attributes:
-      of: the candidates, the library's programs first: whatever ends the search early, there is something to compare
-        with. Others are named by their place here.
+      of: the candidates, the library's programs first, unless they are `OUT_OF_REACH`: whatever ends the search early,
+        there is something to compare with. Others are named by their place here.
       seeds: the winners of similar problems, the nearest problem's first.
       size: schedules of the whole spaces, before any rule.
       dropped: reason -> how many of these it removed.
@@ -88,6 +92,11 @@ def collect(
         size += pruned.size
         dropped.update(pruned.dropped)
         versions[kernel.backend] = legal[0].version if legal else kernel.version
+    if not runner.hardware.abilities.interpreted:
+        reach_s = OUT_OF_REACH * min((c.predicted_s for c in candidates if not c.library), default=math.inf)
+        beyond = [c for c in candidates if c.library and c.floor_s > reach_s and versioned(c) not in known]
+        dropped.update(f"{c.backend}: cannot win, by the bytes that it moves" for c in beyond)
+        candidates = [c for c in candidates if c not in beyond]
     place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
     seeds = [place[which] for which in dict.fromkeys(won) if which in place]
     return Candidates(candidates, seeds, size, dropped, versions)

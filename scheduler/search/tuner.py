@@ -296,7 +296,12 @@ class _Tuning:
         return self.runner.confirm(self._task(index, self.repetitions))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
-        """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is."""
+        """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
+
+        One alone is not timed again: it wins whatever it takes.
+        """
+        if len(chosen) == 1:
+            return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
         rivals = {
             Rival(label_of(c.backend, c.schedule), c.library, c.onchip_bytes): index
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
@@ -308,16 +313,17 @@ class _Tuning:
             lambda rival: self.runner.measure(self._task(rivals[rival], self.repetitions_of_round), again=True),
             seed=seed,
         )
-        times = {labelled[label]: ended.times[label] for label in ended.order}
+        times: dict[int, Outcome] = {labelled[label]: ended.times[label] for label in ended.order}
         if times:
             for label, failure in ended.failures.items():
                 self.trials.refute(labelled[label], failure)
         else:  # every finalist failed when it ran again: their trials are what is known
-            times = {i: self.trials.ended[i].outcome for i in chosen}  # type: ignore[misc]
+            times = {i: self.trials.ended[i].outcome for i in chosen}
         order = list(times)
         kept = dict.fromkeys([*order[:2], *best_of_each_backend(order, self.trials)])
-        entries = (
-            Entry(c.backend, c.version, c.schedule, times[i], c.predicted_s)
-            for i, c in ((i, self.candidates.of[i]) for i in kept)
-        )
-        return tuple(entries), ended.verdict
+        return tuple(self._entry(i, times[i]) for i in kept), ended.verdict
+
+    def _entry(self, index: int, measured: Outcome) -> Entry:
+        assert isinstance(measured, Measurement)
+        c = self.candidates.of[index]
+        return Entry(c.backend, c.version, c.schedule, measured, c.predicted_s)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces import reference_programs
 from search_spaces.attention.formula import attention
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.problem import Arrays, Problem, Tolerance
@@ -79,16 +80,19 @@ class FlashAttentionBackwardProblem(AttentionProblem):
         lengths = self.random_lengths(seed)
         plain = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
         q, k, v, _, _, *cotangents = Problem.inputs(plain, seed)
-        # XLA would try out algorithms on a GPU while it compiles, which takes longer than what it compiles here.
-        options: dict[str, Any] | None = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
         forward = jax.jit(lambda *args: attention(self, *args)).lower(q, k, v, *lengths)
-        out, lse = forward.compile(compiler_options=options)(q, k, v, *lengths)
+        out, lse = reference_programs.compiled(forward)(q, k, v, *lengths)
         return q, k, v, out.astype(self.dtype), lse, *cotangents, *lengths
 
     @property
     def flops(self) -> float:
         """Of five products, as FlashAttention counts: what recomputes more does not do more."""
         return 2.0 * self.batch * self.heads * self.visible_pairs * (3 * self.head_dim + 2 * self.value_dim)
+
+    @property
+    def library_bytes_moved(self) -> float:
+        """As of the forward pass, and as much for the gradients of logits."""
+        return 2.0 * super().library_bytes_moved - self.bytes_moved
 
     def tolerance(self) -> tuple[Tolerance, ...]:
         """Rounding of the results, and of probabilities and their cotangents to the dtype before they are multiplied.
