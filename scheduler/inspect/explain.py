@@ -127,8 +127,8 @@ def _account(
     points = pruned.points.take(np.arange(min(top, len(pruned.points))))
     terms: Mapping[str, Any] = {}
     accesses: Sequence[Access | None] = [None] * len(points)
-    footprint = None if kernel.library else kernel.footprint(problem, points, hardware.target)
-    if footprint is not None and len(points):
+    footprint = kernel.footprint(problem, points, hardware.target) if len(points) and not kernel.library else None
+    if footprint is not None:
         terms = model_of(operation, kernel, hardware).terms(footprint)
         accesses = _accesses(footprint, len(points))
     first = [
