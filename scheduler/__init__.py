@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from scheduler.attention import tuned_flash_attention
     from scheduler.core.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
+    from scheduler.decorator import autotune
     from scheduler.measure.replay import Replay
     from scheduler.store.store import Store
 
@@ -35,6 +36,7 @@ __all__ = [
     "StoreError",
     "WorkerError",
     "__version__",
+    "autotune",
     "predict",
     "reload",
     "target",
@@ -51,6 +53,7 @@ tile_scheduler.warn()
 
 _ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "StoreError", "WorkerError")
 _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
+    "autotune": "scheduler.decorator",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
     "tuned_flash_attention": "scheduler.attention",

@@ -20,9 +20,9 @@ from scheduler.dispatch.dispatch import OnMiss
 from scheduler.prediction.predict import Answer
 from scheduler.prediction.predict import predict as predict_for
 from scheduler.search import candidates, tuner
-from search_spaces import OPERATIONS, end_load, load
+from search_spaces import OPERATIONS, end_load, load, run_by
 from search_spaces.matmul import MATMUL, epilogue
-from search_spaces.operation import Operation
+from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import Problem
 from search_spaces.rms_norm import RMS_NORM
 from search_spaces.rms_norm.problem import EPS
@@ -239,7 +239,16 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
         return calls.answer(called, (on_miss, backends, schedule, *params.values()), *arrays)
 
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
-    call.operation = operation  # type: ignore[attr-defined]
+
+    def problem(*arrays: Any, **params: Any) -> Problem:
+        """The problem that a call poses, of arrays or `jax.ShapeDtypeStruct`; a ValueError says why there is none."""
+        bound: list[Bound[Any] | Unbound] = []
+        jax.eval_shape(lambda *xs: bound.append(operation.bind(*xs, **params)), *arrays)
+        if isinstance(bound[0], Unbound):
+            raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
+        return bound[0].problem
+
+    call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
     backends_here = ", ".join(operation.backends)
     call.__doc__ = f"{operation.name} by the best known schedule (backends: {backends_here}); see `scheduler.tuned`."
     return call
@@ -342,9 +351,7 @@ def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:
 def _operation_of(given: Any) -> Operation[Any]:
     if isinstance(given, str):
         return load(given)
-    if isinstance(given, Operation):
-        return given
-    if isinstance(operation := getattr(given, "operation", None), Operation):
+    if (operation := run_by(given)) is not None:
         return operation
     raise TypeError(f"{given!r} is no Operation, nor a tuned function; by name: {', '.join(map(repr, OPERATIONS))}")
 

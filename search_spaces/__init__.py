@@ -8,6 +8,8 @@ import importlib
 import importlib.util
 import json
 import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +70,11 @@ def __getattr__(name: str) -> Any:
 def load(name: str) -> Operation[Any]:
     """An operation by its own name ("matmul"), as ``package.module:NAME``, or as ``path/to/file.py:NAME``.
 
+    NAME is an operation, or a function that runs one.
+
     Raises:
       ValueError: there is none of that name; the message says what was looked for and names those shipped here.
     """
-    from search_spaces.operation import Operation
-
     place = _OWN.get(name, name)
     module_name, _, attribute = place.rpartition(":")
     if not module_name:
@@ -81,13 +83,21 @@ def load(name: str) -> Operation[Any]:
         )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        operation = getattr(module, attribute)
+        operation = run_by(value := getattr(module, attribute))
     except Exception as error:  # whatever a user's file raises; one bad problem of a job must not stop the others
         raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {error}") from error
-    if not isinstance(operation, Operation):
-        raise ValueError(f"{name!r} is a {type(operation).__name__}, not an Operation")
+    if operation is None:
+        raise ValueError(f"{name!r} is a {type(value).__name__}, not an Operation, nor a function that runs one")
     _loaded[operation.name] = operation
     return operation
+
+
+def run_by(value: Any) -> Operation[Any] | None:
+    """The operation that `value` is, or that it runs as a function; None where it has to do with none."""
+    from search_spaces.operation import Operation
+
+    found = vars(value).get("operation") if isinstance(value, types.FunctionType) else value
+    return found if isinstance(found, Operation) else None
 
 
 _loaded: dict[str, Operation[Any]] = {}
@@ -108,19 +118,27 @@ def spelled(operation: str, canonical: str) -> str:
 
 def locate(operation: Operation[Any]) -> str | None:
     """The name under which another process can `load` this operation, or None (defined in a notebook, say)."""
+    return _held(lambda value: value is operation) or _held(
+        lambda value: isinstance(value, types.FunctionType) and vars(value).get("operation") is operation
+    )
+
+
+def _held(wanted: Callable[[Any], bool]) -> str | None:
+    """The first place of a module that holds what is wanted; of a script only where no module does."""
     script: str | None = None
     for module_name, module in list(sys.modules.items()):
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            if value is operation:
+            if wanted(value):
                 file = getattr(module, "__file__", None)
-                if module_name != "__main__" and not module_name.startswith(_FILE_PREFIX):
+                if module_name != "__main__" and not module_name.startswith(LOADED_FILE):
                     return f"{module_name}:{attribute}"
                 # Only where no module holds it: loading a script runs it.
                 script = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
     return script
 
 
-_FILE_PREFIX = "tile_scheduler_file_"
+# How the modules of files that were loaded by their paths are named.
+LOADED_FILE = "tile_scheduler_file_"
 _loading = contextvars.ContextVar("loading", default=False)
 
 
@@ -139,7 +157,7 @@ def end_load() -> None:
 
 
 def _load_file(path: Path) -> Any:
-    name = f"{_FILE_PREFIX}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
+    name = f"{LOADED_FILE}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

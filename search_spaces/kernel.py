@@ -77,8 +77,11 @@ class Kernel(abc.ABC, Generic[P, S]):
         """The schedules worth considering. Names no capacity of a chip: what fits is the footprint's matter."""
 
     @abc.abstractmethod
-    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
-        """What one launch of each of `schedules` demands."""
+    def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint | None:
+        """What one launch of each of `schedules` demands.
+
+        None where that is not known of any: nothing is then pruned by it, and the model ranks none before another.
+        """
 
     def verified(self, problem: P, schedules: Columns, target: Target) -> Column | bool:
         """Which of `schedules` were among those checked on a device of this architecture; by default all or none.

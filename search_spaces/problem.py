@@ -129,7 +129,7 @@ class Problem(abc.ABC):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
 
-        Integers have a quarter of their dtype's range for a standard deviation.
+        Integers have a quarter of their dtype's range for a standard deviation, and half of the truth values hold.
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
         return tuple(_operand(key, s) for key, s in zip(keys, self.operands(), strict=True))
@@ -156,6 +156,10 @@ class Problem(abc.ABC):
         Of the same dtypes and layouts. None, the default, where there is none, or none is wanted.
         """
         return None
+
+    def coordinates(self) -> Mapping[str, int | bool | str]:
+        """By what problems are compared: near are those that differ in a few of these numbers, and in nothing else."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def canonical(self) -> str:
         """The problem as JSON with sorted names, fields at their defaults left out: what a cache is keyed by."""
@@ -233,6 +237,8 @@ def _in_slabs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     normal = jax.random.normal(key, shape, jnp.float32)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return normal > 0
     if not jnp.issubdtype(dtype, jnp.integer):
         return normal.astype(dtype)
     least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max

@@ -60,6 +60,8 @@ def test_the_kernel_of_the_guide_is_searched_and_called(tmp_path):
     assert '"tried": 5' in out  # four tiles and the library: none was dropped or failed to be proposed
     use = f"{file.read_text()}\nx = jnp.ones((64, 128))\nprint(row_sum(x, backends='pallas', on_miss='error')[3])"
     assert run("-c", use) == "128.0\n"
+    out = run("-m", "scheduler", "tune", f"{file}:summed_rows", "x=float32[64,128]", "--budget", "8", "--json")
+    assert '"tried": 5' in out
 
 
 @pytest.mark.parametrize("path", DOCUMENTS)

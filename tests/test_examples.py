@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
     [
         ("quickstart", "the gradient has shape (256, 128)"),
         ("own_kernel", "it differentiates"),
+        ("autotuned_kernel", "they differentiate"),
         ("attention", "the gradient is right"),
         ("rows", "silu_and_mul: right"),
     ],

@@ -12,7 +12,7 @@ from rich.table import Table
 from scheduler.cli.layout import Json, compared, labelled, seconds_text, table, texts
 from scheduler.cli.record_report import record_json
 from scheduler.cli.search_report import failures
-from scheduler.core.records import Entry, Record
+from scheduler.core.records import Entry, Record, schedule_text
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
@@ -37,6 +37,7 @@ def explanation_json(
             "refused": account.refused,
             "size": account.size,
             "dropped": dict(account.dropped),
+            "footprint": account.footprint,
             "first": [dataclasses.asdict(ranked) for ranked in account.first],
             "fitted": account.fitted,
             "tried": len(account.tried),
@@ -81,8 +82,26 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
     if any(ranked.terms for ranked in account.first):
         yield ""
         yield from _first_choices(account.backend, account.first, width)
+    if not account.footprint:
+        yield from _unranked(account.first)
     if account.fitted:
         yield account.fitted
+
+
+def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
+    """That no footprint is declared, what that means, and what is known of the first schedules all the same."""
+    yield (
+        "No footprint is declared: nothing is pruned by it or predicted from it, and schedules are tried in the order "
+        "of their choices until times tell more. What a lowered kernel asks for is checked before it is compiled."
+    )
+    known = [
+        (ranked, ranked.refused or f"{ranked.onchip_bytes / 1024:.1f} KiB on chip")
+        for ranked in first
+        if ranked.refused or ranked.onchip_bytes
+    ]
+    if known:
+        yield ""
+        yield labelled((schedule_text(ranked.schedule), said) for ranked, said in known)
 
 
 def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:

@@ -120,6 +120,7 @@ def explain(
     from scheduler.core.identity import key_of
     from scheduler.core.records import choice_text
     from scheduler.inspect import explain as accounts
+    from scheduler.measure.gpu import Gpu
     from scheduler.prediction import predict, validation
 
     with usage_errors():
@@ -130,7 +131,9 @@ def explain(
     asked = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
     trials = [trial for _, (_, tried) in asked for trial in tried]
-    explained = accounts.explain(op, problem, chip, trials, top=top)
+    # A GPU that is here is left to those who measure.
+    lowering = Gpu.wanted() is None
+    explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
     stored = ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
     model = predict.predict(op, problem, chip, records=[record for _, records in stored for record in records])
     record = found[0][1] if found else None

@@ -65,7 +65,7 @@ def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware 
         "l2": entry.measurement.l2,
         "predicted_s": entry.predicted_s,
     }
-    if problem is not None:
+    if problem is not None and problem.flops:
         values["flops_per_s"] = problem.flops / entry.measurement.median_s
     if problem is not None and hardware is not None:
         values["share_of_roofline"] = roofline_s(problem, hardware) / entry.measurement.median_s

@@ -11,6 +11,8 @@ import numpy as np
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import fields_of
 from scheduler.core.records import Schedule, Trial
+from scheduler.measure.bench import blamed
+from scheduler.measure.lowered import asked_onchip_bytes, lower
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned
 from scheduler.prediction import predict
@@ -41,9 +43,10 @@ class Ranked:
 
     Attributes:
       predicted_s: the model's time, seconds.
-      onchip_bytes: on-chip memory of one block.
+      onchip_bytes: on-chip memory of one block; 0 where nobody says.
       terms: what the prediction is made of, seconds by name.
       access: None where the kernel does not tell.
+      refused: why it does not lower, in words; "" where it does, or was not lowered.
     """
 
     schedule: Schedule
@@ -51,6 +54,7 @@ class Ranked:
     onchip_bytes: int
     terms: Mapping[str, float]
     access: Access | None = None
+    refused: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Account:
       fitted: where the constants of its model come from, in words.
       tried: the last trial of each legal schedule that was tried, by this version of the kernel.
       untried: legal schedules that were not tried.
+      footprint: whether it declares one: else nothing was pruned by it, and the model ranks none before another.
     """
 
     backend: str
@@ -76,16 +81,28 @@ class Account:
     fitted: str = ""
     tried: tuple[Trial, ...] = ()
     untried: int = 0
+    footprint: bool = True
 
 
 def explain(
-    operation: Operation[Any], problem: Problem, hardware: Hardware, trials: Sequence[Trial], *, top: int = 5
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    trials: Sequence[Trial],
+    *,
+    top: int = 5,
+    lowering: bool = False,
 ) -> list[Account]:
-    """An account of each kernel of `operation`, its best `top` predictions with their terms."""
+    """An account of each kernel of `operation`, its best `top` predictions with their terms.
+
+    Args:
+      lowering: lower the first of a kernel that declares no footprint, to read their on-chip memory. JAX starts its
+        devices for that.
+    """
     return [
         Account(kernel.backend, kernel.version, refused=pruned)
         if isinstance(pruned, str)
-        else _account(operation, kernel, pruned, problem, hardware, trials, top)
+        else _account(operation, kernel, pruned, problem, hardware, trials, top, lowering)
         for kernel, pruned in predict.explain(operation, problem, hardware)
     ]
 
@@ -98,6 +115,7 @@ def _account(
     hardware: Hardware,
     trials: Sequence[Trial],
     top: int,
+    lowering: bool,
 ) -> Account:
     legal = {fields_of(pruned.schedule(index)) for index in range(len(pruned.points))}
     last = {
@@ -109,11 +127,11 @@ def _account(
     points = pruned.points.take(np.arange(min(top, len(pruned.points))))
     terms: Mapping[str, Any] = {}
     accesses: Sequence[Access | None] = [None] * len(points)
-    if not kernel.library and len(points):
-        footprint = kernel.footprint(problem, points, hardware.target)
+    footprint = kernel.footprint(problem, points, hardware.target) if len(points) and not kernel.library else None
+    if footprint is not None:
         terms = model_of(operation, kernel, hardware).terms(footprint)
         accesses = _accesses(footprint, len(points))
-    first = tuple(
+    first = [
         Ranked(
             pruned.schedule(index),
             float(pruned.predicted_s[index]),
@@ -122,10 +140,32 @@ def _account(
             accesses[index],
         )
         for index in range(len(points))
-    )
+    ]
+    if lowering and not pruned.ranked:
+        first = [_lowered(ranked, pruned, problem, hardware) for ranked in first]
     untried = len(pruned.points) - len(tried)
     fitted = _fitted(operation, kernel, hardware)
-    return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, fitted, tried, untried)
+    return Account(
+        kernel.backend,
+        kernel.version,
+        size=pruned.size,
+        dropped=pruned.dropped,
+        first=tuple(first),
+        fitted=fitted if pruned.ranked else "",
+        tried=tried,
+        untried=untried,
+        footprint=pruned.ranked,
+    )
+
+
+def _lowered(ranked: Ranked, pruned: Pruned, problem: Problem, hardware: Hardware) -> Ranked:
+    """With what the lowered kernel asks for, or why it does not lower."""
+    schedule = pruned.space.decode(ranked.schedule)
+    try:
+        asked = asked_onchip_bytes(lower(pruned.kernel, problem, schedule, hardware.target))
+    except Exception as error:  # as in a search: while a kernel is lowered, no code runs but its own and JAX's
+        return dataclasses.replace(ranked, refused=blamed(error))
+    return dataclasses.replace(ranked, onchip_bytes=asked or 0)
 
 
 def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware) -> str:

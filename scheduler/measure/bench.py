@@ -18,9 +18,10 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import timer
+from scheduler.measure.lowered import asked_onchip_bytes
 from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons, mismatches
 from scheduler.model.cost import CostModel
-from scheduler.model.feasibility import illegal
+from scheduler.model.feasibility import illegal, onchip_bytes
 from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat, reference_programs
 from search_spaces.kernel import Kernel
@@ -181,6 +182,11 @@ class Bench:
             lowered = traced.lower()
         except Exception as error:
             return failed("lower", error)
+        if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint tells
+            asked, has = asked_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
+            if asked > has:
+                what = f"asks for {asked} bytes of on-chip memory; a block of {self._hardware.kind} has {has}"
+                return Failure("lower", what)
         # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and it
         # has operands and results of its own.
         turn = self._turn if kernel.library else contextlib.nullcontext

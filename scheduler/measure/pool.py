@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -35,16 +36,33 @@ def start_runner(operation: Operation[Any], options: RunnerOptions | None = None
     """Worker processes where the device is a GPU that they can share and load `operation`, else this process.
 
     Raises:
-      WorkerError: there is no GPU of this index, or its workers cannot start.
+      WorkerError: there is no GPU of this index, its workers cannot start, or they are asked for by number and cannot
+        load `operation`.
       UnknownChip: the table of chips tells nothing of it.
     """
     options = options or RunnerOptions()
     gpu = Gpu.wanted(options.device)
-    if locate(operation) is None:
+    if (gpu is not None or options.workers is not None) and locate(operation) is None:
+        if options.workers is not None:
+            raise WorkerError(_out_of_reach(operation))
+        warnings.warn(
+            f"{_out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
+            "waits for one that hangs",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         gpu = None
     if gpu is None and options.workers is None:
         return InProcess()
     return Pool(gpu or Gpu.none(), options)
+
+
+def _out_of_reach(operation: Operation[Any]) -> str:
+    """Why no worker process can load `operation`, and what to do."""
+    return (
+        f"no worker process can load {operation.name}, which no module or script holds under a name (it was defined in "
+        "a notebook, in a console or within a function): define it at the top level of a file"
+    )
 
 
 class Pool:
@@ -170,7 +188,7 @@ class Pool:
     def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> Result:
         name = locate(task.operation)
         if name is None:
-            raise WorkerError(f"operation {task.operation.name!r} is defined where no other process can load it")
+            raise WorkerError(_out_of_reach(task.operation))
         request = Request(
             do=do,
             operation=name,

@@ -50,6 +50,7 @@ def observed(
     """The trials of `kernel` that ran on the device, in today's version of it; None where there is none.
 
     Schedules that are no points of today's space any more are left out, and of a library's programs all but the first.
+    A kernel that declares no footprint has no times to correct.
     """
     if kernel.supports(problem, hardware.target):
         return None
@@ -67,7 +68,10 @@ def observed(
             seconds.append(trial.outcome.median_s)
     if not seconds:
         return None
-    return Observed(problem, None if kernel.library else Columns.of(schedules), np.array(seconds))
+    points = None if kernel.library else Columns.of(schedules)
+    if points is not None and kernel.footprint(problem, points, hardware.target) is None:
+        return None
+    return Observed(problem, points, np.array(seconds))
 
 
 def calibrate(
@@ -130,4 +134,5 @@ def _errors(kernel: Kernel[Any, Any], hardware: Hardware, one: Observed) -> Arra
         return np.log(one.seconds / model.library_seconds(one.problem))
     fast = one.seconds <= _WORTH * one.seconds.min()
     footprint = kernel.footprint(one.problem, one.schedules.take(fast), hardware.target)
+    assert footprint is not None, "what declares none is not observed"
     return np.log(one.seconds[fast] / model.seconds(footprint))

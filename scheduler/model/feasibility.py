@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Schedule
 from search_spaces.kernel import Kernel
@@ -28,7 +30,8 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
 
 
 def onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> int:
-    """What one block of a point of the kernel's space asks for."""
+    """What one block of a point of the kernel's space asks for; 0 where no footprint tells."""
     space = kernel.space(problem, hardware.target)
     one = Columns.of([space.decode(schedule)]) if space.choices else Columns({}, length=1)
-    return int(kernel.footprint(problem, one, hardware.target).onchip_bytes[0])
+    footprint = kernel.footprint(problem, one, hardware.target)
+    return 0 if footprint is None else int(np.ravel(footprint.onchip_bytes)[0])

@@ -23,8 +23,8 @@ class Candidate:
     Attributes:
       backend, version: of its kernel.
       schedule: field -> value, those at their defaults left out.
-      predicted_s: the model's time.
-      onchip_bytes: what one block asks for.
+      predicted_s: the model's time; the library's, where the kernel declares no footprint.
+      onchip_bytes: what one block asks for; 0 where nothing is known.
       library: it is a program of the XLA implementation.
       defaults: field -> value, of the fields that have a default, and another choice beside it.
       floor_s: seconds below which it cannot come; 0 where nothing is known.
@@ -55,6 +55,7 @@ class Pruned:
       dropped: reason in words -> points lost to it, in the order the reasons were applied; a point counts once.
       points: those kept, best prediction first.
       predicted_s, floor_s, onchip_bytes: of those kept, in the same order.
+      ranked: whether the model ranks them: not where the kernel declares no footprint, and all are alike to it.
     """
 
     kernel: Kernel[Any, Any]
@@ -65,6 +66,7 @@ class Pruned:
     predicted_s: npt.NDArray[np.float64]
     floor_s: npt.NDArray[np.float64]
     onchip_bytes: npt.NDArray[np.int64]
+    ranked: bool = True
 
     def schedule(self, index: int) -> dict[str, Choice]:
         """That of the `index`-th point as stores keep it."""
@@ -115,7 +117,7 @@ def prune(
     def full(value: npt.ArrayLike) -> npt.NDArray[Any]:
         return np.broadcast_to(np.asarray(value), (len(points),))
 
-    def best(rank: npt.NDArray[Any], predicted_s: Any, floor_s: Any, onchip_bytes: Any) -> Pruned:
+    def best(rank: npt.NDArray[Any], predicted_s: Any, floor_s: Any, onchip_bytes: Any, ranked: bool = True) -> Pruned:
         """Those to keep of the points with the indices `rank`."""
         if keep is not None and len(rank) > keep:
             dropped[f"ranked below the first {keep}"] = len(rank) - keep
@@ -129,12 +131,28 @@ def prune(
             predicted_s=predicted_s[rank],
             floor_s=floor_s[rank],
             onchip_bytes=onchip_bytes[rank].astype(np.int64),
+            ranked=ranked,
         )
 
+    def left(obstacles: Mapping[str, npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
+        """Which points meet none of these obstacles; what the others meet first is counted."""
+        alive = np.ones(len(points), dtype=bool)
+        for reason, hit in obstacles.items():
+            if lost := int((alive & hit).sum()):
+                dropped[reason] = lost
+                alive &= ~hit
+        return alive
+
+    library_s = full(model.library_seconds(problem))
     if kernel.library:  # The model knows its programs as one.
-        expected_s, least_s = model.library_seconds(problem), model.library_floor(problem)
-        return best(np.arange(len(points)), full(expected_s), full(least_s), full(0))
+        return best(np.arange(len(points)), library_s, full(model.library_floor(problem)), full(0))
+    unchecked = {}
+    if verified:
+        reason = f"has not been checked on a device of architecture {hardware.architecture}"
+        unchecked[reason] = ~full(kernel.verified(problem, points, hardware.target))
     footprint = kernel.footprint(problem, points, hardware.target)
+    if footprint is None:
+        return best(np.flatnonzero(left(unchecked)), library_s, full(0.0), full(0), ranked=False)
     onchip_bytes = full(footprint.onchip_bytes)
     obstacles = {
         f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": onchip_bytes
@@ -143,18 +161,12 @@ def prune(
         > hardware.registers_per_thread,
         f"needs more registers than one core has ({hardware.registers_per_core})": full(footprint.registers_per_block)
         > hardware.registers_per_core,
+        **unchecked,
     }
-    if verified:
-        reason = f"has not been checked on a device of architecture {hardware.architecture}"
-        obstacles[reason] = ~full(kernel.verified(problem, points, hardware.target))
     floor_s = full(model.floor(footprint))
     if incumbent_s is not None:
         obstacles["cannot beat the incumbent"] = floor_s > incumbent_s
-    alive = np.ones(len(points), dtype=bool)
-    for reason, hit in obstacles.items():
-        if lost := int((alive & hit).sum()):
-            dropped[reason] = lost
-            alive &= ~hit
+    alive = left(obstacles)
 
     predicted = full(model.seconds(footprint))
     # Ties are common, say among orders of traversal: then larger arithmetic intensity, less on-chip memory, order.

@@ -203,7 +203,8 @@ def _choose(
         else:
             chosen, predicted_s, words = entry.schedule, here, f" (with the schedule of {at})"
         return _Choice(first.backend, chosen, predicted_s * error, str(neighbour.problem), words, neighbour.weight)
-    return _Choice(first.backend, first.schedule, first.predicted_s)
+    words = "" if pruned.ranked else ", the first of its schedules, as it declares no footprint to rank them by"
+    return _Choice(first.backend, first.schedule, first.predicted_s, words=words)
 
 
 def _predicted(
@@ -215,7 +216,8 @@ def _predicted(
     if kernel.library:
         return model.library_seconds(problem)
     one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
-    return float(model.seconds(kernel.footprint(problem, one, hardware.target))[0])
+    footprint = kernel.footprint(problem, one, hardware.target)
+    return model.library_seconds(problem) if footprint is None else float(np.ravel(model.seconds(footprint))[0])
 
 
 def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> bool:

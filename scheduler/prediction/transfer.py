@@ -42,16 +42,19 @@ class Neighbour:
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """Doublings between two problems, ``sum |log2(size / size)|`` over their numbers.
+    """Doublings between two problems, ``sum |log2(size / size)|`` over the numbers of their `coordinates`.
 
     Infinite where they differ in anything but numbers, or where a number is not positive and another.
     """
     total = 0.0
-    for field in dataclasses.fields(one):
-        mine, its = getattr(one, field.name), getattr(other, field.name)
+    here, there = one.coordinates(), other.coordinates()
+    if here.keys() != there.keys():
+        return math.inf
+    for name, mine in here.items():
+        its = there[name]
         if mine == its:
             continue
-        if isinstance(mine, bool) or not isinstance(mine, int) or min(mine, its) <= 0:
+        if isinstance(mine, bool | str) or isinstance(its, bool | str) or min(mine, its) <= 0:
             return math.inf
         total += abs(math.log2(mine / its))
     return total

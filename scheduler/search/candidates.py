@@ -87,7 +87,7 @@ def collect(
         legal = _measured(ranked, runner) if isinstance(runner, Recorded) else ranked
         if len(legal) < len(ranked):
             dropped["not in the recording"] += len(ranked) - len(legal)
-        keep = max(KEPT_PER_TRIAL * budget, int(KEPT_SHARE * len(legal)))
+        keep = max(KEPT_PER_TRIAL * budget, int(KEPT_SHARE * len(legal))) if pruned.ranked else len(legal)
         candidates += [c for rank, c in enumerate(legal) if rank < keep or versioned(c) in stay]
         size += pruned.size
         dropped.update(pruned.dropped)

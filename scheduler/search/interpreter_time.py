@@ -71,9 +71,12 @@ def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None
 def _launch_seconds(
     kernel: Kernel[Any, Any], problem: Problem, points: Columns, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """Of one launch of each of `points`."""
+    """Of one launch of each of `points`; where no footprint tells, of a single step."""
     footprint = kernel.footprint(problem, points, hardware.target)
+    least_s = STEP_S + problem.bytes_moved / BYTES_PER_S
+    if footprint is None:
+        return np.full(len(points), least_s + problem.flops / FLOPS_PER_S)
     demand = footprint.mean_step
     blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
-    step_s = STEP_S + problem.bytes_moved / BYTES_PER_S + np.asarray(demand.flops + demand.fp32_ops) / FLOPS_PER_S
+    step_s = least_s + np.asarray(demand.flops + demand.fp32_ops) / FLOPS_PER_S
     return np.broadcast_to(blocks * footprint.steps * step_s, (len(points),))

@@ -1,0 +1,139 @@
+"""What a function takes (arrays by place; static parameters and choices by name), and functions that name these."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.autotuned.statics import spelled
+from search_spaces.errors import DeclarationError
+from search_spaces.problem import Problem
+
+# By this name a function, a rule or a footprint is told the chip.
+TARGET = "target"
+# By this name what draws operands is told a key of `jax.random`.
+RANDOM = "rng"
+# What a call takes beside what its function takes.
+HOW = ("on_miss", "backends", "schedule")
+ABSENT = "None"
+_ARRAY = re.compile(r"(\w+)\[([\d,\s]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The parameters of a function, by what they are.
+
+    Attributes:
+      arrays: their names, in order.
+      optional: those of them that may be left out, or None.
+      statics: name -> the default as text, None where there is none.
+      choices: names of what the search chooses.
+      wants_target: whether the function has a parameter `target`.
+    """
+
+    arrays: tuple[str, ...]
+    optional: frozenset[str]
+    statics: Mapping[str, str | None]
+    choices: tuple[str, ...]
+    wants_target: bool
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Names that rules, footprints and the like may ask for."""
+        return *self.arrays, *self.statics, *self.choices, TARGET
+
+
+def arguments_of(function: Callable[..., Any], choices: Collection[str]) -> Arguments:
+    """What `function` takes, where `choices` are chosen.
+
+    Raises:
+      DeclarationError: it cannot be called so, with what to write.
+    """
+    name, parameters = function.__name__, inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if (wrong := next((p for p in parameters.values() if p.kind is p.VAR_POSITIONAL), None)) is not None:
+        raise DeclarationError(f"{name} takes *{wrong.name}: give each array a parameter of its own")
+    for choice in choices:
+        if choice not in parameters and not takes_any:
+            raise DeclarationError(f"{choice} is no parameter of {name}, which has {', '.join(parameters)}")
+        if choice in parameters and parameters[choice].kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise DeclarationError(f"{name} takes the choice {choice} by place alone: move the / before it")
+    arrays, optional, statics = [], set(), {}
+    if TARGET in parameters and parameters[TARGET].kind is not inspect.Parameter.KEYWORD_ONLY:
+        raise DeclarationError(
+            f"{TARGET} is among the arrays of {name}, and is how a function is told the chip: call the array otherwise"
+        )
+    for p in parameters.values():
+        if p.name in choices or p.name == TARGET or p.kind is p.VAR_KEYWORD:
+            continue
+        if p.kind is p.KEYWORD_ONLY:
+            statics[p.name] = None if p.default is p.empty else spelled(p.name, p.default)
+        else:
+            arrays.append(p.name)
+            if p.default is None:
+                optional.add(p.name)
+            elif p.default is not p.empty:
+                raise DeclarationError(
+                    f"{p.name}={p.default!r} is among the arrays of {name}: what is no array is keyword-only, after a "
+                    "*, and an array that may be left out has the default None"
+                )
+    if not set(arrays) - optional:
+        raise DeclarationError(f"{name} has no array that every call gives: by the arrays' types schedules are stored")
+    for parameter in (*arrays, *statics):
+        if parameter in HOW or parameter == "declared" or hasattr(Problem, parameter):
+            what = "says how a call is answered" if parameter in HOW else "is what every problem has"
+            raise DeclarationError(f"{name} has a parameter {parameter}, which {what}: give it another name")
+    return Arguments(tuple(arrays), frozenset(optional), statics, tuple(choices), TARGET in parameters)
+
+
+def by_name(function: Any, what: str, known: Collection[str]) -> Callable[[Mapping[str, Any]], Any]:
+    """`function` as one of a mapping, from which it takes what its parameters name.
+
+    Args:
+      what: what it is, for messages: "the rule 'tile_m divides m'".
+      known: the names it may ask for.
+
+    Raises:
+      DeclarationError: it is no function, or has a parameter of another name.
+    """
+    if not callable(function):
+        raise DeclarationError(f"{what} is {function!r}: write a function of {', '.join(known)}, or of some of these")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        raise DeclarationError(f"{what} does not tell its parameters: write a lambda that names them") from None
+    names = [p.name for p in parameters]
+    for p in parameters:
+        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+            raise DeclarationError(f"{what} takes {p}: it gets by name what it names, among {', '.join(known)}")
+        if p.name not in known:
+            raise DeclarationError(f"{what} asks for {p.name!r}; there are {', '.join(known)}")
+    return lambda values: function(**{name: values[name] for name in names})
+
+
+def array_text(x: Any) -> str:
+    """The type of an array as text, ``float32[200,256]``; of what is left out, ``None``."""
+    return ABSENT if x is None else f"{jnp.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"
+
+
+def array_of(name: str, text: str) -> jax.ShapeDtypeStruct | None:
+    """The inverse of `array_text`.
+
+    Raises:
+      ValueError: `text` is no such type.
+    """
+    if text == ABSENT:
+        return None
+    if (found := _ARRAY.fullmatch(text.strip())) is None:
+        raise ValueError(f"{name}={text} is no type of an array: write it as float32[200,256], in quotes on a shell")
+    try:
+        dtype = jnp.dtype(found[1])
+    except TypeError:
+        raise ValueError(f"{name}={text}: there is no dtype {found[1]!r}") from None
+    return jax.ShapeDtypeStruct(tuple(int(extent) for extent in found[2].split(",") if extent.strip()), dtype)

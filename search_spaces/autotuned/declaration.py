@@ -1,0 +1,156 @@
+"""What `autotune` was told of a function, checked and ready to be asked by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
+from search_spaces.errors import DeclarationError
+from search_spaces.problem import Tolerance
+from search_spaces.space import Choice, Space
+
+# A function of a mapping by name: arrays as `jax.ShapeDtypeStruct`, static parameters, choices, the target.
+Asked = Callable[[Mapping[str, Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Declaration:
+    """What is known of a function whose choices are searched.
+
+    Attributes:
+      function: the function.
+      reference: computes the right answer of the same arrays, by plain JAX.
+      reference_statics: names of the static parameters that it takes, too.
+      arguments: the function's parameters.
+      schedule: the frozen dataclass of its choices.
+      choices: the values of each, or what tells them of a problem.
+      rules: the reason in words -> what a legal combination obeys.
+      footprint: as `Kernel.footprint`; None where it is not declared.
+      supports: as `Kernel.supports`.
+      tolerance, inputs, flops, bytes_moved: as those of `Problem`; None is the default there, and 0 for flops.
+    """
+
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    reference_statics: tuple[str, ...]
+    arguments: Arguments
+    schedule: type[Any]
+    choices: Mapping[str, Sequence[Choice] | Asked]
+    rules: Mapping[str, Asked]
+    footprint: Asked | None
+    supports: Asked | None
+    tolerance: Asked | None
+    inputs: Asked | None
+    flops: Asked | None
+    bytes_moved: Asked | None
+
+    def answer(self, arrays: Sequence[Any], statics: Mapping[str, Any]) -> Any:
+        """The reference's, of the function's arrays and of all its static parameters."""
+        result = self.reference(*arrays, **{name: statics[name] for name in self.reference_statics})
+        return tuple(result) if isinstance(result, list) else result
+
+
+def declared(
+    function: Callable[..., Any],
+    choices: Mapping[str, Any],
+    *,
+    reference: Any,
+    rules: Mapping[str, Any] | None = None,
+    footprint: Any = None,
+    supports: Any = None,
+    tolerance: Any = None,
+    inputs: Any = None,
+    flops: Any = None,
+    bytes_moved: Any = None,
+) -> Declaration:
+    """What was said of `function`.
+
+    Raises:
+      DeclarationError: what cannot be meant, with what to write instead.
+    """
+    if not callable(function) or not hasattr(inspect.unwrap(function), "__code__"):
+        raise DeclarationError(f"autotune decorates a function, not {function!r}")
+    if not callable(reference):
+        raise DeclarationError(
+            f"the reference of {function.__name__} is {reference!r}: write a function of its arrays that computes the "
+            "right answer by plain JAX"
+        )
+    arguments = arguments_of(function, choices)
+    posed = *arguments.arrays, *arguments.statics
+
+    def asked(given: Any, what: str, known: Sequence[str]) -> Asked | None:
+        return None if given is None else by_name(given, f"the {what} of {function.__name__}", known)
+
+    fixed = {name: values for name, values in choices.items() if not callable(values)}
+    schedule = dataclasses.make_dataclass(f"{function.__name__}_schedule", list(choices), frozen=True)
+    for name, values in fixed.items():
+        if len(Space(schedule, {name: values}).choices[name]) == 0:
+            raise DeclarationError(f"{name} has no value to choose: write those to try, as in (64, 128)")
+    return Declaration(
+        function=function,
+        reference=reference,
+        reference_statics=_takes(reference, arguments.statics),
+        arguments=arguments,
+        schedule=schedule,
+        choices=fixed
+        | {
+            name: by_name(values, f"the choice {name}", (*posed, TARGET))
+            for name, values in choices.items()
+            if name not in fixed
+        },
+        rules={
+            reason: by_name(rule, f"the rule {reason!r}", arguments.known) for reason, rule in _reasons(rules).items()
+        },
+        footprint=asked(footprint, "footprint", arguments.known),
+        supports=asked(supports, "supports", (*posed, TARGET)),
+        tolerance=asked(_tolerance(tolerance), "tolerance", posed),
+        inputs=asked(inputs, "inputs", (RANDOM, *posed)),
+        flops=asked(flops, "flops", posed),
+        bytes_moved=asked(bytes_moved, "bytes_moved", posed),
+    )
+
+
+def _reasons(rules: Any) -> Mapping[str, Any]:
+    if not isinstance(rules, Mapping | None):
+        raise DeclarationError(
+            f"rules={rules!r}: write a dict, the reason in words -> a function that says if it holds"
+        )
+    return rules or {}
+
+
+def _tolerance(given: Any) -> Any:
+    """A constant as a function of nothing; a number is both the absolute and the relative error."""
+    if given is None or callable(given):
+        return given
+    allowed = tolerance_of(given)
+    return lambda: allowed
+
+
+def tolerance_of(given: Any) -> Tolerance | tuple[Tolerance, ...]:
+    """A tolerance, or one for each result, where a number is both the absolute and the relative error.
+
+    Raises:
+      DeclarationError: `given` is none.
+    """
+    match given:
+        case Tolerance():
+            return given
+        case bool():
+            pass
+        case int() | float():
+            return Tolerance(absolute=float(given), relative=float(given))
+        case tuple() | list():
+            return tuple(one for each in given for one in [tolerance_of(each)] if isinstance(one, Tolerance))
+    raise DeclarationError(f"tolerance={given!r}: write a number, a Tolerance, or one of these for each result")
+
+
+def _takes(reference: Callable[..., Any], statics: Mapping[str, Any]) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(reference).parameters.values()
+    except ValueError:  # a builtin, or a ufunc
+        return ()
+    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return tuple(name for name in statics if everything or any(p.name == name for p in parameters))

@@ -1,0 +1,118 @@
+"""A decorated function as a kernel, and its reference as the library's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.autotuned.arguments import TARGET
+from search_spaces.autotuned.problem import CallProblem, as_written, placed, statics_of, values_of
+from search_spaces.autotuned.source import Source
+from search_spaces.errors import DeclarationError
+from search_spaces.footprint import Footprint
+from search_spaces.kernel import Kernel, Library, LibraryKernel, Target
+from search_spaces.problem import Tolerance, as_tuple
+from search_spaces.space import Columns, Space, one_truth_value
+
+
+class FunctionKernel(Kernel[CallProblem, Any]):
+    """The function. Its version is a digest of its source: one that was changed is another kernel."""
+
+    backend = "pallas"
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self._source.version
+
+    def supports(self, problem: CallProblem, target: Target) -> str | None:
+        asked = problem.declared.supports
+        answer: str | None = None if asked is None else asked({**values_of(problem), TARGET: target})
+        return answer
+
+    def space(self, problem: CallProblem, target: Target) -> Space[Any]:
+        declared, told = problem.declared, {**values_of(problem), TARGET: target}
+        choices = {name: given(told) if callable(given) else given for name, given in declared.choices.items()}
+
+        def bound(rule: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]:
+            return lambda schedule: rule(_Told(told, schedule, choices))
+
+        return Space(declared.schedule, choices, {reason: bound(rule) for reason, rule in declared.rules.items()})
+
+    def footprint(self, problem: CallProblem, schedules: Columns, target: Target) -> Footprint | None:
+        declared = problem.declared
+        if declared.footprint is None:
+            return None
+        who = f"the footprint of {declared.function.__name__}"
+        with one_truth_value(who):
+            found = declared.footprint(_Told({**values_of(problem), TARGET: target}, schedules, declared.choices))
+        if not isinstance(found, Footprint):
+            raise DeclarationError(f"{who} is a {type(found).__name__}: return a Footprint")
+        return found
+
+    def run(self, problem: CallProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> Any:
+        declared = problem.declared
+        named = statics_of(problem) | {name: getattr(schedule, name) for name in declared.choices}
+        if declared.arguments.wants_target:
+            named[TARGET] = target
+        return declared.function(*placed(problem, args), **named)
+
+
+class _Told(Mapping[str, Any]):
+    """What rules and footprints may ask for: what is known of the problem, and the choices of one schedule or many."""
+
+    def __init__(self, told: Mapping[str, Any], schedules: Any, choices: Mapping[str, Any]) -> None:
+        self._told, self._schedules, self._choices = told, schedules, choices
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._schedules, name) if name in self._choices else self._told[name]
+
+    def __iter__(self) -> Any:
+        return iter((*self._told, *self._choices))
+
+    def __len__(self) -> int:
+        return len(self._told) + len(self._choices)
+
+
+class ReferenceKernel(LibraryKernel[CallProblem]):
+    """The reference as XLA compiles it: in float32, rounded once; and as written, where that is another program."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        return self._source.version
+
+    def programs(self, problem: CallProblem) -> tuple[str, ...]:
+        return (Library.program, "plain") if _rounds(problem) else (Library.program,)
+
+    def tolerance(self, problem: CallProblem, schedule: Library) -> Tolerance | tuple[Tolerance, ...]:
+        """Of what users write, that of a program which rounds at each step: it is what they would have without us."""
+        allowed = as_tuple(problem.tolerance())
+        if schedule.program == Library.program:
+            return problem.tolerance()
+        wider = tuple(Tolerance(8 * one.absolute, 8 * one.relative) for one in allowed)
+        return wider if isinstance(problem.tolerance(), tuple) else wider[0]
+
+    def run(self, problem: CallProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:
+        if schedule.program == "plain":
+            return as_written(problem, *args)
+        results = zip(as_tuple(problem.reference(*args)), problem.results(), strict=True)
+        return problem.pack([x.astype(s.dtype) for x, s in results])
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounds(problem: CallProblem) -> bool:
+    """Whether the reference as written is another program than it is of float32 operands at the highest precision."""
+    floats = [x.dtype for x in problem.operands() if jnp.issubdtype(x.dtype, jnp.floating)]
+    if any(jnp.dtype(dtype).itemsize < 4 for dtype in floats):
+        return True
+    traced = str(jax.make_jaxpr(functools.partial(as_written, problem))(*problem.operands()))
+    return any(product in traced for product in ("dot_general", "conv_general_dilated"))

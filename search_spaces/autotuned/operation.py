@@ -1,0 +1,82 @@
+"""A plain function, its choices and its reference as an operation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.autotuned.arguments import array_text
+from search_spaces.autotuned.declaration import declared
+from search_spaces.autotuned.kernel import FunctionKernel, ReferenceKernel
+from search_spaces.autotuned.names import name_of
+from search_spaces.autotuned.problem import CallProblem, problem_type
+from search_spaces.autotuned.source import Source
+from search_spaces.autotuned.statics import spelled, value_of
+from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.operation import Bound, Operation, Unbound
+
+
+def operation_of(
+    function: Callable[..., Any], choices: Mapping[str, Any], *, name: str | None = None, **told: Any
+) -> Operation[CallProblem]:
+    """The operation that `function` solves beside its reference.
+
+    Args:
+      choices: keyword of the function -> the values that it may take.
+      name: under which schedules are stored; None is where the function is defined.
+      told: what `declared` takes besides.
+
+    Raises:
+      DeclarationError: what cannot be meant, with what to write instead.
+    """
+    known = declared(function, choices, **told)
+    posed = problem_type(f"{function.__name__}_problem", known)
+    kernels = FunctionKernel(Source(function)), ReferenceKernel(Source(known.reference))
+    return Operation(name_of(inspect.unwrap(function), name), posed, kernels, front_end=_front_end(posed))
+
+
+def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | Unbound]:
+    known, name = posed.declared, posed.declared.function.__name__
+    names, optional = known.arguments.arrays, known.arguments.optional
+
+    def front_end(*args: Any, **statics: Any) -> Bound[CallProblem] | Unbound:
+        arrays = dict(zip(names, (jnp.asarray(x) if isinstance(x, _NUMBERS) else x for x in args), strict=False))
+        missing = [array for array in names if array not in optional and arrays.get(array) is None]
+        if missing or len(args) > len(names):
+            lacks = f", without {', '.join(missing)}" if missing else ""
+            raise TypeError(f"{name} takes the arrays {', '.join(names)}; {len(args)} were given{lacks}")
+        texts = {static: spelled(static, value) for static, value in statics.items()}
+        if lacking := [
+            each for each, default in known.arguments.statics.items() if default is None and each not in texts
+        ]:
+            raise TypeError(f"{name} lacks {', '.join(f'{static}=' for static in lacking)}")
+        given = {array: x for array, x in arrays.items() if x is not None}
+        if (reason := _unposed(given)) is not None:
+            whole = {
+                each: value_of(text) for each, text in {**known.arguments.statics, **texts}.items() if text is not None
+            }
+            return Unbound(reason, lambda: known.answer([arrays.get(array) for array in names], whole))
+        typed = {array: array_text(x) for array, x in given.items()}
+        return Bound(posed(**typed, **texts), tuple(given.values()))
+
+    # What `Operation.bind` takes by name.
+    keywords = [inspect.Parameter(static, inspect.Parameter.KEYWORD_ONLY) for static in known.arguments.statics]
+    setattr(front_end, "__signature__", inspect.Signature(keywords))  # noqa: B010 (unknown to type checkers)
+    return front_end
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _unposed(arrays: Mapping[str, Any]) -> str | None:
+    """Why no problem is posed of these arrays, in words."""
+    if (reason := unposed(arrays)) is not None:
+        return reason
+    for array, x in arrays.items():
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return f"{array} is of the dtype {x.dtype}, which no key of a schedule spells"
+    return weakly_typed(*arrays.values())

@@ -1,0 +1,167 @@
+"""A call of a function as a problem: the types of its arrays, and its static parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.autotuned.arguments import RANDOM, array_of, array_text
+from search_spaces.autotuned.declaration import Asked, Declaration, tolerance_of
+from search_spaces.autotuned.statics import spelled, value_of
+from search_spaces.errors import DeclarationError
+from search_spaces.problem import Arrays, Problem, Tolerance, nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CallProblem(Problem):
+    """The types of a call's arrays, and its static parameters, each as text in a field of its own.
+
+    A subclass for each function has the fields (`problem_type`), so no field may be named as what is here.
+    """
+
+    declared: ClassVar[Declaration]
+
+    def __post_init__(self) -> None:
+        arguments = self.declared.arguments
+        for name in arguments.arrays:
+            array = array_of(name, getattr(self, name))
+            if array is None and name not in arguments.optional:
+                raise ValueError(f"{name} is left out, and has no default")
+            if array is not None and (size := nbytes(array)) >= 2**63:
+                raise ValueError(f"{name}={array_text(array)} would be {size / 2**30:.3g} GiB, which no memory holds")
+            object.__setattr__(self, name, array_text(array))
+        for name in arguments.statics:
+            try:
+                object.__setattr__(self, name, spelled(name, value_of(getattr(self, name))))
+            except TypeError as error:
+                raise ValueError(str(error)) from error
+
+    @classmethod
+    def of(cls, *args: Any, **params: Any) -> CallProblem:
+        arrays = {name: array_text(x) for name, x in zip(cls.declared.arguments.arrays, args, strict=False)}
+        return cls(**arrays, **{name: spelled(name, value) for name, value in params.items()})
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(x for name in self.declared.arguments.arrays if (x := values_of(self)[name]) is not None)
+
+    def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        return _result(self)
+
+    def reference(self, *args: jax.Array) -> Arrays:
+        with jax.default_matmul_precision("highest"):
+            return as_written(self, *map(_widened, args))
+
+    @property
+    def flops(self) -> float:
+        return float(self._asked(self.declared.flops, 0.0))
+
+    @property
+    def bytes_moved(self) -> float:
+        return float(self._asked(self.declared.bytes_moved, super().bytes_moved))
+
+    @property
+    def arithmetic(self) -> str:
+        """The fastest that the first floating-point operand could be computed by: a bound must hold for any kernel."""
+        dtypes = [str(x.dtype) for x in self.operands() if jnp.issubdtype(x.dtype, jnp.floating)]
+        first = dtypes[0] if dtypes else super().arithmetic
+        return "tf32" if first == "float32" else first
+
+    def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
+        given = self._asked(self.declared.tolerance, None)
+        return super().tolerance() if given is None else tolerance_of(given)
+
+    def inputs(self, seed: int) -> tuple[jax.Array, ...]:
+        if self.declared.inputs is None:
+            return super().inputs(seed)
+        made = self.declared.inputs({RANDOM: jax.random.key(seed), **values_of(self)})
+        found = tuple(jnp.asarray(x) for x in (made if isinstance(made, tuple | list) else (made,)) if x is not None)
+        wanted = self.operands()
+        if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
+            raise DeclarationError(
+                f"the inputs of {self.declared.function.__name__} are {' and '.join(map(array_text, found))} "
+                f"instead of {' and '.join(map(array_text, wanted))}"
+            )
+        return found
+
+    def coordinates(self) -> Mapping[str, int | bool | str]:
+        told: dict[str, int | bool | str] = {}
+        for name, value in values_of(self).items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                told[name] = str(value.dtype)
+                told |= {f"{name}.{axis}": extent for axis, extent in enumerate(value.shape)}
+            else:
+                told[name] = value if isinstance(value, int) else str(value)
+        return told
+
+    def _asked(self, function: Asked | None, default: Any) -> Any:
+        return default if function is None else function(values_of(self))
+
+
+def problem_type(name: str, declared: Declaration) -> type[CallProblem]:
+    """The problems of a function, with a field for each array and for each static parameter, in the order of a call."""
+    arguments = declared.arguments
+    required: list[Any] = [(array, str) for array in arguments.arrays if array not in arguments.optional]
+    required += [(static, str) for static, default in arguments.statics.items() if default is None]
+    optional: list[Any] = [
+        (array, str, dataclasses.field(default="None")) for array in arguments.arrays if array in arguments.optional
+    ]
+    optional += [
+        (static, str, dataclasses.field(default=default))
+        for static, default in arguments.statics.items()
+        if default is not None
+    ]
+    namespace = {"declared": declared, "__doc__": f"A call of {declared.function.__name__}."}
+    made: type[CallProblem] = dataclasses.make_dataclass(
+        name, [*required, *optional], bases=(CallProblem,), namespace=namespace, frozen=True
+    )
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def values_of(problem: CallProblem) -> Mapping[str, Any]:
+    """Arrays, as shapes and dtypes, and static parameters by name."""
+    arguments = problem.declared.arguments
+    arrays = {name: array_of(name, getattr(problem, name)) for name in arguments.arrays}
+    return types.MappingProxyType(arrays | {name: value_of(getattr(problem, name)) for name in arguments.statics})
+
+
+def statics_of(problem: CallProblem) -> dict[str, Any]:
+    return {name: values_of(problem)[name] for name in problem.declared.arguments.statics}
+
+
+def placed(problem: CallProblem, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The function's arrays, of a kernel's operands: None for those that are left out."""
+    rest = iter(args)
+    return tuple(None if values_of(problem)[name] is None else next(rest) for name in problem.declared.arguments.arrays)
+
+
+def as_written(problem: CallProblem, *args: Any) -> Arrays:
+    """The reference in the dtypes of its operands, at the precision that callers have set."""
+    return problem.declared.answer(placed(problem, args), statics_of(problem))
+
+
+@functools.lru_cache(maxsize=1024)
+def _result(problem: CallProblem) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of what the reference returns, as it is written."""
+    found = jax.eval_shape(functools.partial(as_written, problem), *problem.operands())
+    several = isinstance(found, tuple)
+    results = found if isinstance(found, tuple) else (found,)
+    if not results or not all(isinstance(x, jax.ShapeDtypeStruct) for x in results):
+        raise DeclarationError(
+            f"the reference of {problem.declared.function.__name__} returns a {type(found).__name__}"
+            f"{f' of {[type(x).__name__ for x in results]}' if several else ''}: let it return an array, or a tuple of "
+            "arrays"
+        )
+    plain = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
+    return plain if several else plain[0]
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
