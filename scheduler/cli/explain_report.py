@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import Json, compared, labelled, seconds_text, table, texts
+from scheduler.cli.layout import Json, compared, labelled, table, texts
 from scheduler.cli.record_report import record_json
 from scheduler.cli.search_report import failures
+from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Entry, Record
 
 if TYPE_CHECKING:

@@ -72,8 +72,9 @@ def list_(
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
     """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
-    from scheduler.cli import record_report, verdict_report
+    from scheduler.cli import record_report
     from scheduler.core import hints
+    from scheduler.inspect.verdict import verdict
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -97,7 +98,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     for where, key, record, trials, cut in found:
         if record is not None:
             output(f"{key}, {where}", *record_report.record_head(record, trials_kept=bool(trials)), "")
-            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict_report.verdict(record))
+            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict(record))
         if cut:
             output(*([""] * (record is not None)), f"{key}, {where}: {record_report.unfinished_text(cut)}")
             _print_goes_on(key, command)
@@ -114,12 +115,13 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler.cli import explain_report, record_report, verdict_report
+    from scheduler.cli import explain_report, record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
     from scheduler.core.identity import key_of
     from scheduler.core.records import choice_text
     from scheduler.inspect import explain as accounts
+    from scheduler.inspect.verdict import verdict
     from scheduler.prediction import predict, validation
 
     with usage_errors():
@@ -150,7 +152,7 @@ def explain(
         print_command(hints.tune(op, problem))
     else:
         output(f"Winner, from {found[0][0]}:", *record_report.record_head(record, trials_kept=bool(found[0][2])), "")
-        output(*record_report.entries(record, problem, chip), "", *verdict_report.verdict(record))
+        output(*record_report.entries(record, problem, chip), "", *verdict(record))
     output("", _NOT_EVERY_CALL)
 
 

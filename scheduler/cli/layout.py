@@ -1,4 +1,4 @@
-"""How the command line lays out what it prints: numbers with units, schedules, tables and ledgers."""
+"""How the command line lays out what it prints: schedules, tables and ledgers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,6 @@ Json = dict[str, Any]
 
 # Of a list: wider lines are harder to follow than schedules on two lines.
 WIDEST = 150
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit: "1.23 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{digits(seconds / scale)} {unit}"
-    return f"{digits(seconds / 1e-9)} ns"
-
-
-def digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def first_line(text: str, most: int = 160) -> str:

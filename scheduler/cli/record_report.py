@@ -15,16 +15,15 @@ from scheduler.cli.layout import (
     Json,
     Row,
     compared,
-    digits,
     first_line,
     labelled,
     ledger,
-    seconds_text,
     table,
     texts,
 )
-from scheduler.cli.verdict_report import gain_text
+from scheduler.core.quantities import digits, seconds_text
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Schedule, Trial, choice_text
+from scheduler.inspect.verdict import gain_text
 from search_spaces import spelled
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import Json, Row, compared, first_line, ledger, seconds_text, table, texts
+from scheduler.cli.layout import Json, Row, compared, first_line, ledger, table, texts
 from scheduler.cli.record_report import entry_json, record_json
-from scheduler.cli.verdict_report import standing
 from scheduler.core.identity import point_of
+from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
+from scheduler.inspect.verdict import standing
 from search_spaces import spelled
 
 if TYPE_CHECKING:
