@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from scheduler.cli.layout import seconds_text
+from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Entry, Record
 
 
