@@ -42,6 +42,7 @@ def list_(
 ) -> None:
     """List the stored schedules, the user's own and those shipped with this package, and searches cut short."""
     from scheduler.cli import record_report
+    from scheduler.inspect import provenance
 
     kept = list(ask_stores(lambda store: (list(store.records()), store.unfinished())))
     keys = [key for _, (records, cut) in kept for key in (*(record.key for record in records), *cut)]
@@ -55,7 +56,7 @@ def list_(
     for where, (_, cut) in kept:
         for key, trials in cut.items():
             if wanted(key):
-                output("", f"{key}, {where}: {record_report.unfinished_text(trials)}")
+                output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
                 _print_goes_on(key)
     if not any(map(wanted, keys)):
         from scheduler.core import hints
@@ -74,7 +75,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
     from scheduler.cli import record_report
     from scheduler.core import hints
-    from scheduler.inspect.verdict import verdict
+    from scheduler.inspect import provenance, verdict
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -97,10 +98,10 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
         return
     for where, key, record, trials, cut in found:
         if record is not None:
-            output(f"{key}, {where}", *record_report.record_head(record, trials_kept=bool(trials)), "")
-            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict(record))
+            output(f"{key}, {where}", *provenance.record_head(record, trials_kept=bool(trials)), "")
+            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict.verdict(record))
         if cut:
-            output(*([""] * (record is not None)), f"{key}, {where}: {record_report.unfinished_text(cut)}")
+            output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
             _print_goes_on(key, command)
         if trials:
             output("", *record_report.trials_table(trials, record, console_here().width))
@@ -121,7 +122,7 @@ def explain(
     from scheduler.core.identity import key_of
     from scheduler.core.records import choice_text
     from scheduler.inspect import explain as accounts
-    from scheduler.inspect.verdict import verdict
+    from scheduler.inspect import provenance, verdict
     from scheduler.prediction import predict, validation
 
     with usage_errors():
@@ -151,8 +152,8 @@ def explain(
         output(f"{why[0].upper()}{why[1:]}; run:")
         print_command(hints.tune(op, problem))
     else:
-        output(f"Winner, from {found[0][0]}:", *record_report.record_head(record, trials_kept=bool(found[0][2])), "")
-        output(*record_report.entries(record, problem, chip), "", *verdict(record))
+        output(f"Winner, from {found[0][0]}:", *provenance.record_head(record, trials_kept=bool(found[0][2])), "")
+        output(*record_report.entries(record, problem, chip), "", *verdict.verdict(record))
     output("", _NOT_EVERY_CALL)
 
 
