@@ -1,0 +1,191 @@
+"""What pictures share: sizes, colours on a light and on a dark ground, and how a figure becomes a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import html
+import importlib.util
+import io
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from scheduler.core.errors import MissingPackage, SchedulerError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+class NothingToDraw(SchedulerError):
+    """A picture of what is not there, with what to do about it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Theme:
+    """Colours; those that tell things apart are Okabe and Ito's, which colour-blind readers tell apart, too.
+
+    Attributes:
+      ground, ink, faint, grid: of the paper, of words and lines, of what matters less, and of what matters least.
+      ours, xla, third, bad: the schedules that were searched, XLA's programs, something else, and what failed.
+      several: for what has many kinds, in the order of use.
+      sequential: the name of a colour map for magnitudes, the best of which stands out from the ground.
+    """
+
+    ground: str
+    ink: str
+    faint: str
+    grid: str
+    ours: str
+    xla: str
+    third: str
+    bad: str
+    several: tuple[str, ...]
+    sequential: str
+
+
+LIGHT = Theme(
+    ground="#ffffff",
+    ink="#1f2328",
+    faint="#59636e",
+    grid="#d8dee4",
+    ours="#0072b2",
+    xla="#c75000",
+    third="#008763",
+    bad="#b3407f",
+    several=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#6a51a3"),
+    sequential="viridis_r",
+)
+DARK = Theme(
+    ground="#0d1117",
+    ink="#e6edf3",
+    faint="#9198a1",
+    grid="#2b323b",
+    ours="#58b5ec",
+    xla="#f39c3d",
+    third="#2fc79b",
+    bad="#e58abf",
+    several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#2f7fc1", "#ee7733", "#a0a0a0", "#a992dd"),
+    sequential="viridis",
+)
+# Inches: a slide of 16 to 9, on which 12 points are read from the last row.
+WIDTH, HEIGHT = 10.0, 5.625
+DPI = 160
+_TEXT = 12.0
+# Of one width as far as may be: a viewer without the first has the second, or a narrower one.
+_FONT: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Geneva", "Arial", "Helvetica", "sans-serif"],
+    "font.size": _TEXT,
+}
+
+
+def available() -> bool:
+    """Whether matplotlib is here."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def theme(dark: bool) -> Theme:
+    return DARK if dark else LIGHT
+
+
+@contextlib.contextmanager
+def drawing(dark: bool) -> Iterator[Theme]:
+    """Within, what is drawn looks as all pictures do; nothing of a program's own settings of matplotlib counts.
+
+    Raises:
+      MissingPackage: matplotlib is not installed.
+    """
+    if not available():
+        raise MissingPackage(
+            "pictures need matplotlib, which is not installed; run: pip install 'tile-scheduler[plots]'"
+        )
+    from matplotlib import style
+
+    look = theme(dark)
+    settings = _FONT | {
+        "figure.facecolor": look.ground,
+        "savefig.facecolor": look.ground,
+        "axes.facecolor": look.ground,
+        "axes.edgecolor": look.faint,
+        "axes.labelcolor": look.ink,
+        "axes.titlesize": _TEXT + 1,
+        "axes.titlelocation": "left",
+        "axes.titlecolor": look.ink,
+        "axes.labelsize": _TEXT,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": look.grid,
+        "grid.linewidth": 0.8,
+        "hatch.color": look.faint,
+        "hatch.linewidth": 0.7,
+        "legend.frameon": False,
+        "legend.fontsize": _TEXT - 1,
+        "legend.labelcolor": look.ink,
+        "text.color": look.ink,
+        "xtick.color": look.faint,
+        "xtick.labelcolor": look.ink,
+        "xtick.labelsize": _TEXT - 1,
+        "ytick.color": look.faint,
+        "ytick.labelcolor": look.ink,
+        "ytick.labelsize": _TEXT - 1,
+    }
+    with style.context(["default", settings]):
+        yield look
+
+
+def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGHT) -> Figure:
+    """An empty one of the width of a slide, its title at the left; `title` is also what a reader of screens says."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.04)
+    made = Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout, facecolor=look.ground)
+    made.set_label(f"{title}. {subtitle}" if subtitle else title)
+    made.suptitle(title, x=0.012, ha="left", fontsize=_TEXT + 3, fontweight="bold", color=look.ink)
+    return made
+
+
+def subtitled(axes: Axes, text: str, look: Theme) -> None:
+    """A line above the axes that says how to read them."""
+    axes.set_title(text, loc="left", fontsize=_TEXT - 1, color=look.faint, pad=8)
+
+
+def legend_right(axes: Axes, handles: Sequence[Any], title: str = "") -> None:
+    """What colours stand for, beside the axes, where it hides nothing."""
+    axes.legend(
+        handles=list(handles), loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title=title or None,
+        alignment="left", handlelength=1.3,
+    )  # fmt: skip
+
+
+def svg(drawn: Figure) -> str:
+    """`drawn` as an SVG element: the same text for the same figure, its ids unlike those of any other."""
+    from matplotlib import style
+
+    file = io.StringIO()
+    with style.context(["default", _FONT | {"svg.fonttype": "none", "svg.hashsalt": "tile-scheduler"}]):
+        drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    text = re.sub(r'\bid="', f'id="{own}-', text)
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{own}-", text)
+    # What the element says of all elements would hold for all of a page.
+    text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
+    label = html.escape(str(drawn.get_label()), quote=True)
+    return text.replace("<svg ", f'<svg id="{own}" role="img" aria-label="{label}" ', 1).rstrip() + "\n"
+
+
+def png(drawn: Figure) -> bytes:
+    """`drawn` as a PNG of 1,600 pixels' width."""
+    from matplotlib import style
+
+    file = io.BytesIO()
+    with style.context(["default", _FONT]):
+        drawn.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()
