@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import fields_of
+from scheduler.core.identity import Fields, fields_of
 from scheduler.core.records import Schedule, Trial
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned
@@ -65,6 +65,7 @@ class Account:
       fitted: where the constants of its model come from, in words.
       tried: the last trial of each legal schedule that was tried, by this version of the kernel.
       untried: legal schedules that were not tried.
+      ranks: each legal schedule's place in the model's order, from 1.
     """
 
     backend: str
@@ -76,6 +77,11 @@ class Account:
     fitted: str = ""
     tried: tuple[Trial, ...] = ()
     untried: int = 0
+    ranks: Mapping[Fields, int] = dataclasses.field(default_factory=dict, repr=False)
+
+    def rank(self, schedule: Schedule) -> int | None:
+        """The place of a schedule in the model's order, None where it is not legal here and now."""
+        return self.ranks.get(fields_of(schedule))
 
 
 def explain(
@@ -99,13 +105,13 @@ def _account(
     trials: Sequence[Trial],
     top: int,
 ) -> Account:
-    legal = {fields_of(pruned.schedule(index)) for index in range(len(pruned.points))}
+    ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
     last = {
         fields_of(trial.schedule): trial
         for trial in trials
         if (trial.backend, trial.version) == (kernel.backend, kernel.version)
     }
-    tried = tuple(trial for schedule, trial in last.items() if schedule in legal)
+    tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
     points = pruned.points.take(np.arange(min(top, len(pruned.points))))
     terms: Mapping[str, Any] = {}
     accesses: Sequence[Access | None] = [None] * len(points)
@@ -125,7 +131,9 @@ def _account(
     )
     untried = len(pruned.points) - len(tried)
     fitted = _fitted(operation, kernel, hardware)
-    return Account(kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, fitted, tried, untried)
+    return Account(
+        kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, fitted, tried, untried, ranks
+    )
 
 
 def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware) -> str:
