@@ -61,14 +61,14 @@ class Tried:
 
     def choices(self) -> dict[str, tuple[Choice, ...]]:
         """What each may be: what today's spaces offer, in their order, and what was tried besides; numbers ascend."""
-        found: dict[str, dict[Choice, None]] = {BACKEND: dict.fromkeys(self._spaces())}
+        pairs: list[tuple[str, Choice]] = [(BACKEND, backend) for backend in self._spaces()]
         for space in self._spaces().values():
-            for field, values in space.choices.items():
-                found.setdefault(_name(field), {}).update(dict.fromkeys(values))
-        for point in self.points():
-            for name, value in point.items():
-                found.setdefault(name, {})[value] = None
-        return {name: _ascending(tuple(values)) for name, values in found.items()}
+            pairs += [(_name(field), value) for field, values in space.choices.items() for value in values]
+        pairs += [pair for point in self.points() for pair in point.items()]
+        found: dict[str, dict[tuple[type, Choice], Choice]] = {}
+        for name, value in pairs:
+            found.setdefault(name, {})[type(value), value] = value  # by type as well: 1 == True
+        return {name: _ascending(tuple(values.values())) for name, values in found.items()}
 
     def floors_s(self) -> dict[Point, float]:
         """Seconds below which a schedule cannot come, by the model, of those that are schedules of today's spaces."""
@@ -113,7 +113,7 @@ def _name(field: str) -> str:
 
 
 def _ascending(values: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Integers in their order; what is of several types, which compare as they should not (1 == True), as text."""
+    """Integers in their order; what is of several types as text."""
     kinds = {type(value) for value in values}
     if kinds == {int}:
         return tuple(sorted(values))

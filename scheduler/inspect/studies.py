@@ -36,7 +36,6 @@ from tile_scheduler import __version__
 METRIC = "median time in us"
 # The attribute of a study that says who wrote it: no other is ever changed.
 _WRITER = "written_by"
-_US = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _attributes(one: Tried) -> dict[str, Any]:
     if one.environment is not None:
         told |= vars(one.environment)
     if one.case is not None and not one.case.hardware.abilities.interpreted:
-        told["roofline_us"] = CostModel(one.case.hardware).lower_bound(one.case.problem) * _US
+        told["roofline_us"] = _us(CostModel(one.case.hardware).lower_bound(one.case.problem))
     if one.record is not None:
         told["winner"] = choice_text(one.record.winner.backend, one.record.winner.schedule)
         told["verdict"] = " ".join(verdict(one.record))
@@ -127,7 +126,7 @@ def _trials(tried: Tried) -> list[FrozenTrial]:
     distributions = {name: _distribution(values) for name, values in choices.items()}
     made = []
     for trial, point in zip(tried.trials, tried.points(), strict=True):
-        value = trial.outcome.median_s * _US if isinstance(trial.outcome, Measurement) else None
+        value = _us(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else None
         frozen = optuna.trial.create_trial(
             state=TrialState.FAIL if value is None else TrialState.COMPLETE,
             value=value,
@@ -144,17 +143,22 @@ def _trials(tried: Tried) -> list[FrozenTrial]:
 
 def _told(trial: Trial, floors_s: Mapping[Point, float], final_s: Mapping[Point, float]) -> dict[str, Any]:
     """What is told of one trial beside its value."""
-    told: dict[str, Any] = {"version": trial.version, "predicted_us": trial.predicted_s * _US}
+    told: dict[str, Any] = {"version": trial.version, "predicted_us": _us(trial.predicted_s)}
     point = point_of(trial.backend, trial.schedule)
     if point in floors_s:
-        told["lower_bound_us"] = floors_s[point] * _US
+        told["lower_bound_us"] = _us(floors_s[point])
     if point in final_s:
-        told["final_us"] = final_s[point] * _US
+        told["final_us"] = _us(final_s[point])
     match trial.outcome:
         case Measurement() as measured:
-            return told | {"spread_us": measured.spread_s * _US, "clock": measured.clock, "l2": measured.l2}
+            return told | {"spread_us": _us(measured.spread_s), "clock": measured.clock, "l2": measured.l2}
         case Failure(stage, detail):
             return told | {"failed_stage": stage, "failure": detail}
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to a tenth of a nanosecond: 2.625, and not 2.6250000000000004."""
+    return round(seconds * 1e6, 4)
 
 
 def _distribution(values: Sequence[Choice]) -> BaseDistribution:

@@ -143,6 +143,7 @@ def _row(ident: str, told: Told) -> Element:
     )
     for name, cell in cells.items():
         row.append(element("td", cell, class_=_class(name)))
+    row[1].set("data-operation", record.key.operation)  # shown there where a screen has no room for its column
     if stale(record):
         measured = row[-1]
         extend(measured, [" ", element("span", "stale", class_="badge", title=f"with jax {record.environment.jax}")])
