@@ -26,9 +26,16 @@ def report(
         str | None, typer.Option(help="Only this operation; one of your own as package.module:NAME or file.py:NAME.")
     ] = None,
     hardware: Chips = None,
+    pictures: Annotated[
+        str, typer.Option(help="Of each record: few, all or none; they take most of the time.")
+    ] = "few",
 ) -> None:
     """Write the stored schedules as one HTML file: each with its explanation, how sure it is, and its trials."""
+    if pictures not in ("few", "all", "none"):
+        raise typer.BadParameter(f"--pictures is few, all or none, not {pictures}")
+    from scheduler.inspect import plots
     from scheduler.inspect.report import gather, page
+    from scheduler.inspect.report import pictures as draw
     from search_spaces import load
 
     own = []
@@ -47,7 +54,14 @@ def report(
     now = datetime.datetime.now(datetime.UTC)
     versions = {"tile-scheduler": __version__, "jax": importlib.metadata.version("jax")}
     origin = page.Origin([where for where, *_ in kept], versions, f"{now:%Y-%m-%dT%H:%M:%SZ}")
-    text = page.page(list(gather.gather(rows, own)), cut_short, origin)
+    records = page.ordered(gather.gather(rows, own))
+    if pictures == "none":
+        drawn = draw.none(records, "This was written without pictures (--pictures none).")
+    elif not plots.available():
+        drawn = draw.none(records, "Pictures need matplotlib: pip install 'tile-scheduler[plots]', and write it again.")
+    else:
+        drawn = draw.drawn(records, every=pictures == "all")
+    text = page.page(records, cut_short, origin, drawn)
     with file_errors(out):
         out.write_text(text, encoding="utf-8")
     say(f"wrote {len(rows)} records to {out} ({out.stat().st_size / 1e6:.1f} MB)")

@@ -64,8 +64,10 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
     top = min(_SHOWN, max(1.1, 1.12 * max(others) / best)) * best
     shown, slow, failed = times <= top, times > top, np.isnan(times)
     axes.plot(numbers[shown], times[shown], "o", color=look.faint, ms=4.5, mew=0)
-    axes.plot(numbers[slow], np.full(slow.sum(), top), "^", color=look.faint, ms=5.5, mew=0, clip_on=False)
-    axes.plot(numbers[failed], np.full(failed.sum(), top), "x", color=look.bad, ms=6, mew=1.6, clip_on=False)
+    for which, marker, colour in ((slow, "^", look.faint), (failed, "x", look.bad)):
+        if which.any():
+            edge = np.full(which.sum(), top)
+            axes.plot(numbers[which], edge, marker, color=colour, ms=6, mew=1.6, clip_on=False)
     axes.step(numbers, np.minimum(reached, top), where="post", color=look.ours, lw=2.6)
     axes.set_ylim(best - 0.12 * (top - best), top)
     axes.set_xlim(0.4, len(times) + 0.6)
@@ -75,10 +77,10 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
         "a trial": Line2D([], [], ls="none", marker="o", color=look.faint, ms=5),
     }
     if slow.any():
-        kinds["slower than the picture is high"] = Line2D([], [], ls="none", marker="^", color=look.faint, ms=6)
+        kinds["slower"] = Line2D([], [], ls="none", marker="^", color=look.faint, ms=6)
     if failed.any():
         kinds["failed"] = Line2D([], [], ls="none", marker="x", color=look.bad, ms=6)
-    axes.legend(list(kinds.values()), list(kinds), loc="upper right", bbox_to_anchor=(1.0, 0.97))
+    axes.legend(list(kinds.values()), list(kinds), loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=4)
 
 
 def _lines(case: Case, trials: list[Trial], scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:

@@ -75,7 +75,7 @@ DARK = Theme(
 WIDTH, HEIGHT = 10.0, 5.625
 DPI = 160
 _TEXT = 12.0
-_LINE = 114  # letters of the smaller kind
+_LINE = 106  # letters of the smaller kind
 # Of one width as far as may be: a viewer without the first has the second, or a narrower one.
 _FONT: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -89,6 +89,16 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def require() -> None:
+    """Asks before anything is computed for a picture.
+
+    Raises:
+      MissingPackage: matplotlib is not installed.
+    """
+    if not available():
+        raise MissingPackage("pictures need matplotlib, which is not installed: pip install 'tile-scheduler[plots]'")
+
+
 def theme(dark: bool) -> Theme:
     return DARK if dark else LIGHT
 
@@ -100,10 +110,7 @@ def drawing(dark: bool) -> Iterator[Theme]:
     Raises:
       MissingPackage: matplotlib is not installed.
     """
-    if not available():
-        raise MissingPackage(
-            "pictures need matplotlib, which is not installed; run: pip install 'tile-scheduler[plots]'"
-        )
+    require()
     from matplotlib import style
 
     look = theme(dark)
@@ -193,9 +200,8 @@ def label_lines(axes: Axes, lines: Sequence[tuple[float, str, str]]) -> None:
         tall = (words.count("\n") + 1) * 0.2 / inches * (high - low)
         place = max(height, placed + tall / 2)
         placed = place + tall / 2
-        axes.annotate(
-            words, (1.0, place), (8, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-            va="center", color=colour, fontsize=11, annotation_clip=False,
+        axes.text(
+            1.012, place, words, transform=axes.get_yaxis_transform(), va="center", color=colour, fontsize=11
         )  # fmt: skip
 
 
@@ -237,9 +243,11 @@ def svg(drawn: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(?<= d=")[^"]+', lambda path: re.sub(r"\d+\.\d+", _shorter, path[0]), text)
+    # matplotlib's ids are digests of places to the last bit, which differ between runs: here they are counted.
+    ids = {name: f"{number}" for number, name in enumerate(re.findall(r'\bid="([^"]+)"', text))}
+    text = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', lambda found: f"{found[1]}@{ids[found[2]]}", text)
     own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    text = re.sub(r'\bid="', f'id="{own}-', text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{own}-", text)
+    text = re.sub(r'(\bid="|href="#|url\(#)@', rf"\g<1>{own}-", text)
     # What the element says of all elements would hold for all of a page.
     text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
     label = html.escape(str(drawn.get_label()), quote=True)

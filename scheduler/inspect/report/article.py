@@ -13,12 +13,13 @@ from scheduler.inspect.provenance import failures, record_head
 from scheduler.inspect.report.elements import Child, element, extend, table
 from scheduler.inspect.report.gather import Told
 from scheduler.inspect.report.overview import outcome
+from scheduler.inspect.report.pictures import Picture, shown
 from scheduler.inspect.verdict import gain_text, standing, verdict
 from scheduler.inspect.wording import bases_of, compared, first_line
 
 
-def article(ident: str, told: Told, pictures: Sequence[Element]) -> Element:
-    """All that is told of one record."""
+def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -> Element:
+    """All that is told of one record; where there are no pictures, `missing` says why."""
     record = told.record
     made = element(
         "article",
@@ -39,7 +40,7 @@ def article(ident: str, told: Told, pictures: Sequence[Element]) -> Element:
         "How sure that is": _sure(record),
         "Beside the others": _entries(told),
         "Where the schedules went": _accounts(told),
-        "Pictures": pictures,
+        "Pictures": [*shown(pictures), *([element("p", missing)] if missing else [])],
         "Trials": _trials(told),
         "Once more": _commands(told),
     }

@@ -10,6 +10,7 @@ from scheduler.core.records import Key, Trial, schedule_text
 from scheduler.inspect.provenance import stale, unfinished_text
 from scheduler.inspect.report.elements import Child, element, extend
 from scheduler.inspect.report.gather import Told
+from scheduler.inspect.report.pictures import Pictures, shown
 from scheduler.inspect.verdict import against_library, gain_text
 
 # Of a column: what it is called, what its figures are, and the first order when it is sorted by.
@@ -65,7 +66,9 @@ _FILTERS: Mapping[str, Callable[[Told], str]] = {
 }
 
 
-def overview(records: Sequence[tuple[str, Told]], cut: Iterable[tuple[str, Key, Sequence[Trial]]]) -> Element:
+def overview(
+    records: Sequence[tuple[str, Told]], cut: Iterable[tuple[str, Key, Sequence[Trial]]], pictures: Pictures
+) -> Element:
     """The table of records, each by the id of its article, what filters them, and the searches that did not end."""
     told = [one for _, one in records]
     several = {name: len({pick(one) for one in told}) > 1 for name, pick in _FILTERS.items()}
@@ -85,7 +88,13 @@ def overview(records: Sequence[tuple[str, Told]], cut: Iterable[tuple[str, Key, 
         id="records",
         class_="" if several["chip"] else "one-chip",
     )
-    made = element("section", _filters(told), element("div", table, class_="scrolls"), id="list")
+    made = element("section", id="list")
+    if pictures.of_all:
+        summary = element("summary", "Pictures: against XLA, and under the roofline")
+        extend(made, [element("details", summary, *shown(pictures.of_all))])
+    elif records and pictures.missing:
+        extend(made, [element("p", pictures.missing, class_="faint")])
+    extend(made, [_filters(told), element("div", table, class_="scrolls")])
     if not records:
         extend(made, [element("p", "No record is stored.", class_="empty")])
     else:

@@ -1,4 +1,5 @@
-// Filters and sorts the table of records, steps from record to record as it shows them, and copies commands.
+// Filters and sorts the table of records, steps from record to record as it shows them, unpacks the pictures of what is
+// open, and copies commands.
 "use strict";
 {
   const table = document.getElementById("records");
@@ -74,6 +75,28 @@
     }
   };
 
+  // Pictures are gzipped SVG, drawn on a light ground: their colours are exchanged where a reader likes it dark.
+  const colours = JSON.parse(document.getElementById("colours").textContent);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const unpack = async (image) => {
+    const bytes = Uint8Array.from(atob(image.dataset.svg), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const light = await new Response(stream).text();
+    // White words lie on a cell of any colour, and stay white.
+    const exchange = (found, words) => (words ? found : colours[found] ?? found);
+    const changed = dark.matches && "exchanged" in image.dataset;
+    const drawn = changed ? light.replace(/(<text[^>]*?fill: )#ffffff|#[0-9a-f]{6}\b/g, exchange) : light;
+    URL.revokeObjectURL(image.src);
+    image.src = URL.createObjectURL(new Blob([drawn], { type: "image/svg+xml" }));
+  };
+  const draw = (all) => {
+    for (const image of document.querySelectorAll("article:target img, details[open] img")) {
+      if (all || !image.src) unpack(image);
+    }
+  };
+  dark.addEventListener("change", () => draw(true));
+  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => draw(false));
+
   let from = 0;
   let listed = !document.querySelector("article:target");
   addEventListener("scroll", () => { if (listed) from = scrollY; }, { passive: true });
@@ -81,6 +104,7 @@
     const open = document.querySelector("article:target");
     listed = !open;
     step();
+    draw(false);
     scrollTo(0, open ? 0 : from);
     document.title = open ? open.querySelector("h2").textContent : document.querySelector("h1").textContent;
   });
@@ -105,5 +129,5 @@
   }
   form.hidden = false;
   filter();
-  addEventListener("load", step);  // only now is it known which record an address names
+  addEventListener("load", () => { step(); draw(false); });  // only now is it known which record an address names
 }

@@ -14,6 +14,7 @@ from scheduler.inspect.report.article import article
 from scheduler.inspect.report.elements import element, written
 from scheduler.inspect.report.gather import Told
 from scheduler.inspect.report.overview import overview
+from scheduler.inspect.report.pictures import Pictures, colours
 
 _HERE = Path(__file__).parent
 
@@ -33,14 +34,15 @@ class Origin:
     date: str
 
 
-def page(records: Sequence[Told], cut: Iterable[tuple[str, Key, Sequence[Trial]]], origin: Origin) -> str:
+def page(
+    records: Sequence[Told], cut: Iterable[tuple[str, Key, Sequence[Trial]]], origin: Origin, pictures: Pictures
+) -> str:
     """The report as text.
 
     Args:
-      records: in any order.
+      records: in the order in which they are shown (`ordered`).
       cut: where it is kept, key and trials of each search that did not end.
     """
-    records = sorted(records, key=_order)
     named = list(zip(_idents(records), records, strict=True))
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     title = f"Tile schedules: {len(records)} record{'' if len(records) == 1 else 's'}"
@@ -49,9 +51,13 @@ def page(records: Sequence[Told], cut: Iterable[tuple[str, Key, Sequence[Trial]]
         element("header", element("h1", title), element("p", _said_of(origin), class_="faint")),
         element(
             "main",
-            overview(named, cut),
-            *(article(ident, told, ()) for ident, told in named),
+            overview(named, cut, pictures),
+            *(
+                article(ident, told, found, pictures.missing)
+                for (ident, told), found in zip(named, pictures.of_record, strict=True)
+            ),
         ),
+        element("script", colours(), type="application/json", id="colours"),
         element("script", script),
     )
     head = element(
@@ -80,8 +86,12 @@ def _said_of(origin: Origin) -> str:
     return f"Read from {' and '.join(origin.stores)} on {origin.date[:10]} by {versions}."
 
 
-def _order(told: Told) -> tuple[object, ...]:
+def ordered(records: Iterable[Told]) -> list[Told]:
     """By operation and chip, and problems by their extents."""
+    return sorted(records, key=_order)
+
+
+def _order(told: Told) -> tuple[object, ...]:
     key = told.record.key
     extents = tuple((int(number or 0), word) for word, number in re.findall(r"([^0-9]+)([0-9]*)", f" {told.spelled}"))
     return key.operation, key.hardware, extents, told.where
