@@ -1,10 +1,13 @@
 """The report of a cache as a reader meets it in a browser, and as text that may hold anything."""
 
+import base64
 import contextlib
 import dataclasses
+import gzip
 import html.parser
 import json
 import re
+import sys
 
 import browser
 import pytest
@@ -13,9 +16,10 @@ from values import ENVIRONMENT, FAST, SLOW, VERDICT, record, trial
 
 from scheduler.cli.app import app
 from scheduler.core.records import Entry, Failure, Key
-from scheduler.inspect.report import gather, page
+from scheduler.inspect.report import gather, page, pictures
 from scheduler.inspect.report.elements import element, extend, written
 from scheduler.store.store import Store, shipped
+from search_spaces import load
 
 pytestmark = pytest.mark.one_jax
 
@@ -57,7 +61,7 @@ def report(tmp_path_factory):
             store.add_trial(evil.key, failed, ENVIRONMENT)
             store.put(evil)
             store.add_trial(CUT_SHORT, trial(), ENVIRONMENT)
-        said = run("report", "--out", place / "report.html")
+        said = run("report", "--out", place / "report.html", "--pictures", "none")
         listed = json.loads(run("list", "--json"))
     assert re.search(rf"wrote {len(listed)} records to \S+report.html \(\d+\.\d MB\)", said)
     return place / "report.html", listed
@@ -208,7 +212,7 @@ def test_what_a_record_says_is_text_and_nothing_else(reader):
         assert f"{said}{EVIL}" in text, said
     assert "is no operation of this package" in text
     assert reader.script("return window.broken") is None
-    assert reader.script("return document.scripts.length") == 1
+    assert reader.script("return [...document.scripts].map((script) => script.type)") == ["application/json", ""]
     assert not reader.complaints()
 
 
@@ -235,7 +239,7 @@ def test_nothing_is_wider_than_the_window(reader, width, dark):
 def test_without_its_script_the_report_is_read_all_the_same(window, report, tmp_path):
     path, listed = report
     bare = tmp_path / "bare.html"
-    bare.write_text(re.sub(r"<script>.*</script>", "", path.read_text(), flags=re.DOTALL))
+    bare.write_text(re.sub(r'<script type="application/json".*</script>', "", path.read_text(), flags=re.DOTALL))
     window.look(1280)
     window.open(bare.as_uri())
     assert window.script("return document.querySelectorAll('#records tbody tr').length") == len(listed)
@@ -264,7 +268,7 @@ class Tags(html.parser.HTMLParser):
 def test_no_text_becomes_markup(report):
     text = report[0].read_text()
     found = Tags(text)
-    assert (found.tags.count("script"), found.handlers) == (1, [])
+    assert (found.tags.count("script"), found.handlers) == (2, [])
     assert "onerror" not in "".join(found.tags)
     assert all(address.startswith(("#", "data:")) for address in found.addresses)
     assert len(text) < 10e6
@@ -280,7 +284,8 @@ def test_a_tree_becomes_text_in_which_all_that_was_given_is_escaped():
 
 
 def test_a_report_of_nothing_says_so():
-    text = page.page([], [], page.Origin(["here"], {"tile-scheduler": "1"}, "2026-03-01T12:00:00Z"))
+    origin = page.Origin(["here"], {"tile-scheduler": "1"}, "2026-03-01T12:00:00Z")
+    text = page.page([], [], origin, pictures.none([], ""))
     assert "No record is stored." in text
     assert "Tile schedules: 0 records" in text
 
@@ -310,13 +315,63 @@ def test_the_winner_has_its_place_in_the_models_order():
 def test_an_operation_of_ones_own_is_explained_where_it_is_named(tmp_path):
     operation = "operations:DOUBLE"
     run("tune", operation, "n=8", "--budget", 2)
-    run("report", "--out", tmp_path / "one.html", "--operation", operation)
+    run("report", "--out", tmp_path / "one.html", "--operation", operation, "--pictures", "all")
     text = (tmp_path / "one.html").read_text()
     assert "Tile schedules: 1 record<" in text
     assert "is no operation of this package" not in text
     assert "schedules of" in text
+    assert packed(text)
+
+
+def packed(text):
+    """The pictures of a report as the SVG that a reader sees."""
+    return [gzip.decompress(base64.b64decode(found)).decode() for found in re.findall(r'data-svg="([^"]+)"', text)]
+
+
+def test_each_record_has_its_pictures_and_so_have_all_together(tmp_path):
+    run("report", "--out", tmp_path / "some.html", "--operation", "silu_and_mul")
+    text = (tmp_path / "some.html").read_text()
+    drawn = packed(text)
+    records = list(shipped().records(operation="silu_and_mul"))
+    assert len(drawn) == len(records) + 2
+    for picture in drawn:
+        assert Tags(picture).tags[0] == "svg"
+    for one in records:
+        assert any(str(load("silu_and_mul").problem.from_canonical(one.key.problem)) in picture for picture in drawn)
+    assert len(text) / len(records) < 10e6 / 122  # so that all that is shipped stays below 10 MB
+
+
+def test_without_matplotlib_a_report_has_all_but_pictures_and_says_how_to_get_them(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as Python has it where it is not installed
+    run("report", "--out", tmp_path / "bare.html", "--operation", "softmax")
+    text = (tmp_path / "bare.html").read_text()
+    assert text.count("Pictures need matplotlib: pip install 'tile-scheduler[plots]'") > 1
+    assert not packed(text)
+    assert "The search tried" in text
+
+
+@pytest.mark.parametrize(("dark", "ground"), [(False, [255, 255, 255, 255]), (True, [13, 17, 23, 255])])
+def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, ground):
+    run("tune", "matmul", *SMALL, "--budget", 4)
+    run("report", "--out", tmp_path / "one.html", "--operation", "matmul", "--hardware", "cpu")
+    window.look(1280, dark=dark)
+    window.open((tmp_path / "one.html").as_uri() + "#r-matmul-m-32-n-32-k-32-dtype-float32-cpu")
+    corner = """
+        return (async () => {
+          const images = [...document.querySelectorAll("article:target img")];
+          while (images.some((image) => !image.naturalWidth)) await new Promise((done) => setTimeout(done, 10));
+          return images.map((image) => {
+            const canvas = new OffscreenCanvas(20, 20).getContext("2d");
+            canvas.drawImage(image, 0, 0, 20, 20);
+            return [...canvas.getImageData(1, 1, 1, 1).data];
+          });
+        })()
+    """
+    assert window.script(corner) == [ground, ground]  # the landscape, and how the search went
+    assert not window.complaints()
 
 
 def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
     assert "No such file or directory" in run("report", "--out", tmp_path / "no" / "report.html", status=1)
+    assert "--pictures is few, all or none, not some" in run("report", "--pictures", "some", status=2)
     assert "no operation 'matmull'; did you mean 'matmul'?" in run("report", "--operation", "matmull", status=2)

@@ -126,9 +126,7 @@ def shown(pictures: Iterable[Picture]) -> list[Element]:
     return [
         element(
             "figure",
-            element(
-                "img", alt=one.label, data_svg=one.packed, data_exchanged=one.exchanged, width="720", height="405"
-            ),
+            element("img", alt=one.label, data_svg=one.packed, data_exchanged=one.exchanged, width="720", height="405"),
         )
         for one in pictures
     ]
