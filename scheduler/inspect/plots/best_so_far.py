@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.quantities import digits
-from scheduler.core.records import Measurement, Trial
+from scheduler.core.records import Measurement
 from scheduler.inspect.case import Case
 from scheduler.inspect.plots.style import Theme, drawing, figure, label_lines, time_unit
 from scheduler.prediction import predict
@@ -39,12 +39,14 @@ def best_so_far(case: Case, *, dark: bool = False) -> Figure:
     failed = int(np.isnan(times).sum())
     subtitle = f"{case.problem} on {case.hardware.kind}; {len(trials)} trials besides XLA's"
     subtitle += f", {failed} of which failed" if failed else ""
+    best = float(np.nanmin(times)) / scale
+    if case.library_s is not None and case.library_s / scale > _SHOWN * best:
+        subtitle += f"; XLA takes {digits(case.library_s / scale)} {unit}"
     with drawing(dark) as look:
         made = figure(f"Best time so far, {case.operation.name}", look, subtitle=subtitle)
         axes = made.add_subplot()
         _trials(axes, times / scale, look)
-        lines = {**_lines(case, trials, scale, look)}
-        best = float(np.nanmin(times)) / scale
+        lines = _lines(case, scale, look)
         lines["best"] = (best, f"best {digits(best)} {unit}", look.ours)
         for name in [name for name, (value, *_) in lines.items() if name != "best" and value <= _SHOWN * best]:
             axes.axhline(lines[name][0], color=lines[name][2], lw=1.6, ls="--" if name == "predicted" else "-")
@@ -83,7 +85,7 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
     axes.legend(list(kinds.values()), list(kinds), loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=4)
 
 
-def _lines(case: Case, trials: list[Trial], scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:
+def _lines(case: Case, scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:
     """XLA's time and that of the top prediction, as it was measured where it was tried: height, words, colour."""
     lines: dict[str, tuple[float, str, str]] = {}
     if (library_s := case.library_s) is not None:
