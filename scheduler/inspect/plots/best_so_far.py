@@ -11,7 +11,8 @@ from scheduler.core.errors import NothingToDraw
 from scheduler.core.quantities import digits
 from scheduler.core.records import Measurement
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import Theme, drawing, figure, label_lines, time_unit
+from scheduler.inspect.plots.axes import label_lines, time_unit
+from scheduler.inspect.plots.style import Theme, drawing, figure
 from scheduler.prediction import predict
 
 if TYPE_CHECKING:
