@@ -86,7 +86,7 @@ def gather(
     Args:
       kept: where it is kept, the record, and its trials.
       own: operations beside those of this package, whose records are explained, too.
-      top: so many of the model's first choices are told.
+      top: so many top predictions are told.
     """
     operations = {operation.name: operation for operation in own}
     for where, record, trials in kept:
