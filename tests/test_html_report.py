@@ -305,6 +305,14 @@ def test_records_are_explained_as_far_as_they_are_known_here():
     assert [one.command is None for one in told] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("problem", ["nonsense", "[1]", '""', "null", "{}", '{"dtype":5}', '{"m":{"a":[1]}}'])
+def test_a_problem_that_is_none_is_shown_as_it_is_written(problem, tmp_path):
+    with contextlib.closing(Store(tmp_path / "cache.db")) as store:
+        store.put(record(Key("mine", "chip", problem)))
+    run("report", "--out", tmp_path / "odd.html", "--operation", "mine")
+    assert "Tile schedules: 1 record<" in (tmp_path / "odd.html").read_text()
+
+
 def test_the_winner_has_its_place_in_the_models_order():
     told = list(gather.gather([("here", one, []) for one in shipped().records(operation="softmax")]))
     places = [one.rank for one in told if one.record.winner.backend == "mosaic_gpu"]

@@ -199,7 +199,7 @@ def _storage(url: str) -> Iterator[RDBStorage]:
             finally:
                 storage.remove_session()
                 storage.engine.dispose()
-    except optuna.exceptions.StorageInternalError as error:
+    except optuna.exceptions.OptunaError as error:
         raise StoreError(f"{url} cannot be written ({error.__cause__ or error})") from error
     finally:
         optuna.logging.set_verbosity(verbosity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -50,8 +49,8 @@ class Told:
     @property
     def dtype(self) -> str:
         """Of the operands, "" where the problem names none."""
-        fields = json.loads(self.record.key.problem) if self.case is None else vars(self.case.problem)
-        return str(fields.get("dtype", ""))
+        text = self.spelled if self.case is None else str(self.case.problem)
+        return next((word.partition("=")[2] for word in text.split() if word.startswith("dtype=")), "")
 
     @property
     def roofline_s(self) -> float | None:

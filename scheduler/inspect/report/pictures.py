@@ -10,6 +10,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
@@ -22,6 +23,7 @@ from scheduler.inspect.plots.style import DARK, LIGHT
 from scheduler.inspect.report.elements import element
 from scheduler.inspect.report.gather import Told
 from search_spaces import OPERATIONS
+from search_spaces.errors import DeclarationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +81,10 @@ def drawn(records: Sequence[Told], *, every: bool = False) -> Pictures:
         mapped: Iterable[list[Picture]] = map(_of_record, jobs)
         if len(jobs) > _AT_ONCE and (workers := os.cpu_count() or 1) > 1:
             context = multiprocessing.get_context("spawn")  # JAX has threads, and a fork of it may hang
-            pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(jobs)), context)
+            # Ctrl-C reaches all of a terminal's processes: this one ends the others.
+            pool = concurrent.futures.ProcessPoolExecutor(
+                min(workers, len(jobs)), context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+            )
             stack.callback(pool.shutdown, cancel_futures=True)
             mapped = pool.map(_of_record, jobs, chunksize=4)
         found = {id(told): pictures for told, pictures in zip(away, mapped, strict=True)}
@@ -98,7 +103,7 @@ def _of_record(job: tuple[Record, tuple[Trial, ...], bool]) -> list[Picture]:
 
 def _drawn(known: Case, *, every: bool) -> Iterator[Picture]:
     for draw in ALL if every else FEW:
-        with contextlib.suppress(NothingToDraw):
+        with contextlib.suppress(NothingToDraw, DeclarationError):  # of what is not declared, the account says so
             yield _packed(draw, known)
 
 
