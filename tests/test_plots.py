@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import scheduler
 from scheduler.cli import plotting
 from scheduler.cli.app import app
 from scheduler.core.errors import MissingPackage, NothingToDraw
@@ -267,8 +268,10 @@ def test_every_tile_is_walked_once(extents, minor, group, snake):
     assert len({tuple(tile) for tile in order.tolist()}) == len(order) == np.prod(extents)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from("mn"), st.integers(1, 9))
+@pytest.mark.parametrize(
+    ("rows", "columns", "minor", "width"),
+    [(1, 1, "m", 4), (9, 5, "m", 4), (9, 5, "n", 4), (4, 9, "m", 2), (7, 3, "n", 16), (8, 8, "n", 1)],
+)
 def test_tiles_are_walked_as_the_kernel_walks_them(rows, columns, minor, width):
     numbers = jnp.arange(rows * columns)
     _, m, n = jax.vmap(lambda number: jnp.stack(planar_snake(number, (rows, columns), minor, width)))(numbers).T
@@ -356,3 +359,11 @@ def test_predictions_compare_every_schedule_that_ran(swept):
 def test_the_lower_bound_is_the_roof(square):
     point = Point.of(square)
     assert point.roof * CostModel(H200).lower_bound(SQUARE) == pytest.approx(SQUARE.flops)
+
+
+def test_the_lines_of_the_guide_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
+    guide = (ROOT / "docs" / "use" / "pictures.md").read_text()
+    ran = {"scheduler": scheduler}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL)), ran)
+    assert "m=256 n=128 k=512 dtype=float32" in " ".join(words(ran["text"]))

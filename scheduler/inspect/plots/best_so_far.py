@@ -62,8 +62,8 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
 
     numbers, best = np.arange(1, len(times) + 1), float(np.nanmin(times))
     reached = np.fmin.accumulate(times)
-    others = [value for value in times if value <= _SHOWN * best]
-    top = min(_SHOWN, max(1.1, 1.12 * max(others) / best)) * best
+    slowest = max(value for value in times if value <= _SHOWN * best)
+    top = max(1.04 * best, slowest + 0.1 * (slowest - best))
     shown, slow, failed = times <= top, times > top, np.isnan(times)
     axes.plot(numbers[shown], times[shown], "o", color=look.faint, ms=4.5, mew=0)
     for which, marker, colour in ((slow, "^", look.faint), (failed, "x", look.bad)):

@@ -32,7 +32,7 @@ class Theme:
       ground, ink, faint, grid: of the paper, of words and lines, of what matters less, and of what matters least.
       ours, xla, third, bad: the schedules that were searched, XLA's programs, something else, and what failed.
       several: for what has many kinds, in the order of use.
-      sequential: the name of a colour map for magnitudes, the best of which stands out from the ground.
+      magnitude: from the best, which stands out from the ground, to the worst.
     """
 
     ground: str
@@ -44,7 +44,7 @@ class Theme:
     third: str
     bad: str
     several: tuple[str, ...]
-    sequential: str
+    magnitude: tuple[str, ...]
 
 
 LIGHT = Theme(
@@ -56,8 +56,8 @@ LIGHT = Theme(
     xla="#c75000",
     third="#008763",
     bad="#b3407f",
-    several=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#6a51a3"),
-    sequential="viridis_r",
+    several=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#8c8c8c", "#d55e00", "#56b4e9", "#6a51a3"),
+    magnitude=("#083a7a", "#1c6bb0", "#6baed6", "#e3eef9"),
 )
 DARK = Theme(
     ground="#0d1117",
@@ -68,8 +68,8 @@ DARK = Theme(
     xla="#f39c3d",
     third="#2fc79b",
     bad="#e58abf",
-    several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#2f7fc1", "#ee7733", "#a0a0a0", "#a992dd"),
-    sequential="viridis",
+    several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#a0a0a0", "#ee7733", "#2f7fc1", "#a992dd"),
+    magnitude=("#d2e3f3", "#8fc2de", "#2f7fbc", "#0a3a75"),
 )
 # Inches: a slide of 16 to 9, on which 12 points are read from the last row.
 WIDTH, HEIGHT = 10.0, 5.625
@@ -186,7 +186,8 @@ def plain_log(axis: Axis) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
-    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 50 * low else (1.0, 2.0, 5.0), numticks=12))
+    subs = (1.0,) if high > 50 * low else (1.0, 2.0, 5.0) if high > 8 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_locator(NullLocator())
 
