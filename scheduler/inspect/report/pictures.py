@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FEW = (plots.landscape, plots.best_so_far)
 ALL = (*FEW, plots.time_breakdown, plots.tiles, plots.block_sizes)
 # Those in which all that depends on the ground is of the theme's own colours, which the page exchanges for a dark one.
-_EXCHANGED = (*FEW, plots.gains, plots.roofline)
+EXCHANGED = (*FEW, plots.gains, plots.roofline)
 # So few are drawn before another process has imported what it needs.
 _AT_ONCE = 4
 
@@ -123,7 +123,7 @@ def _of_all(records: Sequence[Told]) -> Iterator[Picture]:
 def _packed(draw: Callable[..., Figure], what: object) -> Picture:
     figure = draw(what)
     packed = gzip.compress(plots.svg(figure).encode(), mtime=0)
-    return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in _EXCHANGED)
+    return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in EXCHANGED)
 
 
 def shown(pictures: Iterable[Picture]) -> list[Element]:
@@ -138,9 +138,13 @@ def shown(pictures: Iterable[Picture]) -> list[Element]:
 
 
 def colours() -> str:
-    """JSON: each of the theme's colours on a light ground -> the same on a dark one."""
+    """JSON: each of the theme's colours on a light ground -> the same on a dark one.
+
+    But for those of magnitudes, which are shades between several: a picture keeps them, as its scale does.
+    """
     pairs: dict[str, str] = {}
-    for light, dark in zip(vars(LIGHT).values(), vars(DARK).values(), strict=True):
-        several = zip(light, dark, strict=True) if isinstance(light, tuple) else [(light, dark)]
-        pairs |= {one: other for one, other in several if one.startswith("#")}
+    for name, light in vars(LIGHT).items():
+        dark = getattr(DARK, name)
+        if name != "magnitude":
+            pairs |= dict(zip(light, dark, strict=True)) if isinstance(light, tuple) else {light: dark}
     return json.dumps(pairs)
