@@ -8,6 +8,7 @@ import html.parser
 import json
 import re
 import sys
+from pathlib import Path
 
 import browser
 import pytest
@@ -16,6 +17,7 @@ from values import ENVIRONMENT, FAST, SLOW, VERDICT, record, trial
 
 from scheduler.cli.app import app
 from scheduler.core.records import Entry, Failure, Key
+from scheduler.inspect import case, plots
 from scheduler.inspect.report import gather, page, pictures
 from scheduler.inspect.report.elements import element, extend, written
 from scheduler.store.store import Store, shipped
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.one_jax
 
 EVIL = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>\"'&<!--"
 SMALL = ["m=32", "n=32", "k=32", "dtype=float32"]
+SWEEP = Path(__file__).parents[1] / "sweeps" / "nvidia-h200" / "matmul-m8-n14336-k4096.jsonl.gz"
 CUT_SHORT = Key("matmul", "NVIDIA H200 (132 cores, 140 GiB)", '{"k":72,"m":72,"n":72}')
 
 
@@ -305,6 +308,14 @@ def test_records_are_explained_as_far_as_they_are_known_here():
     assert [one.command is None for one in told] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("problem", ["nonsense", "[1]", '""', "null", "{}", '{"dtype":5}', '{"m":{"a":[1]}}'])
+def test_a_problem_that_is_none_is_shown_as_it_is_written(problem, tmp_path):
+    with contextlib.closing(Store(tmp_path / "cache.db")) as store:
+        store.put(record(Key("mine", "chip", problem)))
+    run("report", "--out", tmp_path / "odd.html", "--operation", "mine")
+    assert "Tile schedules: 1 record<" in (tmp_path / "odd.html").read_text()
+
+
 def test_the_winner_has_its_place_in_the_models_order():
     told = list(gather.gather([("here", one, []) for one in shipped().records(operation="softmax")]))
     places = [one.rank for one in told if one.record.winner.backend == "mosaic_gpu"]
@@ -339,6 +350,19 @@ def test_each_record_has_its_pictures_and_so_have_all_together(tmp_path):
     for one in records:
         assert any(str(load("silu_and_mul").problem.from_canonical(one.key.problem)) in picture for picture in drawn)
     assert len(text) / len(records) < 10e6 / 122  # so that all that is shipped stays below 10 MB
+
+
+def test_a_light_picture_whose_colours_are_exchanged_is_the_dark_one():
+    known = case.of_recording(SWEEP)
+    one = dataclasses.replace(known, swept=False, record=next(shipped().records(operation="matmul")))
+    exchange = json.loads(pictures.colours())
+    for draw, what in [(plots.gains, [one.record]), (plots.roofline, [one]), (plots.best_so_far, one)]:
+        light, dark = (re.sub(r"\bp[0-9a-f]{8}\b", "", plots.svg(draw(what, dark=dark))) for dark in (False, True))
+        assert draw in pictures.EXCHANGED
+        assert light != dark
+        # As the page's script does it: white words stay white.
+        words = r"(<text[^>]*?fill: )#ffffff|#[0-9a-f]{6}\b"
+        assert re.sub(words, lambda found: found[0] if found[1] else exchange.get(found[0], found[0]), light) == dark
 
 
 def test_without_matplotlib_a_report_has_all_but_pictures_and_says_how_to_get_them(tmp_path, monkeypatch):

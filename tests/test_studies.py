@@ -21,6 +21,7 @@ from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of, point_of
 from scheduler.core.records import Failure, Key, Measurement, Trial
 from scheduler.inspect import studies
+from scheduler.inspect.bound import GROUPS
 from scheduler.inspect.case import Case
 from scheduler.inspect.points import Tried
 from scheduler.measure import replay
@@ -143,12 +144,13 @@ def test_a_field_that_is_named_as_the_kernel_is_keeps_a_name_of_its_own(url):
     assert only_study(url).trials[0].params == {"backend": "mosaic_gpu", "schedule.backend": "mine"}
 
 
-def test_a_schedule_of_a_chip_has_its_lower_bound(url):
+def test_a_schedule_of_a_chip_has_its_lower_bound_and_what_bounds_it(url):
     run("export", "--optuna", url, "--recording", SWEEP)
     trials = only_study(url).trials
     bounded = [one for one in trials if "lower_bound_us" in one.user_attrs]
     assert bounded
     assert all(0 < one.user_attrs["lower_bound_us"] < one.value for one in bounded)
+    assert {one.user_attrs["bound_by"] for one in bounded} <= set(GROUPS)
     assert "mosaic_gpu" in {one.params["backend"] for one in bounded}
 
 

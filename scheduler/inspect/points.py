@@ -10,6 +10,7 @@ import numpy as np
 
 from scheduler.core.identity import Point, point_of
 from scheduler.core.records import Environment, Key, Record, Trial
+from scheduler.inspect.bound import bounds
 from scheduler.inspect.case import Case
 from scheduler.model.constants import model_of
 from search_spaces.kernel import Kernel
@@ -17,6 +18,19 @@ from search_spaces.space import Choice, Columns
 
 # The choice of a kernel, beside the fields of its schedule.
 BACKEND = "backend"
+
+
+@dataclasses.dataclass(frozen=True)
+class Modelled:
+    """A schedule as the cost model has it.
+
+    Attributes:
+      floor_s: seconds below which it cannot come, 0 where that is not known.
+      bound: the group of terms that bounds it (`bound.GROUPS`).
+    """
+
+    floor_s: float
+    bound: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +84,20 @@ class Tried:
             found.setdefault(name, {})[type(value), value] = value  # by type as well: 1 == True
         return {name: _ascending(tuple(values.values())) for name, values in found.items()}
 
-    def floors_s(self) -> dict[Point, float]:
-        """Seconds below which a schedule cannot come, by the model, of those that are schedules of today's spaces."""
-        found: dict[Point, float] = {}
+    def modelled(self) -> dict[Point, Modelled]:
+        """What the model says of those that are schedules of today's spaces; the library's it knows as one program."""
+        found: dict[Point, Modelled] = {}
         for backend, kernel in self.kernels().items():
             points = self._legal(backend, kernel)
             if self.case is None or kernel.library or not points:
                 continue
             columns = Columns.of([schedule for _, schedule in points])
             footprint = kernel.footprint(self.case.problem, columns, self.case.hardware.target)
-            floors = model_of(self.case.operation, kernel, self.case.hardware).floor(footprint)
-            floors = np.broadcast_to(floors, (len(points),))
-            found |= {point: float(floor) for (point, _), floor in zip(points, floors, strict=True) if floor > 0}
+            model = model_of(self.case.operation, kernel, self.case.hardware)
+            floors = np.broadcast_to(model.floor(footprint), (len(points),))
+            bound = bounds(model.breakdown(footprint), len(points))
+            for (point, _), floor_s, by in zip(points, floors, bound, strict=True):
+                found[point] = Modelled(float(floor_s), by)
         return found
 
     def _spaces(self) -> dict[str, Any]:

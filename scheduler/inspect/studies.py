@@ -26,7 +26,7 @@ from scheduler.core.errors import StoreError
 from scheduler.core.identity import Point, point_of
 from scheduler.core.records import Failure, Measurement, Trial, choice_text
 from scheduler.inspect import study_file
-from scheduler.inspect.points import Tried
+from scheduler.inspect.points import Modelled, Tried
 from scheduler.inspect.verdict import verdict
 from scheduler.model.cost import CostModel
 from search_spaces import spelled
@@ -122,7 +122,7 @@ def _attributes(one: Tried) -> dict[str, Any]:
 
 
 def _trials(tried: Tried) -> list[FrozenTrial]:
-    choices, floors_s, when = tried.choices(), tried.floors_s(), _date(tried)
+    choices, modelled, when = tried.choices(), tried.modelled(), _date(tried)
     distributions = {name: _distribution(values) for name, values in choices.items()}
     made = []
     for trial, point in zip(tried.trials, tried.points(), strict=True):
@@ -133,7 +133,7 @@ def _trials(tried: Tried) -> list[FrozenTrial]:
             # What has choices of several types has them as text.
             params={name: v if v in choices[name] else str(v) for name, v in point.items()},
             distributions={name: distributions[name] for name in point},
-            user_attrs=_told(trial, floors_s, tried.final_s),
+            user_attrs=_told(trial, modelled, tried.final_s),
         )
         if when is not None:
             frozen.datetime_start = frozen.datetime_complete = when
@@ -141,12 +141,12 @@ def _trials(tried: Tried) -> list[FrozenTrial]:
     return made
 
 
-def _told(trial: Trial, floors_s: Mapping[Point, float], final_s: Mapping[Point, float]) -> dict[str, Any]:
+def _told(trial: Trial, modelled: Mapping[Point, Modelled], final_s: Mapping[Point, float]) -> dict[str, Any]:
     """What is told of one trial beside its value."""
     told: dict[str, Any] = {"version": trial.version, "predicted_us": _us(trial.predicted_s)}
     point = point_of(trial.backend, trial.schedule)
-    if point in floors_s:
-        told["lower_bound_us"] = _us(floors_s[point])
+    if point in modelled:
+        told |= {"lower_bound_us": _us(modelled[point].floor_s), "bound_by": modelled[point].bound}
     if point in final_s:
         told["final_us"] = _us(final_s[point])
     match trial.outcome:
@@ -199,7 +199,7 @@ def _storage(url: str) -> Iterator[RDBStorage]:
             finally:
                 storage.remove_session()
                 storage.engine.dispose()
-    except optuna.exceptions.StorageInternalError as error:
+    except optuna.exceptions.OptunaError as error:
         raise StoreError(f"{url} cannot be written ({error.__cause__ or error})") from error
     finally:
         optuna.logging.set_verbosity(verbosity)

@@ -189,7 +189,7 @@ def _left(left: int, size: int) -> tuple[str, Element]:
 
 
 def _predictions(account: Account) -> Iterator[Element]:
-    """The model's first choices and the winner, a column each, and what their times are made of; their schedules."""
+    """The top predictions and the winner, a column each, and what their times are made of; their schedules."""
     winner = [ranked for ranked in account.asked if ranked not in account.first]
     shown = [*account.first, *winner]
     names = [*_ordinals(len(account.first)), *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner)]
@@ -199,7 +199,7 @@ def _predictions(account: Account) -> Iterator[Element]:
     ]
     for name in dict.fromkeys(name for ranked in shown for name, seconds in ranked.terms.items() if seconds):
         rows.append((name, *(seconds_text(ranked.terms[name]) for ranked in shown)))
-    yield table(f"The model's order of {account.backend}", ["", *names], rows, numbers=len(shown))
+    yield table(f"Top predictions of {account.backend}", ["", *names], rows, numbers=len(shown))
     choices = compared([(account.backend, ranked.schedule) for ranked in shown])
     lines = (element("li", f"{name}: ", element("code", text)) for name, text in zip(names, choices.texts, strict=True))
     yield element("ul", *lines, class_="plain")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -50,8 +49,8 @@ class Told:
     @property
     def dtype(self) -> str:
         """Of the operands, "" where the problem names none."""
-        fields = json.loads(self.record.key.problem) if self.case is None else vars(self.case.problem)
-        return str(fields.get("dtype", ""))
+        text = self.spelled if self.case is None else str(self.case.problem)
+        return next((word.partition("=")[2] for word in text.split() if word.startswith("dtype=")), "")
 
     @property
     def roofline_s(self) -> float | None:
@@ -86,7 +85,7 @@ def gather(
     Args:
       kept: where it is kept, the record, and its trials.
       own: operations beside those of this package, whose records are explained, too.
-      top: so many of the model's first choices are told.
+      top: so many top predictions are told.
     """
     operations = {operation.name: operation for operation in own}
     for where, record, trials in kept:

@@ -54,7 +54,8 @@
     const left = shown();
     const gains = left.map((row) => row.querySelector(".gain data").value).filter(Boolean).map(Number);
     const mean = Math.exp(gains.reduce((sum, gain) => sum + Math.log(gain), 0) / gains.length);
-    const all = left.length === rows.length ? `${rows.length} records` : `${left.length} of ${rows.length} records`;
+    const records = `${rows.length} record${rows.length === 1 ? "" : "s"}`;
+    const all = left.length === rows.length ? records : `${left.length} of ${records}`;
     document.getElementById("count").value = gains.length ? `${all}, ${mean.toFixed(3)}x XLA in the geometric mean` : all;
     const none = document.getElementById("none");
     if (none) none.hidden = left.length > 0;

@@ -10,6 +10,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element
@@ -22,6 +23,7 @@ from scheduler.inspect.plots.style import DARK, LIGHT
 from scheduler.inspect.report.elements import element
 from scheduler.inspect.report.gather import Told
 from search_spaces import OPERATIONS
+from search_spaces.errors import DeclarationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 FEW = (plots.landscape, plots.best_so_far)
 ALL = (*FEW, plots.time_breakdown, plots.tiles, plots.block_sizes)
 # Those in which all that depends on the ground is of the theme's own colours, which the page exchanges for a dark one.
-_EXCHANGED = (*FEW, plots.gains, plots.roofline)
+EXCHANGED = (*FEW, plots.gains, plots.roofline)
 # So few are drawn before another process has imported what it needs.
 _AT_ONCE = 4
 
@@ -79,7 +81,10 @@ def drawn(records: Sequence[Told], *, every: bool = False) -> Pictures:
         mapped: Iterable[list[Picture]] = map(_of_record, jobs)
         if len(jobs) > _AT_ONCE and (workers := os.cpu_count() or 1) > 1:
             context = multiprocessing.get_context("spawn")  # JAX has threads, and a fork of it may hang
-            pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(jobs)), context)
+            # Ctrl-C reaches all of a terminal's processes: this one ends the others.
+            pool = concurrent.futures.ProcessPoolExecutor(
+                min(workers, len(jobs)), context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+            )
             stack.callback(pool.shutdown, cancel_futures=True)
             mapped = pool.map(_of_record, jobs, chunksize=4)
         found = {id(told): pictures for told, pictures in zip(away, mapped, strict=True)}
@@ -98,7 +103,7 @@ def _of_record(job: tuple[Record, tuple[Trial, ...], bool]) -> list[Picture]:
 
 def _drawn(known: Case, *, every: bool) -> Iterator[Picture]:
     for draw in ALL if every else FEW:
-        with contextlib.suppress(NothingToDraw):
+        with contextlib.suppress(NothingToDraw, DeclarationError):  # of what is not declared, the account says so
             yield _packed(draw, known)
 
 
@@ -118,7 +123,7 @@ def _of_all(records: Sequence[Told]) -> Iterator[Picture]:
 def _packed(draw: Callable[..., Figure], what: object) -> Picture:
     figure = draw(what)
     packed = gzip.compress(plots.svg(figure).encode(), mtime=0)
-    return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in _EXCHANGED)
+    return Picture(base64.b64encode(packed).decode(), str(figure.get_label()), draw in EXCHANGED)
 
 
 def shown(pictures: Iterable[Picture]) -> list[Element]:
@@ -133,9 +138,13 @@ def shown(pictures: Iterable[Picture]) -> list[Element]:
 
 
 def colours() -> str:
-    """JSON: each of the theme's colours on a light ground -> the same on a dark one."""
+    """JSON: each of the theme's colours on a light ground -> the same on a dark one.
+
+    But for those of magnitudes, which are shades between several: a picture keeps them, as its scale does.
+    """
     pairs: dict[str, str] = {}
-    for light, dark in zip(vars(LIGHT).values(), vars(DARK).values(), strict=True):
-        several = zip(light, dark, strict=True) if isinstance(light, tuple) else [(light, dark)]
-        pairs |= {one: other for one, other in several if one.startswith("#")}
+    for name, light in vars(LIGHT).items():
+        dark = getattr(DARK, name)
+        if name != "magnitude":
+            pairs |= dict(zip(light, dark, strict=True)) if isinstance(light, tuple) else {light: dark}
     return json.dumps(pairs)
