@@ -107,13 +107,17 @@ def spelled(operation: str, canonical: str) -> str:
     """The problem of a key as it is typed, ``m=64 n=64 k=64 dtype=bfloat16``: the text that `Problem` itself gives.
 
     Of an operation that is neither one of these here nor loaded, nobody knows the defaults: its text has the fields
-    that the key has.
+    that the key has. What is no problem at all stays as it is.
     """
     with contextlib.suppress(ValueError):
         known = load(operation) if operation in _OWN else _loaded.get(operation)
         if known is not None:
             return str(known.problem.from_canonical(canonical))
-    return " ".join(f"{name}={value}" for name, value in json.loads(canonical).items())
+    with contextlib.suppress(ValueError):
+        values = json.loads(canonical)
+        if isinstance(values, dict):
+            return " ".join(f"{name}={value}" for name, value in values.items())
+    return canonical
 
 
 def locate(operation: Operation[Any]) -> str | None:

@@ -6,9 +6,9 @@ import math
 import pytest
 from values import VERDICT, record
 
-from scheduler.cli.layout import compared, difference
-from scheduler.cli.verdict_report import gain_text, interval_text, standing, verdict
 from scheduler.core.records import Entry, Measurement, Verdict
+from scheduler.inspect.verdict import gain_text, interval_text, standing, verdict
+from scheduler.inspect.wording import compared, difference
 from scheduler.search.final_comparison import Rival, race
 from scheduler.store.store import shipped
 

@@ -150,6 +150,6 @@ def hardware_here(device: int) -> Hardware:
 
 def chip_of(identity: str) -> Hardware | None:
     """The chip of a record, where the table has it."""
-    from scheduler.core.hardware import CHIPS
+    from scheduler.core import hardware
 
-    return next((row for row in CHIPS if row.id == identity), None)
+    return hardware.identified(identity)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import Json, compared, labelled, seconds_text, table, texts
+from scheduler.cli.layout import Json, labelled, table, texts
 from scheduler.cli.record_report import record_json
-from scheduler.cli.search_report import failures
+from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Entry, Record, schedule_text
+from scheduler.inspect.provenance import failures
+from scheduler.inspect.wording import compared
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware

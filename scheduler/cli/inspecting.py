@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +22,7 @@ from scheduler.cli.arguments import (
 )
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import console_here, output, print_command, print_json
-from scheduler.core.errors import SchedulerError
+from scheduler.core.errors import NothingToDraw, SchedulerError
 
 if TYPE_CHECKING:
     from scheduler.core.records import Key, Record, Trial
@@ -42,6 +43,7 @@ def list_(
 ) -> None:
     """List the stored schedules, the user's own and those shipped with this package, and searches cut short."""
     from scheduler.cli import record_report
+    from scheduler.inspect import provenance
 
     kept = list(ask_stores(lambda store: (list(store.records()), store.unfinished())))
     keys = [key for _, (records, cut) in kept for key in (*(record.key for record in records), *cut)]
@@ -55,7 +57,7 @@ def list_(
     for where, (_, cut) in kept:
         for key, trials in cut.items():
             if wanted(key):
-                output("", f"{key}, {where}: {record_report.unfinished_text(trials)}")
+                output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
                 _print_goes_on(key)
     if not any(map(wanted, keys)):
         from scheduler.core import hints
@@ -72,8 +74,11 @@ def list_(
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
     """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
-    from scheduler.cli import record_report, verdict_report
+    from scheduler.cli import landscape_report, record_report
     from scheduler.core import hints
+    from scheduler.inspect import provenance, verdict
+    from scheduler.inspect.case import of_record
+    from scheduler.inspect.landscape import landscape
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -96,10 +101,13 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
         return
     for where, key, record, trials, cut in found:
         if record is not None:
-            output(f"{key}, {where}", *record_report.record_head(record, trials_kept=bool(trials)), "")
-            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict_report.verdict(record))
+            output(f"{key}, {where}", *provenance.record_head(record, trials_kept=bool(trials)), "")
+            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict.verdict(record))
+            if (case := of_record(record, trials, op)) is not None:
+                with contextlib.suppress(NothingToDraw):
+                    output("", *landscape_report.landscape(landscape(case)))
         if cut:
-            output(*([""] * (record is not None)), f"{key}, {where}: {record_report.unfinished_text(cut)}")
+            output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
             _print_goes_on(key, command)
         if trials:
             output("", *record_report.trials_table(trials, record, console_here().width))
@@ -114,12 +122,13 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Account for every schedule, from the size of the space down to the winner."""
-    from scheduler.cli import explain_report, record_report, verdict_report
+    from scheduler.cli import explain_report, record_report
     from scheduler.core import hardware as chips
     from scheduler.core import hints
     from scheduler.core.identity import key_of
     from scheduler.core.records import choice_text
     from scheduler.inspect import explain as accounts
+    from scheduler.inspect import provenance, verdict
     from scheduler.measure.gpu import Gpu
     from scheduler.prediction import predict, validation
 
@@ -152,8 +161,8 @@ def explain(
         output(f"{why[0].upper()}{why[1:]}; run:")
         print_command(hints.tune(op, problem))
     else:
-        output(f"Winner, from {found[0][0]}:", *record_report.record_head(record, trials_kept=bool(found[0][2])), "")
-        output(*record_report.entries(record, problem, chip), "", *verdict_report.verdict(record))
+        output(f"Winner, from {found[0][0]}:", *provenance.record_head(record, trials_kept=bool(found[0][2])), "")
+        output(*record_report.entries(record, problem, chip), "", *verdict.verdict(record))
     output("", _NOT_EVERY_CALL)
 
 

@@ -1,9 +1,9 @@
-"""How the command line lays out what it prints: numbers with units, schedules, tables and ledgers."""
+"""How the command line lays out what it prints: tables and ledgers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -12,72 +12,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.core.records import Schedule, choice_text, schedule_text
-
 Json = dict[str, Any]
 
 
 # Of a list: wider lines are harder to follow than schedules on two lines.
 WIDEST = 150
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits and a unit: "1.23 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{digits(seconds / scale)} {unit}"
-    return f"{digits(seconds / 1e-9)} ns"
-
-
-def digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def first_line(text: str, most: int = 160) -> str:
-    line = text.splitlines()[0] if text else text
-    return line if len(line) <= most else f"{line[: most - 3]}..."
-
-
-def difference(schedule: Schedule, base: Schedule) -> str:
-    """What of `schedule` is not as in `base`; a field that only `base` has is at its default."""
-    changed = {name: value for name, value in schedule.items() if name not in base or base[name] != value}
-    return schedule_text(changed | dict.fromkeys(base.keys() - schedule.keys(), "default")) or "the same"
-
-
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """Candidates as text.
-
-    Attributes:
-      texts: one of each.
-      note: by what those are shown that are not in full: a line, or none.
-    """
-
-    texts: Sequence[str]
-    note: Sequence[str]
-
-
-def compared(
-    choices: Sequence[tuple[str, Schedule]], bases: Mapping[str, tuple[str, Schedule]] | None = None
-) -> Compared:
-    """Each backend and schedule: of a backend the first in full, the others by what differs from it.
-
-    Args:
-      bases: backend -> a schedule that is shown elsewhere, and its name: all of that backend show what differs from it.
-    """
-    known = dict(bases or {})
-    texts, named = [], []
-    for backend, schedule in choices:
-        if backend in known and schedule:
-            name, base = known[backend]
-            texts.append(f"{backend} {difference(schedule, base)}")
-            named.append(name)
-        else:
-            texts.append(choice_text(backend, schedule))
-            if schedule:
-                known.setdefault(backend, (f"the first of {backend}", schedule))
-    names = " and ".join(dict.fromkeys(named))
-    return Compared(texts, [f"schedules are shown by what differs from {names}"] if names else [])
 
 
 def table(*columns: str, numbers: Sequence[str] = ()) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -11,39 +10,17 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from scheduler.cli.layout import (
-    Json,
-    Row,
-    compared,
-    digits,
-    first_line,
-    labelled,
-    ledger,
-    seconds_text,
-    table,
-    texts,
-)
-from scheduler.cli.verdict_report import gain_text
-from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Schedule, Trial, choice_text
+from scheduler.cli.layout import Json, Row, labelled, ledger, table, texts
+from scheduler.core.quantities import digits, seconds_text
+from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
+from scheduler.inspect.provenance import stale, stale_line
+from scheduler.inspect.verdict import gain_text
+from scheduler.inspect.wording import bases_of, compared, first_line
 from search_spaces import spelled
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from search_spaces.problem import Problem
-
-
-def stale(record: Record) -> bool:
-    """Whether it was measured with another minor version of JAX than the one installed here."""
-    here = importlib.metadata.version("jax")
-    return record.environment.jax.split(".")[:2] != here.split(".")[:2]
-
-
-def stale_line() -> str:
-    """What that means for calls."""
-    return (
-        f"stale: measured with another minor version of jax than the {importlib.metadata.version('jax')} that is here; "
-        "served all the same, and `tile-scheduler verify` times it again"
-    )
 
 
 def roofline_s(problem: Problem, hardware: Hardware) -> float:
@@ -192,36 +169,9 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     yield "vs XLA: its time over the schedule's; a tie is within 1 %, undecided what the run-off could not tell"
 
 
-def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
-    """Under what a record came about."""
-    env = record.environment
-    driver = f", driver {env.driver}" if env.driver else ""
-    yield f"Measured {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
-    versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
-    lost = "" if trials_kept else ", their times not kept beside the record"
-    yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
-    if stale(record):
-        yield stale_line()
-
-
-def unfinished_text(trials: Sequence[Trial]) -> str:
-    """How far a search came that did not end."""
-    ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
-    said = ", none of which ran"
-    if ran:
-        best_s, _, best = min(ran)
-        said = f", the best {seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
-    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
-
-
 def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
     """Every trial; of each backend the record's schedule, or the first, in full and the others by what differs."""
-    bases: dict[str, tuple[str, Schedule]] = {}
-    for entry in record.entries if record is not None else ():
-        name = "the winner" if record is not None and entry == record.winner else f"the best {entry.backend}"
-        if entry.schedule:
-            bases.setdefault(entry.backend, (name, entry.schedule))
-    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases)
+    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases_of(record))
     rows = []
     for trial, choice in zip(trials, choices.texts, strict=True):
         failed = isinstance(trial.outcome, Failure)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from scheduler.cli.layout import Json, Row, compared, first_line, ledger, seconds_text, table, texts
+from scheduler.cli.layout import Json, Row, ledger, table, texts
 from scheduler.cli.record_report import entry_json, record_json
-from scheduler.cli.verdict_report import standing
 from scheduler.core.identity import point_of
+from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
+from scheduler.inspect.provenance import failures
+from scheduler.inspect.verdict import standing
+from scheduler.inspect.wording import compared
 from search_spaces import spelled
 
 if TYPE_CHECKING:
@@ -151,12 +153,6 @@ def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[Renderabl
             )
         )
     yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(choices.note, rows)], width)
-
-
-def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
-    """How many trials failed, by reason; the most frequent first."""
-    reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
-    return dict(collections.Counter(reasons).most_common())
 
 
 def failed_beside(trials: Sequence[Trial], record: Record) -> list[str]:

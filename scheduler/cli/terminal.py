@@ -52,7 +52,7 @@ def say(message: str) -> None:
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
     """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
-    from scheduler.cli import layout
+    from scheduler.core.quantities import seconds_text
     from scheduler.core.records import choice_text
 
     def said(progress: Progress) -> str:
@@ -60,7 +60,7 @@ def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
         if best is None:
             return "building and checking the first" if progress.last is None else "nothing ran yet"
         time_s = getattr(best.outcome, "median_s", float("nan"))
-        return f"best {layout.seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
+        return f"best {seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
     if not sys.stderr.isatty():
         shown: dict[Task, str] = {}

@@ -54,3 +54,11 @@ class UnknownChip(SchedulerError):
 
 class WorkerError(SchedulerError):
     """Worker processes that could not be started or went away."""
+
+
+class MissingPackage(SchedulerError):
+    """What is asked for needs a package that is not installed; the message says how to install it."""
+
+
+class NothingToDraw(SchedulerError):
+    """A picture of what is not there, with what to do about it."""

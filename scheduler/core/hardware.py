@@ -231,6 +231,11 @@ def find(kind: str) -> Hardware:
     raise ValueError(f"no hardware {kind!r} (known: {', '.join(rows)})")
 
 
+def identified(identity: str) -> Hardware | None:
+    """The row whose `id` this is, as keys of records have it; None where the table has no such chip."""
+    return next((row for row in CHIPS if row.id == identity), None)
+
+
 def named(text: str, kinds: Iterable[str]) -> list[str]:
     """Those of `kinds` that a person means by `text`: a part of the name, in any case."""
     return [kind for kind in kinds if text.lower() in kind.lower()]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import fields_of
+from scheduler.core.identity import Fields, Point, fields_of
 from scheduler.core.records import Schedule, Trial
 from scheduler.measure.bench import blamed
 from scheduler.measure.lowered import asked_onchip_bytes, lower
@@ -70,6 +70,8 @@ class Account:
       tried: the last trial of each legal schedule that was tried, by this version of the kernel.
       untried: legal schedules that were not tried.
       footprint: whether it declares one: else nothing was pruned by it, and the model ranks none before another.
+      ranks: each legal schedule's place in the model's order, from 1.
+      asked: those that were asked about, as far as they are legal.
     """
 
     backend: str
@@ -82,6 +84,12 @@ class Account:
     tried: tuple[Trial, ...] = ()
     untried: int = 0
     footprint: bool = True
+    ranks: Mapping[Fields, int] = dataclasses.field(default_factory=dict, repr=False)
+    asked: tuple[Ranked, ...] = ()
+
+    def rank(self, schedule: Schedule) -> int | None:
+        """The place of a schedule in the model's order, None where it is not legal here and now."""
+        return self.ranks.get(fields_of(schedule))
 
 
 def explain(
@@ -91,9 +99,10 @@ def explain(
     trials: Sequence[Trial],
     *,
     top: int = 5,
+    about: Sequence[Point] = (),
     lowering: bool = False,
 ) -> list[Account]:
-    """An account of each kernel of `operation`, its best `top` predictions with their terms.
+    """An account of each kernel of `operation`, its best `top` predictions with their terms, and those `about`.
 
     Args:
       lowering: lower the first of a kernel that declares no footprint, to read their on-chip memory. JAX starts its
@@ -102,7 +111,7 @@ def explain(
     return [
         Account(kernel.backend, kernel.version, refused=pruned)
         if isinstance(pruned, str)
-        else _account(operation, kernel, pruned, problem, hardware, trials, top, lowering)
+        else _account(operation, kernel, pruned, problem, hardware, trials, top, about, lowering)
         for kernel, pruned in predict.explain(operation, problem, hardware)
     ]
 
@@ -115,46 +124,63 @@ def _account(
     hardware: Hardware,
     trials: Sequence[Trial],
     top: int,
+    about: Sequence[Point],
     lowering: bool,
 ) -> Account:
-    legal = {fields_of(pruned.schedule(index)) for index in range(len(pruned.points))}
+    ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
     last = {
         fields_of(trial.schedule): trial
         for trial in trials
         if (trial.backend, trial.version) == (kernel.backend, kernel.version)
     }
-    tried = tuple(trial for schedule, trial in last.items() if schedule in legal)
-    points = pruned.points.take(np.arange(min(top, len(pruned.points))))
+    tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
+    asked = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
+    top = min(top, len(ranks))
+    shown = _ranked(operation, kernel, pruned, problem, hardware, [*range(top), *asked])
+    if lowering and not pruned.ranked:
+        shown = tuple(_lowered(ranked, pruned, problem, hardware) for ranked in shown)
+    untried = len(pruned.points) - len(tried)
+    fitted = _fitted(operation, kernel, hardware) if pruned.ranked else ""
+    return Account(
+        kernel.backend,
+        kernel.version,
+        size=pruned.size,
+        dropped=pruned.dropped,
+        first=shown[:top],
+        fitted=fitted,
+        tried=tried,
+        untried=untried,
+        footprint=pruned.ranked,
+        ranks=ranks,
+        asked=shown[top:],
+    )
+
+
+def _ranked(
+    operation: Operation[Any],
+    kernel: Kernel[Any, Any],
+    pruned: Pruned,
+    problem: Problem,
+    hardware: Hardware,
+    places: Sequence[int],
+) -> tuple[Ranked, ...]:
+    """The schedules at these places of the model's order."""
+    points = pruned.points.take(np.array(places, dtype=np.intp))
     terms: Mapping[str, Any] = {}
     accesses: Sequence[Access | None] = [None] * len(points)
     footprint = kernel.footprint(problem, points, hardware.target) if len(points) and not kernel.library else None
     if footprint is not None:
         terms = model_of(operation, kernel, hardware).terms(footprint)
         accesses = _accesses(footprint, len(points))
-    first = [
+    return tuple(
         Ranked(
-            pruned.schedule(index),
-            float(pruned.predicted_s[index]),
-            int(pruned.onchip_bytes[index]),
+            pruned.schedule(place),
+            float(pruned.predicted_s[place]),
+            int(pruned.onchip_bytes[place]),
             {name: float(np.broadcast_to(values, (len(points),))[index]) for name, values in terms.items()},
             accesses[index],
         )
-        for index in range(len(points))
-    ]
-    if lowering and not pruned.ranked:
-        first = [_lowered(ranked, pruned, problem, hardware) for ranked in first]
-    untried = len(pruned.points) - len(tried)
-    fitted = _fitted(operation, kernel, hardware)
-    return Account(
-        kernel.backend,
-        kernel.version,
-        size=pruned.size,
-        dropped=pruned.dropped,
-        first=tuple(first),
-        fitted=fitted if pruned.ranked else "",
-        tried=tried,
-        untried=untried,
-        footprint=pruned.ranked,
+        for index, place in enumerate(places)
     )
 
 

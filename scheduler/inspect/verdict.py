@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from scheduler.cli.layout import seconds_text
+from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Entry, Record
 
 
@@ -63,15 +63,21 @@ def interval_text(low: float, high: float) -> str:
     return f"between {faster:.2%} faster and {slower:.2%} slower"
 
 
+def against_library(record: Record) -> Standing | None:
+    """The winner beside the library, or the library beside the best other where it won; None where one did not run."""
+    library = record.library_entry
+    rival = _rival(record) if record.winner == library else library
+    return None if library is None or rival is None else standing(record, rival)
+
+
 def gain_text(record: Record) -> str:
     """XLA's time over the winner's in short: a ratio only where it is beyond doubt."""
     xla = record.library_entry
     if xla is None:
         return "no XLA"
-    rival = _rival(record) if record.winner == xla else xla
-    if rival is None:
+    stands = against_library(record)
+    if stands is None:
         return "1.00x"
-    stands = standing(record, rival)
     if stands.state != "ahead":
         return stands.state
     return "1.00x" if record.winner == xla else f"{stands.ratio:.2f}x"

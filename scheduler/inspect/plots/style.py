@@ -1,0 +1,156 @@
+"""What pictures share: sizes, letters, colours on a light and on a dark ground."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from scheduler.core.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Theme:
+    """Colours; those that tell things apart are Okabe and Ito's, which colour-blind readers tell apart, too.
+
+    Attributes:
+      ground, ink, faint, grid: of the paper, of words and lines, of what matters less, and of what matters least.
+      ours, xla, third, bad: the schedules that were searched, XLA's programs, something else, and what failed.
+      several: for what has many kinds, in the order of use.
+      magnitude: from the best, which stands out from the ground, to the worst.
+    """
+
+    ground: str
+    ink: str
+    faint: str
+    grid: str
+    ours: str
+    xla: str
+    third: str
+    bad: str
+    several: tuple[str, ...]
+    magnitude: tuple[str, ...]
+
+
+LIGHT = Theme(
+    ground="#ffffff",
+    ink="#1f2328",
+    faint="#59636e",
+    grid="#d8dee4",
+    ours="#0072b2",
+    xla="#c75000",
+    third="#008763",
+    bad="#b3407f",
+    several=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#8c8c8c", "#d55e00", "#56b4e9", "#6a51a3"),
+    magnitude=("#083a7a", "#1c6bb0", "#6baed6", "#e3eef9"),
+)
+DARK = Theme(
+    ground="#0d1117",
+    ink="#e6edf3",
+    faint="#9198a1",
+    grid="#2b323b",
+    ours="#58b5ec",
+    xla="#f39c3d",
+    third="#2fc79b",
+    bad="#e58abf",
+    several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#a0a0a0", "#ee7733", "#2f7fc1", "#a992dd"),
+    magnitude=("#d2e3f3", "#8fc2de", "#2f7fbc", "#0a3a75"),
+)
+# Inches: a slide of 16 to 9, on which 12 points are read from the last row.
+WIDTH, HEIGHT = 10.0, 5.625
+DPI = 160
+_TEXT = 12.0
+_LINE = 106  # letters of the smaller kind
+# Of one width as far as may be: a viewer without the first has the second, or a narrower one.
+FONT: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Geneva", "Arial", "Helvetica", "sans-serif"],
+    "font.size": _TEXT,
+}
+
+
+def available() -> bool:
+    """Whether matplotlib is here."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require() -> None:
+    """Asks before anything is computed for a picture.
+
+    Raises:
+      MissingPackage: matplotlib is not installed.
+    """
+    if not available():
+        raise MissingPackage("pictures need matplotlib, which is not installed: pip install 'tile-scheduler[plots]'")
+
+
+def theme(dark: bool) -> Theme:
+    return DARK if dark else LIGHT
+
+
+@contextlib.contextmanager
+def drawing(dark: bool) -> Iterator[Theme]:
+    """Within, what is drawn looks as all pictures do; nothing of a program's own settings of matplotlib counts.
+
+    Raises:
+      MissingPackage: matplotlib is not installed.
+    """
+    require()
+    from matplotlib import style
+
+    look = theme(dark)
+    settings = FONT | {
+        "figure.facecolor": look.ground,
+        "savefig.facecolor": look.ground,
+        "axes.facecolor": look.ground,
+        "axes.edgecolor": look.faint,
+        "axes.labelcolor": look.ink,
+        "axes.titlesize": _TEXT + 1,
+        "axes.titlelocation": "left",
+        "axes.titlecolor": look.ink,
+        "axes.labelsize": _TEXT,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": look.grid,
+        "grid.linewidth": 0.8,
+        "hatch.color": look.faint,
+        "hatch.linewidth": 0.7,
+        "legend.frameon": False,
+        "legend.fontsize": _TEXT - 1,
+        "legend.labelcolor": look.ink,
+        "text.color": look.ink,
+        "xtick.color": look.faint,
+        "xtick.labelcolor": look.ink,
+        "xtick.labelsize": _TEXT - 1,
+        "ytick.color": look.faint,
+        "ytick.labelcolor": look.ink,
+        "ytick.labelsize": _TEXT - 1,
+    }
+    with style.context(["default", settings]):
+        yield look
+
+
+def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGHT) -> Figure:
+    """An empty one of the width of a slide, under its title and how to read it; a reader of screens says both."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    said = textwrap.wrap(subtitle, _LINE)
+    head = 0.5 + 0.21 * len(said)  # inches
+    layout = ConstrainedLayoutEngine(
+        w_pad=0.1, h_pad=0.08, wspace=0.05, hspace=0.05, rect=(0.006, 0.01, 0.988, 1 - head / height)
+    )
+    made = Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout, facecolor=look.ground)
+    made.set_label(f"{title}: {subtitle}" if subtitle else title)
+    made.text(0.014, 1 - 0.13 / height, title, va="top", fontsize=_TEXT + 3, fontweight="bold", color=look.ink)
+    for number, line in enumerate(said):
+        y = 1 - (0.43 + 0.21 * number) / height
+        made.text(0.014, y, line, va="top", fontsize=_TEXT - 1, color=look.faint)
+    return made

@@ -1,0 +1,53 @@
+"""How a record came about: when, from how many trials, which of them failed; how far a search came that did not end."""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+
+from scheduler.core.quantities import seconds_text
+from scheduler.core.records import Failure, Measurement, Record, Trial, choice_text
+from scheduler.inspect.wording import first_line
+
+
+def stale(record: Record) -> bool:
+    """Whether it was measured with another minor version of JAX than the one installed here."""
+    here = importlib.metadata.version("jax")
+    return record.environment.jax.split(".")[:2] != here.split(".")[:2]
+
+
+def stale_line() -> str:
+    """What that means for calls."""
+    return (
+        f"stale: measured with another minor version of jax than the {importlib.metadata.version('jax')} that is here; "
+        "served all the same, and `tile-scheduler verify` times it again"
+    )
+
+
+def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
+    """Under what a record came about."""
+    env = record.environment
+    driver = f", driver {env.driver}" if env.driver else ""
+    yield f"Measured {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
+    versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
+    lost = "" if trials_kept else ", their times not kept beside the record"
+    yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
+    if stale(record):
+        yield stale_line()
+
+
+def unfinished_text(trials: Sequence[Trial]) -> str:
+    """How far a search came that did not end."""
+    ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
+    said = ", none of which ran"
+    if ran:
+        best_s, _, best = min(ran)
+        said = f", the best {seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
+    return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
+
+
+def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
+    """How many trials failed, by reason; the most frequent first."""
+    reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
+    return dict(collections.Counter(reasons).most_common())
