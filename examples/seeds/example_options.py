@@ -1,0 +1,49 @@
+"""What the commands of these examples share: the chip to ask about, and a file to draw to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+
+from scheduler.core import hardware
+from scheduler.core.hardware import Hardware
+from scheduler.inspect import plots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def arguments(description: str | None, argv: list[str] | None, *, plot: bool = True) -> argparse.Namespace:
+    """``--hardware``, as a row of the table, and ``--plot``; a chip that is not there ends the program in a sentence."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    here = hardware.detect().kind if on_gpu() else "NVIDIA H200"
+    parser.add_argument("--hardware", type=_chip, default=here, help=f"a row of the table of chips (default: {here})")
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw to this file, .svg or .png")
+        parser.add_argument("--dark", action="store_true", help="on a dark ground")
+    return parser.parse_args(argv)
+
+
+def on_gpu() -> bool:
+    """Whether an NVIDIA GPU is here that times can be taken on."""
+    return bool(jax.default_backend() == "gpu")
+
+
+def save(figure: Figure, file: Path) -> None:
+    if file.suffix == ".svg":
+        file.write_text(plots.svg(figure))
+    elif file.suffix == ".png":
+        file.write_bytes(plots.png(figure))
+    else:
+        raise SystemExit(f"{file} is neither .svg nor .png; name one of these")
+    print(f"drawn: {file}")
+
+
+def _chip(kind: str) -> Hardware:
+    try:
+        return hardware.find(kind)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
