@@ -44,6 +44,10 @@ def save(figure: Figure, file: Path) -> None:
 
 def _chip(kind: str) -> Hardware:
     try:
-        return hardware.find(kind)
+        chip = hardware.find(kind)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if chip not in hardware.TABLE:
+        gpus = ", ".join(row.kind for row in hardware.TABLE)
+        raise argparse.ArgumentTypeError(f"{chip.kind} is no GPU; name one of {gpus}")
+    return chip
