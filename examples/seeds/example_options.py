@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def arguments(description: str | None, argv: list[str] | None, *, plot: bool = True) -> argparse.Namespace:
-    """``--hardware``, as a row of the table, and ``--plot``; a chip that is not there ends the program in a sentence."""
+def arguments(description: str | None, argv: list[str] | None, *, plot: bool = True, drawings: Mapping[str, str] | None = None) -> argparse.Namespace:
+    """``--hardware``, as a row of the table, and files to draw to; a chip that is not there ends the program in a sentence."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     here = hardware.detect().kind if on_gpu() else "NVIDIA H200"
     parser.add_argument("--hardware", type=_chip, default=here, help=f"a row of the table of chips (default: {here})")
     if plot:
         parser.add_argument("--plot", type=Path, metavar="FILE", help="draw to this file, .svg or .png")
+        for name, what in (drawings or {}).items():
+            parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"draw {what}, likewise")
         parser.add_argument("--dark", action="store_true", help="on a dark ground")
     return parser.parse_args(argv)
 
