@@ -116,7 +116,7 @@ def drawn(chip: Hardware, *, dark: bool = False) -> Figure:
             order = "row by row" if group == 1 else f"in groups of {group} rows"
             needed = np.zeros((3, 9, 9))
             needed[0, :a_rows], needed[1, :, :b_columns], needed[2, :a_rows, :b_columns] = 1, 1, 2
-            counts = (f"A: {a_rows * 9} blocks", f"B: {b_columns * 9} blocks", f"C {order}: {a_rows * b_columns}")
+            counts = (f"A: {int(needed[0].sum())} blocks", f"B: {int(needed[1].sum())} blocks", f"C {order}")
             for axis, blocks, title in zip(row, needed, counts, strict=True):
                 for (i, j), kind in np.ndenumerate(blocks):
                     colour = (look.grid, look.xla, look.ours)[int(kind)]

@@ -2,8 +2,8 @@
 
     python examples/seeds/block_sizes.py [--hardware a100] [--plot sizes.svg] [--tiles tiles.svg]
 
-The table is the footprint of the teaching kernel (`teaching_attention.py`) beside the chip's row, with the time that the
-cost model expects. Small blocks fit and repeat their loads; large ones do not fit.
+The table is the footprint of the teaching kernel (`teaching_attention.py`) beside the row of a chip, with the time that
+the cost model expects. Small blocks fit and repeat their loads; large ones do not fit.
 """
 
 from __future__ import annotations

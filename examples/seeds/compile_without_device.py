@@ -2,8 +2,8 @@
 
     python examples/seeds/compile_without_device.py "NVIDIA H200" "m=1024 n=1024 k=4096 dtype=float32" 16 32 64
 
-As a program it compiles, without a device: JAX's CUDA plugin gets a description of the chip, made of its row of the table
-of chips. It is a process of its own because platforms are chosen when JAX starts.
+As a program it compiles, without a device: JAX's CUDA plugin gets a description of the chip, made of its row of the
+table of chips. It is a process of its own because platforms are chosen when JAX starts.
 """
 
 from __future__ import annotations

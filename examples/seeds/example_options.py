@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def arguments(description: str | None, argv: list[str] | None, *, plot: bool = True, drawings: Mapping[str, str] | None = None) -> argparse.Namespace:
-    """``--hardware``, as a row of the table, and files to draw to; a chip that is not there ends the program in a sentence."""
+def arguments(
+    description: str | None,
+    argv: list[str] | None,
+    *,
+    plot: bool = True,
+    drawings: Mapping[str, str] | None = None,
+) -> argparse.Namespace:
+    """``--hardware``, as a row of the table, and files to draw to: ``--plot``, and `drawings` by their names.
+
+    A chip that is not there ends the program in a sentence.
+    """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     here = hardware.detect().kind if on_gpu() else "NVIDIA H200"
     parser.add_argument("--hardware", type=_chip, default=here, help=f"a row of the table of chips (default: {here})")

@@ -1,10 +1,10 @@
 """Attention and device memory: roofline, traffic, where the time goes, and what one kernel in place of three saves.
 
-    python examples/seeds/io_aware_attention.py [--hardware h200] [--plot roofline.svg] [--traffic t.svg] [--parts p.svg]
+    python examples/seeds/io_aware_attention.py [--hardware h200] [--plot roofline.svg] [--traffic bytes.svg]
 
 Unfused attention is three launches, each a problem of this project: S = Q K^T, P = softmax(S) and O = P V. Fused it is
-one. Bytes are those of the problems, loads and times those of the shipped kernels' footprints by the cost model; where a
-Hopper GPU is here, both are timed as well.
+one. Bytes are those of the problems, loads and times those of the shipped kernels' footprints by the cost model; on a
+Hopper GPU both are timed as well.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _point(chip: Hardware, name: str, problem: Problem, moved: float) -> Point:
 
 
 def main(argv: list[str] | None = None) -> None:
-    drawings = {"traffic": "traffic and time over length", "parts": "the parts of the time of one launch"}
+    drawings = {"traffic": "bytes and time over length", "parts": "the parts of the time of one launch"}
     told = arguments(__doc__, argv, drawings=drawings)
     chip: Hardware = told.hardware
     if reason := FLASH_ATTENTION.kernels[0].supports(fused(512), chip.target):
@@ -201,32 +201,30 @@ def main(argv: list[str] | None = None) -> None:
     ridges = ", ".join(f"{row.kind} {row.ridge(DTYPE):.0f}" for row in hardware.TABLE)
     print(f"ridge of the roofline in {DTYPE}, FLOP/B: {ridges}\n")
     for point in points(chip):
-        print(f"  {point.name:24} {point.flops_per_byte:7.1f} FLOP/B, {point.flops_per_s / 1e12:6.1f} TFLOP/s: {point.bound}")
+        reached = f"{point.flops_per_s / 1e12:6.1f} TFLOP/s"
+        print(f"  {point.name:24} {point.flops_per_byte:7.1f} FLOP/B, {reached} at most, bound by {point.bound}")
 
+    both = [(length, standard(chip, length), flash(chip, length)) for length in LENGTHS]
     print(f"\nattention of {HEADS} heads of {HEAD_DIM} in {DTYPE}: MB that device memory moves")
-    print("length     three launches        one     saved   in and out of its cores")
-    for length in LENGTHS:
-        three, one = standard(chip, length), flash(chip, length)
-        less = 1 - one.memory_bytes / three.memory_bytes
-        print(
-            f"{length:6} {three.memory_bytes / 1e6:18.1f} {one.memory_bytes / 1e6:10.1f} {less:9.1%} {one.core_bytes / 1e6:16.1f}"
-        )
+    print("length   three launches      one   saved   in and out of its cores")
+    for length, three, one in both:
+        moved = f"{three.memory_bytes / 1e6:14.1f} {one.memory_bytes / 1e6:10.1f}"
+        print(f"{length:6} {moved} {1 - one.memory_bytes / three.memory_bytes:7.1%} {one.core_bytes / 1e6:14.1f}")
 
-    print("\nwhere the time goes, us by the model")
-    print("length     three: arithmetic   memory   share of memory   all       one: arithmetic   memory   all")
-    for length in LENGTHS:
-        three, one = standard(chip, length), flash(chip, length)
-        print(
-            f"{length:6} {1e6 * three.compute_s:21.1f} {1e6 * three.memory_s:8.1f} {three.memory_share:17.0%} "
-            f"{1e6 * three.predicted_s:7.1f} {1e6 * one.compute_s:19.1f} {1e6 * one.memory_s:8.1f} {1e6 * one.predicted_s:6.1f}"
-        )
+    print("\nwhere the time goes by the model, us; arithmetic and memory overlap")
+    print("length   three: arithmetic   memory (share)      all    one: arithmetic   memory (share)      all")
+    for length, three, one in both:
+        print(f"{length:6} {_times(three)} {_times(one)}")
 
     print("\nfusion")
     for length in (1024, 2048, 4096):
         found = saving(chip, length, measure=on_gpu())
         io = ", ".join(f"{name} {moved / 1e6:.1f}" for name, moved in found.io.items())
-        print(f"{length:6}: {io} MB, together {found.unfused_bytes / 1e6:.1f}; fused {found.fused_bytes / 1e6:.1f}: {found.saved:.1%} less")
-        print(f"        predicted {_ratio(found.predicted_s)}" + (f", measured {_ratio(found.measured_s)}" if found.measured_s else ""))
+        print(f"{length:6}: MB of {io}, together {found.unfused_bytes / 1e6:.1f}")
+        print(f"        fused {found.fused_bytes / 1e6:.1f}, {found.saved:.1%} less")
+        print(f"        predicted {_ratio(found.predicted_s)}")
+        if found.measured_s is not None:
+            print(f"        measured {_ratio(found.measured_s)}")
     if told.plot:
         save(plots.roofline(tuned(chip), dark=told.dark), told.plot)
     if told.traffic:
@@ -235,9 +233,14 @@ def main(argv: list[str] | None = None) -> None:
         save(plots.time_breakdown(Case(FLASH_ATTENTION, fused(4096), chip), dark=told.dark), told.parts)
 
 
+def _times(of: Launch) -> str:
+    memory = f"{1e6 * of.memory_s:8.1f} ({of.memory_share:3.0%})"
+    return f"{1e6 * of.compute_s:18.1f} {memory:>16} {1e6 * of.predicted_s:8.1f}"
+
+
 def _ratio(seconds: tuple[float, float]) -> str:
     three, one = seconds
-    return f"{1e6 * three:.0f} us in three launches, {1e6 * one:.0f} in one, {three / one:.1f} times as fast"
+    return f"{1e6 * three:.0f} us in three launches, {1e6 * one:.0f} in one: {three / one:.1f} times as fast"
 
 
 def tuned(chip: Hardware) -> list[Case]:
@@ -260,10 +263,11 @@ def drawn(chip: Hardware, *, dark: bool = False) -> Figure:
             right.plot(x, [1e6 * each.predicted_s for each in launches], marker="o", color=colour, label=name)
         for at, (many, few) in enumerate(zip(three, one, strict=True)):
             saved = f"-{1 - few.memory_bytes / many.memory_bytes:.0%}"
-            left.annotate(saved, (at + 0.2, few.memory_bytes / 1e6), ha="center", va="bottom", fontsize=9)
+            left.annotate(saved, (at + 0.02, few.memory_bytes / 1e6), ha="left", va="bottom", fontsize=9)
         for axes, unit in ((left, "MB that device memory moves"), (right, "us by the model")):
             axes.set_xticks(x, [str(length) for length in LENGTHS])
             axes.set(xlabel="length", ylabel=unit, yscale="log")
+            axes.yaxis.set_major_formatter("{x:,.0f}")
             axes.grid(axis="y")
             axes.legend(loc="upper left", title="launches")
     return figure

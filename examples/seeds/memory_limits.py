@@ -3,8 +3,8 @@
     python examples/seeds/memory_limits.py [--hardware a100]
 
 The blocks of the teaching kernel name all of k, and yet only what a step asks for is on chip. A predicts the K that no
-memory holds, and tries it where a GPU is here. B predicts the BK that no core holds, beside what the compiler says of it:
-the GPU's where one is here, else that of a process that compiles without one; and Mosaic GPU's own, of the shipped
+memory holds, and tries it where a GPU is here. B predicts the BK that no core holds, beside what the compiler says: the
+GPU's where one is here, else that of a process that compiles without one; and what Mosaic GPU says of the shipped
 kernel, which any machine can ask.
 """
 
@@ -76,7 +76,9 @@ def tried(length: Length) -> Length:
     try:
         a, b = (jax.block_until_ready(jnp.ones(x.shape, x.dtype)) for x in problem.operands())
         if a.size < ADDRESSABLE:
-            run = jax.jit(lambda a, b: TeachingMatmul().run(problem, Blocks(128, 128, 32), hardware.detect().target, a, b))
+            run = jax.jit(
+                lambda a, b: TeachingMatmul().run(problem, Blocks(128, 128, 32), hardware.detect().target, a, b)
+            )
             right = bool((run(a, b) == length.k).all())
             return dataclasses.replace(length, said="ran, and the result is " + ("right" if right else "wrong"))
         jax.block_until_ready(jnp.ones(problem.result().shape, problem.result().dtype))
@@ -162,7 +164,9 @@ def main(argv: list[str] | None = None) -> None:
             f"{length.onchip_bytes / KIB:.0f} KiB on chip" + (f"; it {length.said}" if length.said else "")
         )
 
-    print(f"\nB. blocks of 128 x 128 of the teaching kernel; a block of {chip.kind} has {chip.onchip_bytes} bytes on chip")
+    print(
+        f"\nB. blocks of 128 x 128 of the teaching kernel; a block of {chip.kind} has {chip.onchip_bytes} bytes on chip"
+    )
     predicted, why = steps(chip), compiler.missing()
     _print(predicted if why else compiled(chip, predicted))
     if why:

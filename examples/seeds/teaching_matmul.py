@@ -2,8 +2,8 @@
 
     python examples/seeds/teaching_matmul.py
 
-Views, block specs and body are those of the first teaching document (docs/seeds.md); what was fixed there at 128 x 128 x
-32 is searched here. On a CPU Pallas interprets it, on an NVIDIA GPU its Triton backend compiles it.
+Views, block specs and body are those of the first teaching document (docs/seeds.md); the blocks, 128 x 128 x 32 there,
+are searched. On a CPU Pallas interprets it, on an NVIDIA GPU its Triton backend compiles it.
 """
 
 from __future__ import annotations
@@ -106,18 +106,20 @@ class TeachingMatmul(Kernel[MatmulProblem, Blocks]):
         a_view = a.reshape(m_grid, s.block_m, k_grid, s.block_k)
         b_view = b.reshape(k_grid, s.block_k, n_grid, s.block_n)
 
-        def place(program: Any) -> tuple[Any, Any]:
-            first, within = lax.div(program, s.group * n_grid), lax.rem(program, s.group * n_grid)
-            return first * s.group + lax.rem(within, s.group), lax.div(within, s.group)
+        def row(g: Any) -> Any:
+            return place(g, s.group, n_grid)[0]
+
+        def column(g: Any) -> Any:
+            return place(g, s.group, n_grid)[1]
 
         c_view = pl.pallas_call(
             matmul_kernel,
             grid=(m_grid * n_grid,),
             in_specs=[
-                pl.BlockSpec((1, s.block_m, k_grid, s.block_k), lambda g: (place(g)[0], 0, 0, 0)),
-                pl.BlockSpec((k_grid, s.block_k, 1, s.block_n), lambda g: (0, 0, place(g)[1], 0)),
+                pl.BlockSpec((1, s.block_m, k_grid, s.block_k), lambda g: (row(g), 0, 0, 0)),
+                pl.BlockSpec((k_grid, s.block_k, 1, s.block_n), lambda g: (0, 0, column(g), 0)),
             ],
-            out_specs=pl.BlockSpec((1, s.block_m, 1, s.block_n), lambda g: (place(g)[0], 0, place(g)[1], 0)),
+            out_specs=pl.BlockSpec((1, s.block_m, 1, s.block_n), lambda g: (row(g), 0, column(g), 0)),
             out_shape=jax.ShapeDtypeStruct((m_grid, s.block_m, n_grid, s.block_n), a.dtype),
             **(
                 {"interpret": True}
@@ -129,9 +131,9 @@ class TeachingMatmul(Kernel[MatmulProblem, Blocks]):
 
 
 def matmul_kernel(a_ref: Any, b_ref: Any, c_ref: Any) -> None:
-    """Of ``a_ref[1, BM, k_grid, BK]``, ``b_ref[k_grid, BK, 1, BN]`` and ``c_ref[1, BM, 1, BN]``: all of k is in the blocks.
+    """Of ``a_ref[1, BM, k_grid, BK]``, ``b_ref[k_grid, BK, 1, BN]`` and ``c_ref[1, BM, 1, BN]``.
 
-    A program holds no more of it than the steps it has asked for (`memory_limits.py`).
+    Blocks name all of k, but a program holds no more of it than the steps it has asked for (`memory_limits.py`).
     """
 
     def body(k: Any, acc: Any) -> Any:
@@ -140,6 +142,12 @@ def matmul_kernel(a_ref: Any, b_ref: Any, c_ref: Any) -> None:
     acc = jnp.zeros((c_ref.shape[1], c_ref.shape[3]), jnp.float32)
     acc = lax.fori_loop(0, b_ref.shape[0], body, acc)
     c_ref[0, :, 0, :] = acc.astype(c_ref.dtype)
+
+
+def place(program: Any, group: int, n_grid: int) -> tuple[Any, Any]:
+    """Row and column of the block of the result that a program computes: down a group of rows, then the next column."""
+    first, within = lax.div(program, group * n_grid), lax.rem(program, group * n_grid)
+    return first * group + lax.rem(within, group), lax.div(within, group)
 
 
 def triton() -> Any:

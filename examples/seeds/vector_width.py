@@ -163,7 +163,9 @@ def drawn(chip: Hardware, rows: list[Row], *, dark: bool = False) -> Figure:
             axes.annotate(f"{tokens} tokens", (x[-1], y[-1]), xytext=(8, 0), textcoords="offset points", va="center")
         limit = chip.hbm_bytes_per_s / 1e9
         axes.axhline(limit, color=look.faint, linestyle="--")
-        axes.annotate("device memory", (WIDTHS[0], limit), xytext=(0, 5), textcoords="offset points", color=look.faint)
+        axes.annotate(
+            "device memory", (WIDTHS[0], limit), xytext=(0, -16), textcoords="offset points", color=look.faint
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(WIDTHS, [str(d) for d in WIDTHS])
         axes.set(xlabel="d, elements of each half of a row", ylabel="GB/s, read and written", ylim=(0, 1.15 * limit))
