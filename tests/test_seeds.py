@@ -206,7 +206,7 @@ def test_the_three_error_figures_are_those_of_the_documents():
 
 def test_teaching_and_tuned_attention_match_the_standard_one():
     scheduler.tune(teaching_attention.TEACHING_ATTENTION, teaching_attention.PROBLEM, budget=3)
-    found = teaching_attention.errors()
+    found = teaching_attention.errors(teaching_attention.PROBLEM)
     assert len(found) == 3
     for name, off in found.items():
         assert off.largest < 1e-5, name

@@ -40,8 +40,13 @@ def arguments(
 
 
 def on_gpu() -> bool:
-    """Whether an NVIDIA GPU is here that times can be taken on."""
+    """Whether JAX runs on an NVIDIA GPU here."""
     return bool(jax.default_backend() == "gpu")
+
+
+def is_here(chip: Hardware) -> bool:
+    """Whether it is this chip, so that what is asked about can be tried and timed as well."""
+    return on_gpu() and hardware.detect().kind == chip.kind
 
 
 def save(figure: Figure, file: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from example_options import arguments, on_gpu, save
+from example_options import arguments, is_here, save
 
 from scheduler import tuned_flash_attention, tuned_matmul, tuned_softmax
 from scheduler.core import hardware
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print("\nfusion")
     for length in (1024, 2048, 4096):
-        found = saving(chip, length, measure=on_gpu())
+        found = saving(chip, length, measure=is_here(chip))
         io = ", ".join(f"{name} {moved / 1e6:.1f}" for name, moved in found.io.items())
         print(f"{length:6}: MB of {io}, together {found.unfused_bytes / 1e6:.1f}")
         print(f"        fused {found.fused_bytes / 1e6:.1f}, {found.saved:.1%} less")

@@ -20,7 +20,7 @@ import compile_without_device as compiler
 import jax
 import jax.numpy as jnp
 import numpy as np
-from example_options import arguments, on_gpu
+from example_options import arguments, is_here
 from teaching_matmul import Blocks, TeachingMatmul
 
 import scheduler
@@ -118,7 +118,7 @@ def steps(chip: Hardware, block_ks: Sequence[int] = BLOCK_KS) -> list[Step]:
 def compiled(chip: Hardware, predicted: Sequence[Step]) -> list[Step]:
     """The same with what the compiler says."""
     problem, block_ks = of_k(4096), [step.block_k for step in predicted]
-    if on_gpu():
+    if is_here(chip):
         said = {k: compiler.said(chip, problem, k, problem.operands()) for k in block_ks}
     else:
         said = compiler.verdicts(chip, problem, block_ks)
@@ -152,7 +152,7 @@ def _demanded(kernel: Kernel[Any, Any], problem: MatmulProblem, point: Any, chip
 
 def main(argv: list[str] | None = None) -> None:
     chip: Hardware = arguments(__doc__, argv, plot=False).hardware
-    here = on_gpu()
+    here = is_here(chip)
     stats = (jax.devices()[0].memory_stats() or {}) if here else {}
     available = int(stats.get("bytes_limit", chip.memory_bytes))
     print(f"A. {chip.kind}: {available / GIB:.0f} GiB of device memory" + (" for JAX" if stats else ", a prediction"))
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"\nB. blocks of 128 x 128 of the teaching kernel; a block of {chip.kind} has {chip.onchip_bytes} bytes on chip"
     )
-    predicted, why = steps(chip), compiler.missing()
+    predicted, why = steps(chip), None if here else compiler.missing()
     _print(predicted if why else compiled(chip, predicted))
     if why:
         print(f"  predictions alone: {why}")

@@ -9,6 +9,7 @@ are searched. On a CPU Pallas interprets it, on an NVIDIA GPU its Triton backend
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 import jax
@@ -49,8 +50,8 @@ class TeachingMatmul(Kernel[MatmulProblem, Blocks]):
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         p = problem
-        if target.platform not in ("cpu", "cuda"):
-            return f"runs in Pallas's interpreter and on NVIDIA GPUs, not on {target.kind}"
+        if reason := refusal(target):
+            return reason
         if p.dtype not in ("float32", "bfloat16") or p.out_dtype or p.precision != "default":
             return "multiplies float32 or bfloat16 at default precision, and rounds to the same"
         if p.batch > 1 or p.transpose_a or p.transpose_b or p.fused:
@@ -148,6 +149,15 @@ def place(program: Any, group: int, n_grid: int) -> tuple[Any, Any]:
     """Row and column of the block of the result that a program computes: down a group of rows, then the next column."""
     first, within = lax.div(program, group * n_grid), lax.rem(program, group * n_grid)
     return first * group + lax.rem(within, group), lax.div(within, group)
+
+
+def refusal(target: Target) -> str | None:
+    """Why no teaching kernel runs there, in words; None where it does."""
+    if target.platform not in ("cpu", "cuda"):
+        return f"runs in Pallas's interpreter and on NVIDIA GPUs, not on {target.kind}"
+    if target.platform == "cuda" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"is compiled by Pallas's Triton backend, which jax {jax.__version__} does not have"
+    return None
 
 
 def triton() -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 import numpy.typing as npt
-from example_options import arguments, on_gpu, save
+from example_options import arguments, is_here, save
 
 from scheduler import tuned_silu_and_mul
 from scheduler.core.hardware import Hardware, detect
@@ -117,7 +117,7 @@ def right(d: int, tokens: int = 8) -> bool:
 def main(argv: list[str] | None = None) -> None:
     told = arguments(__doc__, argv)
     chip: Hardware = told.hardware
-    here = on_gpu()
+    here = is_here(chip)
     memory, l2 = (round(s * chip.clock_hz) for s in (chip.memory_latency_s, chip.l2_latency_s))
     print(f"{chip.kind}, busy: {memory} cycles until device memory answers, {l2} until its L2 cache does")
 
