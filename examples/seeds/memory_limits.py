@@ -82,7 +82,7 @@ def tried(length: Length) -> Length:
             right = bool((run(a, b) == length.k).all())
             return dataclasses.replace(length, said="ran, and the result is " + ("right" if right else "wrong"))
         jax.block_until_ready(jnp.ones(problem.result().shape, problem.result().dtype))
-        return dataclasses.replace(length, said="was allocated; too long for the 32-bit offsets of Triton")
+        return dataclasses.replace(length, said="fits, and is too long for the 32-bit offsets of Triton")
     except jax.errors.JaxRuntimeError as error:
         return dataclasses.replace(length, said=str(error).splitlines()[0][:160])
 
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
         verdict = "fits" if length.fits else "does not fit"
         print(
             f"  K = {length.k:9}: {length.needed_bytes / GIB:6.1f} GiB {verdict:12} one block asks for "
-            f"{length.onchip_bytes / KIB:.0f} KiB on chip" + (f"; it {length.said}" if length.said else "")
+            f"{length.onchip_bytes / KIB:.0f} KiB on chip" + (f"; tried: {length.said}" if length.said else "")
         )
 
     print(

@@ -18,6 +18,7 @@ from example_options import arguments, is_here, save
 
 from scheduler import tuned_silu_and_mul
 from scheduler.core.hardware import Hardware, detect
+from scheduler.core.records import Schedule
 from scheduler.inspect.explain import explain
 from scheduler.inspect.plots import style
 from scheduler.measure import timer
@@ -81,13 +82,14 @@ def row(chip: Hardware, problem: SiluAndMulProblem, *, measure: bool = False) ->
         wanted=first.access.coalescing,
         transactions=round(first.access.transactions),
         predicted_s=first.predicted_s,
-        measured_s=_measured(chip, problem) if measure else None,
+        measured_s=timed(chip, problem, "mosaic_gpu", first.schedule) if measure else None,
     )
 
 
-def _measured(chip: Hardware, problem: SiluAndMulProblem) -> float:
+def timed(chip: Hardware, problem: SiluAndMulProblem, backend: str, schedule: Schedule) -> float:
+    """Seconds of one schedule on the chip that is here."""
     (x,) = problem.inputs(seed=0)
-    call = jax.jit(tuned_silu_and_mul)
+    call = jax.jit(lambda x: tuned_silu_and_mul(x, backends=backend, schedule=schedule))
     return timer.measure(lambda: call(x), repetitions=20, clock=chip.abilities.clock, l2="warm").median_s
 
 
