@@ -23,6 +23,7 @@ class Operand:
         with zeros, on average.
       start_bytes: the largest power of two at a multiple of which all of these rows start in device memory; 0 where
         that is a line of its cache.
+      name: what a person calls it, "" where it has no name.
     """
 
     bytes: Column | float
@@ -32,6 +33,7 @@ class Operand:
     tma_row_bytes: Column | int = 0
     fill_rows: Column | float = 0
     start_bytes: Column | int = 0
+    name: str = ""
 
     def over(self, steps: Column | float) -> Operand:
         """What one of so many steps loads of it on average."""
@@ -88,6 +90,8 @@ class Footprint:
       step_range: steps of the shortest and of the longest tile where tiles differ (causal attention); else None.
       minor: the axis of `grid` that advances first (the others follow from the last to the first)...
       group: ...for so many tiles, before the next axis advances.
+      snake: the next axis advances backwards in every other group.
+      axes: what a person calls the axes of `grid`; empty where they have no names.
       stages: steps whose loads may be in flight at once.
       consumers: consumer warpgroups that multiply a step between them, each a part of its own, and wait until matrix
         units have done so; 0 where none does.
@@ -119,6 +123,8 @@ class Footprint:
     step_range: tuple[Column | float, Column | float] | None = None
     minor: Column | int = 0
     group: Column | int = 1
+    snake: bool = False
+    axes: tuple[str, ...] = ()
     stages: Column | int = 1
     consumers: Column | int = 0
     ping_pong: Column | bool = False

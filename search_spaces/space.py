@@ -119,7 +119,8 @@ class Space(Generic[S]):
         """The points that break no rule, in the order of `points`, and how many the others lost to each rule.
 
         The product is built field by field, and a rule is asked as soon as the fields that it looks at are there: few
-        of a large product are ever made. A point counts once, for the first rule that its fields so far break.
+        of a large product are ever made. A point counts once, for the first rule that its fields so far break; rules
+        that some lost to are in the order in which they were asked.
         """
         points = Columns({}, length=1)
         waiting = dict(self.rules)
@@ -140,7 +141,7 @@ class Space(Generic[S]):
                 if lost := len(points) - int(holds.sum()):
                     dropped[reason] = lost * math.prod(len(values) for _, values in left)
                     points = points.take(holds)
-        return points, {reason: dropped[reason] for reason in self.rules if reason in dropped}
+        return points, dropped
 
     def schedules(self, points: Columns) -> Iterator[S]:
         for index in range(len(points)):

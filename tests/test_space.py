@@ -71,7 +71,11 @@ def test_the_order_of_fields_and_rules_changes_neither_the_legal_points_nor_the_
     judged = [schedule for schedule in space.schedules(space.points()) if space.broken(schedule) is None]
     assert list(space.schedules(legal)) == judged
     assert len(legal) + sum(dropped.values()) == space.size
-    assert list(dropped) == [rule for rule in rules if rule in dropped]
+    # In the order in which they were asked: as soon as the fields are there, then as declared.
+    needed = {"rows divide 48": {"rows"}, "a wide tile is walked along n": {"columns", "order"}}
+    needed["only small tiles are fused"] = {"rows", "columns", "fused"}
+    asked = sorted(rules, key=lambda rule: max(map(fields.index, needed[rule])))
+    assert list(dropped) == [rule for rule in asked if rule in dropped]
 
 
 def test_a_rule_that_names_no_field_of_the_space_is_a_defect_not_a_rule_without_effect():

@@ -58,3 +58,7 @@ class WorkerError(SchedulerError):
 
 class MissingPackage(SchedulerError):
     """What is asked for needs a package that is not installed; the message says how to install it."""
+
+
+class NothingToDraw(SchedulerError):
+    """A picture of what is not there, with what to do about it."""

@@ -104,6 +104,21 @@ BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType(
 
 
 @dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Seconds of a whole launch by cause, one entry per schedule; `CostModel.terms` says what each name means.
+
+    Attributes:
+      overlapped: what is at work at once in each step.
+      serial: what comes before, after and between.
+      steps_s: what all steps take, as far as `overlapped` overlaps: with all of `serial`, the prediction.
+    """
+
+    overlapped: Mapping[str, Array]
+    serial: Mapping[str, Array]
+    steps_s: Array
+
+
+@dataclasses.dataclass(frozen=True)
 class CostModel:
     """Predicts times on one chip.
 
@@ -122,9 +137,8 @@ class CostModel:
 
     def seconds(self, footprint: Footprint) -> Array:
         """Predicted time of the whole launch, copies included, in seconds: one entry per schedule."""
-        c = self.in_force
-        overlapped, serial, steps = self._analyse(footprint)
-        return c.scale * ((steps * _pace(overlapped, c.p)).sum(axis=0) + sum(serial.values()))
+        parts = self.breakdown(footprint)
+        return parts.steps_s + sum(parts.serial.values())
 
     def terms(self, footprint: Footprint) -> dict[str, Array]:
         """Seconds of the whole launch by cause, one entry per schedule.
@@ -165,9 +179,18 @@ class CostModel:
           bytes a nanosecond).
         launch: empty launches.
         """
+        parts = self.breakdown(footprint)
+        return {**parts.overlapped, **parts.serial}
+
+    def breakdown(self, footprint: Footprint) -> Breakdown:
+        """The same by what overlaps and what adds up, with what the steps come to."""
+        c = self.in_force
         overlapped, serial, steps = self._analyse(footprint)
-        launch = {name: (steps * seconds).sum(axis=0) for name, seconds in overlapped.items()} | serial
-        return {name: self.in_force.scale * seconds for name, seconds in launch.items()}
+        return Breakdown(
+            overlapped={name: c.scale * (steps * seconds).sum(axis=0) for name, seconds in overlapped.items()},
+            serial={name: c.scale * seconds for name, seconds in serial.items()},
+            steps_s=c.scale * (steps * _pace(overlapped, c.p)).sum(axis=0),
+        )
 
     def floor(self, footprint: Footprint) -> Array:
         """Seconds below which these schedules cannot come, whatever the constants; 0 where figures are borrowed.

@@ -97,6 +97,7 @@ def prune(
     keep: int | None = None,
     incumbent_s: float | None = None,
     verified: bool = False,
+    only: Mapping[str, Choice] | None = None,
 ) -> Pruned:
     """The points of the kernel's space for `problem` that can run on `hardware`, ranked.
 
@@ -108,8 +109,11 @@ def prune(
       keep: how many of the best ranked to keep; None keeps all that can run.
       incumbent_s: a time already reached, in seconds: what cannot beat it by its lower bound is dropped.
       verified: keep only what the kernel says was checked on a device of this architecture.
+      only: the part of the space in which these choices have these values; None is all of it.
     """
     space = kernel.space(problem, hardware.target)
+    if only:
+        space = dataclasses.replace(space, choices={**space.choices, **{name: (only[name],) for name in only}})
     points, dropped = space.legal()
 
     def full(value: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +125,20 @@ def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
     out = np.empty_like(box)
     np.put_along_axis(out, order, box, axis=0)
     return out
+
+
+def walk(grid: Sequence[int], minor: int, group: int, *, snake: bool = False) -> npt.NDArray[np.int64]:
+    """The tiles of one schedule in the order in which blocks take them, as `window` has it: ``[tile, axis]``."""
+    inner, *outer = (minor, *(axis for axis in reversed(range(len(grid))) if axis != minor))
+    numbers = np.indices([grid[axis] for axis in (*reversed(outer[1:]), *outer[:1], inner)]).reshape(len(grid), -1)
+    *planes, major, column = numbers if outer else (*numbers[:-1], np.zeros_like(numbers[-1]), numbers[-1])
+    groups = column // max(group, 1)
+    along = np.where(snake & (groups % 2 == 1), -major, major)
+    order = np.lexsort((column, along, groups, *reversed(planes)))
+    tiles = np.empty((numbers.shape[1], len(grid)), dtype=np.int64)
+    for axis, values in zip((*reversed(outer[1:]), *outer[:1], inner), numbers, strict=True):
+        tiles[:, axis] = values[order]
+    return tiles
 
 
 def block_count(footprint: Footprint) -> Array:

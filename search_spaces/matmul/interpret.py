@@ -71,13 +71,13 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
             arithmetic=p.arithmetic,
             grid=(np.full(len(s), p.batch), rows, columns),
             step=Phase(
-                loads=(Operand(bytes=a, axes=(0, 1)), Operand(bytes=b, axes=(0, 2))),
+                loads=(Operand(bytes=a, axes=(0, 1), name="a"), Operand(bytes=b, axes=(0, 2), name="b")),
                 flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
             ),
             tile=Phase(
                 loads=(
-                    *([Operand(bytes=bias, axes=(0, 2))] if p.bias else []),
-                    *([Operand(bytes=residual, axes=(0, 1, 2))] if p.residual else []),
+                    *([Operand(bytes=bias, axes=(0, 2), name="bias")] if p.bias else []),
+                    *([Operand(bytes=residual, axes=(0, 1, 2), name="residual")] if p.residual else []),
                 ),
                 mufu_ops=result * epilogue.EXPONENTIALS[p.activation],
                 bytes_written=(p.m / rows) * (p.n / columns) * out_itemsize,
@@ -88,6 +88,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
             steps=steps,
             minor=np.where(s.minor == "m", 1, 2),
             group=np.where(s.minor == "m", rows, columns),
+            axes=("batch", "m", "n"),
         )
 
     def run(

@@ -60,6 +60,7 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
                 flops=p.flops / p.rows * s.rows,
             ),
             tile=Phase(bytes_written=p.rows / blocks * result_bytes),
+            axes=("rows",),
             onchip_bytes=s.rows * (row_bytes + result_bytes) + whole_bytes,
         )
 

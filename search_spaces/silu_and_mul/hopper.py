@@ -83,7 +83,7 @@ class HopperSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
             arithmetic=p.arithmetic,
             grid=(rows, columns),
             step=Phase(
-                loads=(Operand(bytes=2 * bytes_written, axes=(0, 1)),),
+                loads=(Operand(bytes=2 * bytes_written, axes=(0, 1), name="x"),),
                 flops=5.0 * elements,
                 fp32_ops=8 * elements + WARP * transactions,
                 mufu_ops=2 * elements,  # an exponential and a reciprocal
@@ -92,6 +92,7 @@ class HopperSiluAndMul(Kernel[SiluAndMulProblem, SiluSchedule]):
             tile=Phase(bytes_written=bytes_written),
             onchip_bytes=np.zeros(len(s), dtype=np.int64),
             minor=1,
+            axes=("rows", "columns"),
             group=columns,
             threads=WARPGROUP,
             registers=registers,

@@ -4,14 +4,102 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.core.errors import NothingToDraw
+from scheduler.core.quantities import digits
+from scheduler.core.records import Measurement, Trial
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure, label_lines, time_unit
+from scheduler.prediction import predict
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Trials slower than the best by more are shown at the edge, that differences near it can be seen.
+_SHOWN = 2.0
 
 
 def best_so_far(case: Case, *, dark: bool = False) -> Figure:
-    """Raises `NothingToDraw` where no trials are kept, or those of a sweep, whose order says nothing."""
+    """Of the trials of a search: all backends but the library's.
+
+    Raises:
+      NothingToDraw: no trials are kept, or they are a sweep's, whose order says nothing, or none of them ran.
+    """
+    if case.swept:
+        raise NothingToDraw(f"a sweep of {case} has no order to draw; replay a search over it")
+    library = case.operation.library.backend
+    trials = [trial for trial in case.trials if trial.backend != library]
+    if not any(isinstance(trial.outcome, Measurement) for trial in trials):
+        raise NothingToDraw(f"no trials are kept of {case}; replay a search over a recorded sweep, or tune it again")
+    times = np.array([t.outcome.median_s if isinstance(t.outcome, Measurement) else np.nan for t in trials])
+    scale, unit = time_unit(float(np.nanmin(times)))
+    failed = int(np.isnan(times).sum())
+    subtitle = f"{case.problem} on {case.hardware.kind}; {len(trials)} trials besides XLA's"
+    subtitle += f", {failed} of which failed" if failed else ""
     with drawing(dark) as look:
-        return figure("best_so_far", look)
+        made = figure(f"Best time so far, {case.operation.name}", look, subtitle=subtitle)
+        axes = made.add_subplot()
+        _trials(axes, times / scale, look)
+        lines = {**_lines(case, trials, scale, look)}
+        best = float(np.nanmin(times)) / scale
+        lines["best"] = (best, f"best {digits(best)} {unit}", look.ours)
+        for name in [name for name, (value, *_) in lines.items() if name != "best" and value <= _SHOWN * best]:
+            axes.axhline(lines[name][0], color=lines[name][2], lw=1.6, ls="--" if name == "predicted" else "-")
+        label_lines(axes, [line for line in lines.values() if line[0] <= _SHOWN * best])
+        axes.set(xlabel="trial", ylabel=f"time of one launch, {unit}")
+        axes.grid(axis="y")
+        return made
+
+
+def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    numbers, best = np.arange(1, len(times) + 1), float(np.nanmin(times))
+    reached = np.fmin.accumulate(times)
+    others = [value for value in times if value <= _SHOWN * best]
+    top = min(_SHOWN, max(1.1, 1.12 * max(others) / best)) * best
+    shown, slow, failed = times <= top, times > top, np.isnan(times)
+    axes.plot(numbers[shown], times[shown], "o", color=look.faint, ms=4.5, mew=0)
+    axes.plot(numbers[slow], np.full(slow.sum(), top), "^", color=look.faint, ms=5.5, mew=0, clip_on=False)
+    axes.plot(numbers[failed], np.full(failed.sum(), top), "x", color=look.bad, ms=6, mew=1.6, clip_on=False)
+    axes.step(numbers, np.minimum(reached, top), where="post", color=look.ours, lw=2.6)
+    axes.set_ylim(best - 0.12 * (top - best), top)
+    axes.set_xlim(0.4, len(times) + 0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    kinds = {
+        "best so far": Line2D([], [], color=look.ours, lw=2.6),
+        "a trial": Line2D([], [], ls="none", marker="o", color=look.faint, ms=5),
+    }
+    if slow.any():
+        kinds["slower than the picture is high"] = Line2D([], [], ls="none", marker="^", color=look.faint, ms=6)
+    if failed.any():
+        kinds["failed"] = Line2D([], [], ls="none", marker="x", color=look.bad, ms=6)
+    axes.legend(list(kinds.values()), list(kinds), loc="upper right", bbox_to_anchor=(1.0, 0.97))
+
+
+def _lines(case: Case, trials: list[Trial], scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:
+    """XLA's time and that of the top prediction, as it was measured where it was tried: height, words, colour."""
+    lines: dict[str, tuple[float, str, str]] = {}
+    if (library_s := case.library_s) is not None:
+        lines["xla"] = (library_s / scale, f"XLA {digits(library_s / scale)}", look.xla)
+    tops = [
+        (float(pruned.predicted_s[0]), kernel.backend, pruned.schedule(0))
+        for kernel, pruned in predict.explain(case.operation, case.problem, case.hardware)
+        if not isinstance(pruned, str) and not (kernel.library or kernel.vendor) and len(pruned.points)
+    ]
+    if tops:
+        _, backend, schedule = min(tops, key=lambda top: top[0])
+        tried = [
+            seconds for trial, seconds in case.measured() if (trial.backend, trial.schedule) == (backend, schedule)
+        ]
+        if tried:
+            value = tried[-1] / scale
+            lines["predicted"] = (value, f"top prediction,\nmeasured {digits(value)}", look.third)
+        else:
+            value = tops[0][0] / scale
+            lines["predicted"] = (value, f"top prediction,\nnot tried: {digits(value)}", look.third)
+    return lines

@@ -2,17 +2,152 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from scheduler.core.errors import NothingToDraw
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure, plain_log
+from scheduler.model.cost import CostModel
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# What one of these marks, in the order of names.
+_MARKERS = "osD^vPX<>*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One problem.
+
+    Attributes:
+      intensity: FLOP/B, of its compulsory traffic.
+      rate, xla_rate: of its answer and of XLA, FLOP/s; None where XLA did not run.
+      roof: what the chip allows at that intensity, FLOP/s.
+      bound_s: the time that it allows.
+    """
+
+    operation: str
+    intensity: float
+    rate: float
+    xla_rate: float | None
+    roof: float
+    bound_s: float
+
+    @classmethod
+    def of(cls, case: Case) -> Point | None:
+        """None without a record, or where nothing is computed."""
+        if case.record is None or not case.problem.flops:
+            return None
+        p, library_s = case.problem, case.library_s
+        bound_s = CostModel(case.hardware).lower_bound(p)
+        return cls(
+            case.operation.name,
+            p.flops / p.bytes_moved,
+            p.flops / case.record.winner.measurement.median_s,
+            None if library_s is None else p.flops / library_s,
+            p.flops / bound_s,
+            bound_s,
+        )
 
 
 def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
-    """The cases are of one chip; those without a record are left out."""
+    """Of cases of one chip; those without a record are left out.
+
+    Raises:
+      NothingToDraw: none has a record.
+      ValueError: they are of several chips.
+    """
+    points = [point for point in map(Point.of, cases) if point is not None]
+    if not points:
+        raise NothingToDraw("no record to put under a roofline; tune a problem first")
+    if len({case.hardware.id for case in cases}) > 1:
+        raise ValueError("a roofline is of one chip, and these records are of several: name one")
+    hardware = cases[0].hardware
+    title = f"Roofline of {hardware.kind}: {len(points)} tuned problem{'s' * (len(points) > 1)}"
+    subtitle = "filled: what answers a call; hollow: XLA; a line joins the two. FLOP and bytes that the problem needs."
     with drawing(dark) as look:
-        return figure("roofline", look)
+        made = figure(title, look, subtitle=subtitle)
+        left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
+        names = sorted({point.operation for point in points})
+        arithmetics = sorted({case.problem.arithmetic for case in cases if Point.of(case)}, key=hardware.peak)
+        _roofs(left, {name: hardware.peak(name) for name in arithmetics}, hardware.hbm_bytes_per_s, points, look)
+        for axes, of_roof in ((left, False), (right, True)):
+            _points(axes, points, names, look, of_roof=of_roof)
+        left.set(xlabel="arithmetic intensity, FLOP/B", ylabel="TFLOP/s")
+        right.set(xlabel="time that the roofline allows, µs", ylabel="share of the roofline")
+        right.set_xscale("log")
+        times = [point.bound_s * 1e6 for point in points]
+        right.set_xlim(min(times) / 2, max(times) * 2)
+        plain_log(right.xaxis)
+        highest = max([1.0, *(rate / p.roof for p in points for rate in (p.rate, p.xla_rate or 0.0))])
+        right.set_ylim(0, 1.05 * highest)
+        right.axhline(1.0, color=look.ink, lw=1.6)
+        right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        right.grid(axis="y")
+        _legend(left, names, look)
+        return made
+
+
+def _roofs(axes: Axes, peaks: dict[str, float], bandwidth: float, points: Sequence[Point], look: Theme) -> None:
+    """The slope of the memory, and the ceiling of each arithmetic, named where it begins."""
+    top, every = max(peaks.values()), [p.intensity for p in points]
+    low, high = min([*every, 0.3 * top / bandwidth]) / 2, max([*every, 3 * top / bandwidth]) * 1.6
+    rates = [rate for p in points for rate in (p.rate, p.xla_rate) if rate is not None]
+    axes.loglog([low, top / bandwidth], [low * bandwidth / 1e12, top / 1e12], color=look.ink, lw=1.8)
+    by_peak = itertools.groupby(peaks, lambda name: peaks[name])
+    for peak, names in by_peak:
+        axes.plot([peak / bandwidth, high], [peak / 1e12] * 2, color=look.ink, lw=1.8)
+        axes.annotate(
+            f"{', '.join(names)}: {peak / 1e12:.0f} TFLOP/s", (high, peak / 1e12), (0, 4), textcoords="offset points",
+            ha="right", va="bottom", color=look.ink, fontsize=11,
+        )  # fmt: skip
+    axes.set_xlim(low, high)
+    axes.set_ylim(min(rates) / 1e12 / 3, top / 1e12 * 2.4)
+    plain_log(axes.xaxis)
+    plain_log(axes.yaxis)
+    axes.grid()
+    middle = (max(low, min(rates) / 3 / bandwidth) * top / bandwidth) ** 0.5
+    axes.annotate(
+        f"{bandwidth / 1e12:.2g} TB/s", (middle, middle * bandwidth / 1e12), (-6, 5), textcoords="offset points",
+        ha="right", va="bottom", color=look.ink, fontsize=11,
+    )  # fmt: skip
+
+
+def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: Theme, *, of_roof: bool) -> None:
+    for name, marker in zip(names, itertools.cycle(_MARKERS)):
+        of_it = [point for point in points if point.operation == name]
+        pairs = [p for p in of_it if p.xla_rate is not None]
+
+        def height(rates: Sequence[float | None], of: Sequence[Point]) -> list[float]:
+            scale = [p.roof if of_roof else 1e12 for p in of]
+            return list(np.array(rates, dtype=float) / scale)
+
+        def along(of: Sequence[Point]) -> list[float]:
+            return [p.bound_s * 1e6 if of_roof else p.intensity for p in of]
+
+        before, after = height([p.xla_rate for p in pairs], pairs), height([p.rate for p in pairs], pairs)
+        x = along(pairs)
+        for_each = [(x, before), (x, after)]
+        axes.plot(*(np.array(ends) for ends in zip(*for_each, strict=True)), color=look.faint, lw=1.2)
+        axes.plot(x, before, marker, mfc="none", mec=look.xla, ms=5.5, mew=1.3, ls="none")
+        axes.plot(
+            along(of_it), height([p.rate for p in of_it], of_it), marker, color=look.ours, ms=5.5,
+            mew=0, ls="none",
+        )  # fmt: skip
+
+
+def _legend(axes: Axes, names: Sequence[str], look: Theme) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], ls="none", marker=marker, color=look.ours, ms=6, label=name)
+        for name, marker in zip(names, itertools.cycle(_MARKERS))
+    ]
+    axes.legend(handles=handles, loc="lower right", handletextpad=0.2, borderaxespad=0.2)

@@ -9,18 +9,19 @@ import html
 import importlib.util
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from scheduler.core.errors import MissingPackage, SchedulerError
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.core.errors import MissingPackage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
-
-
-class NothingToDraw(SchedulerError):
-    """A picture of what is not there, with what to do about it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ DARK = Theme(
 WIDTH, HEIGHT = 10.0, 5.625
 DPI = 160
 _TEXT = 12.0
+_LINE = 114  # letters of the smaller kind
 # Of one width as far as may be: a viewer without the first has the second, or a narrower one.
 _FONT: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -138,20 +140,82 @@ def drawing(dark: bool) -> Iterator[Theme]:
 
 
 def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGHT) -> Figure:
-    """An empty one of the width of a slide, its title at the left; `title` is also what a reader of screens says."""
+    """An empty one of the width of a slide, under its title and how to read it; a reader of screens says both."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.04, hspace=0.04)
+    said = textwrap.wrap(subtitle, _LINE)
+    head = 0.5 + 0.21 * len(said)  # inches
+    layout = ConstrainedLayoutEngine(
+        w_pad=0.1, h_pad=0.08, wspace=0.05, hspace=0.05, rect=(0.006, 0.01, 0.988, 1 - head / height)
+    )
     made = Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout, facecolor=look.ground)
-    made.set_label(f"{title}. {subtitle}" if subtitle else title)
-    made.suptitle(title, x=0.012, ha="left", fontsize=_TEXT + 3, fontweight="bold", color=look.ink)
+    made.set_label(f"{title}: {subtitle}" if subtitle else title)
+    made.text(0.014, 1 - 0.13 / height, title, va="top", fontsize=_TEXT + 3, fontweight="bold", color=look.ink)
+    for number, line in enumerate(said):
+        y = 1 - (0.43 + 0.21 * number) / height
+        made.text(0.014, y, line, va="top", fontsize=_TEXT - 1, color=look.faint)
     return made
 
 
-def subtitled(axes: Axes, text: str, look: Theme) -> None:
-    """A line above the axes that says how to read them."""
-    axes.set_title(text, loc="left", fontsize=_TEXT - 1, color=look.faint, pad=8)
+def ratio_axis(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Ratios in the logarithm: twice as fast is as far from 1 as half as fast."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set(**{f"{which}scale": "log"})
+    low, high = sorted(axis.get_view_interval())
+    wide = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+    close = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2)
+    closer = tuple(0.9 + 0.02 * step for step in range(16))
+    ticks = wide if high / low > 2.2 else close if high / low > 1.25 else closer
+    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
+    axis.set_minor_locator(NullLocator())
+
+
+def plain_log(axis: Axis) -> None:
+    """Powers of ten as people write them, no smaller ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 50 * low else (1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def label_lines(axes: Axes, lines: Sequence[tuple[float, str, str]]) -> None:
+    """Words in the colour of each horizontal line, at its right end: height, words, colour; none over another."""
+    low, high = axes.get_ylim()
+    inches = HEIGHT - 1.6
+    placed = low - (high - low)
+    for height, words, colour in sorted(lines):
+        tall = (words.count("\n") + 1) * 0.2 / inches * (high - low)
+        place = max(height, placed + tall / 2)
+        placed = place + tall / 2
+        axes.annotate(
+            words, (1.0, place), (8, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+            va="center", color=colour, fontsize=11, annotation_clip=False,
+        )  # fmt: skip
+
+
+def cloud(axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, colour: str, size: float) -> None:
+    """Many points as one path: in an SVG each takes a twentieth of what a marker does."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    # A dot is a line of no length with round ends; renderers leave out one of exactly none.
+    ends = np.stack([np.column_stack([x, y]), np.column_stack([np.multiply(x, 1.0001), y])], axis=1).reshape(-1, 2)
+    codes = np.tile([Path.MOVETO, Path.LINETO], len(ends) // 2)
+    axes.add_patch(
+        PathPatch(Path(ends, codes), fill=False, ec=colour, lw=size, capstyle="round", alpha=0.75, snap=False)
+    )
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """By what to divide times of about this length, and the unit they then have."""
+    units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    return next(((scale, unit) for scale, unit in units if seconds >= 2 * scale), (1e-6, "µs"))
 
 
 def legend_right(axes: Axes, handles: Sequence[Any], title: str = "") -> None:
@@ -172,6 +236,7 @@ def svg(drawn: Figure) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(?<= d=")[^"]+', lambda path: re.sub(r"\d+\.\d+", _shorter, path[0]), text)
     own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     text = re.sub(r'\bid="', f'id="{own}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{own}-", text)
@@ -179,6 +244,11 @@ def svg(drawn: Figure) -> str:
     text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
     label = html.escape(str(drawn.get_label()), quote=True)
     return text.replace("<svg ", f'<svg id="{own}" role="img" aria-label="{label}" ', 1).rstrip() + "\n"
+
+
+def _shorter(number: re.Match[str]) -> str:
+    """A hundredth of a point is less than anybody sees."""
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def png(drawn: Figure) -> bytes:

@@ -2,16 +2,220 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.core.quantities import digits
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure
+from scheduler.model.traffic import block_loads, concurrent, walk
+from search_spaces.footprint import Footprint, Operand
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Of longer axes the first so many tiles are drawn, that one of them can be seen.
+_DRAWN = 64
+# Opacity of blocks that are loaded in later steps.
+_LATER = 0.35
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The tiles of a launch, seen along two axes of its grid.
+
+    Attributes:
+      rows, columns: those axes; `columns` is None where the grid has one long axis only.
+      extents: tiles along each axis of the grid.
+      order: ``[tile, axis]``, as they are walked.
+      at_once: tiles that run at the same time.
+      steps: of a tile.
+    """
+
+    footprint: Footprint
+    rows: int
+    columns: int | None
+    extents: tuple[int, ...]
+    order: npt.NDArray[np.int64]
+    at_once: int
+    steps: int
+
+    def name(self, axis: int) -> str:
+        return self.footprint.axes[axis] if self.footprint.axes else f"axis {axis}"
 
 
 def tiles(case: Case, *, backend: str | None = None, dark: bool = False) -> Figure:
-    """Of the best schedule of a backend, by default the best searched one."""
+    """Of the best schedule of a backend, by default the best searched one: what its footprint says of its grid.
+
+    Raises:
+      NothingToDraw: no kernel but the library's can do it.
+      ValueError: there is no such backend.
+    """
+    best = case.best_searched(backend)
+    footprint = case.footprint(best)
+    plan = _plan(footprint, case)
+    loads = footprint.mean_step.loads
+    first = min(plan.at_once, len(plan.order))
+    needed = [int(np.max(count)) for count in block_loads(footprint, float(first))]
+    shared = ", ".join(
+        f"{count} of {_name(load, number)}" for number, (load, count) in enumerate(zip(loads, needed, strict=True))
+        if np.max(load.bytes) > 0
+    )  # fmt: skip
+    waves = math.ceil(len(plan.order) / plan.at_once)
+    subtitle = (
+        f"{case.text(best)}. "
+        f"{len(plan.order)} tiles in {waves} wave{'s' * (waves > 1)} of {plan.at_once}; "
+        f"the {first} tiles of the first need these distinct blocks a step: {shared}"
+    )
     with drawing(dark) as look:
-        return figure("tiles", look)
+        made = figure(f"Tiles of {case.operation.name}, in the order in which they are taken", look, subtitle=subtitle)
+        _draw(made, plan, loads, look)
+        return made
+
+
+def _plan(f: Footprint, case: Case) -> Plan:
+    extents = tuple(int(np.max(extent)) for extent in f.grid)
+    order = walk(extents, int(np.max(f.minor)), int(np.max(f.group)), snake=f.snake)
+    long = sorted(sorted(range(len(extents)), key=lambda axis: -extents[axis])[:2])
+    columns = long[1] if len(long) > 1 and min(extents[axis] for axis in long) > 1 else None
+    rows = long[0] if columns is not None else max(range(len(extents)), key=lambda axis: extents[axis])
+    at_once = int(np.max(concurrent(f, case.hardware)))
+    return Plan(f, rows, columns, extents, order, at_once, max(1, round(float(np.max(f.steps)))))
+
+
+def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> None:
+    """The result with what is loaded for its rows at the left, and for its columns above."""
+    left = [(n, load) for n, load in enumerate(loads) if _selects(load, plan.rows) and not _selects(load, plan.columns)]
+    above = [
+        (n, load) for n, load in enumerate(loads) if _selects(load, plan.columns) and not _selects(load, plan.rows)
+    ]
+    left = [(n, load) for n, load in left if np.max(load.bytes) > 0]
+    above = [(n, load) for n, load in above if np.max(load.bytes) > 0]
+    grid = made.add_gridspec(
+        2, 3, width_ratios=(0.5 if left else 0.01, 1.3, 0.5), height_ratios=(0.5 if above else 0.01, 1.3)
+    )
+    result = made.add_subplot(grid[1, 1])
+    rows, columns = _result(result, plan, look)
+    first = plan.order[: min(plan.at_once, len(plan.order))]
+    if left:
+        axes = made.add_subplot(grid[1, 0])
+        _operand(axes, left, plan, rows, {int(t[plan.rows]) for t in first}, look, upright=True)
+    if above and plan.columns is not None:
+        axes = made.add_subplot(grid[0, 1])
+        _operand(axes, above, plan, columns, {int(t[plan.columns]) for t in first}, look, upright=False)
+    _legend(made.add_subplot(grid[1, 2]), plan, look)
+
+
+def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
+    """Tiles in the colour of their wave, and the way of the first; returns how many rows and columns are drawn."""
+    across = plan.extents[plan.columns] if plan.columns is not None else 1
+    down = plan.extents[plan.rows]
+    rows, columns = min(down, _DRAWN), min(across, _DRAWN)
+    wave = np.full((rows, columns), -1)
+    way: list[tuple[int, int]] = []
+    for number, tile in enumerate(plan.order):
+        other = [axis for axis in range(len(plan.extents)) if axis not in (plan.rows, plan.columns)]
+        if any(tile[axis] for axis in other):  # drawn are those of the first plane
+            continue
+        j, i = int(tile[plan.rows]), int(tile[plan.columns]) if plan.columns is not None else 0
+        if j < rows and i < columns:
+            wave[j, i] = number // plan.at_once
+            if number < plan.at_once:
+                way.append((i, j))
+    shades = _shades(plan, look)
+    pixels = np.zeros((rows, columns, 4))
+    for j in range(rows):
+        for i in range(columns):
+            pixels[j, i] = shades[min(int(wave[j, i]), len(shades) - 1)] if wave[j, i] >= 0 else (0, 0, 0, 0)
+    axes.imshow(pixels, aspect="auto", interpolation="nearest", extent=(-0.5, columns - 0.5, rows - 0.5, -0.5))
+    for edge in np.arange(0.5, columns - 0.5):
+        axes.axvline(edge, color=look.ground, lw=0.6)
+    for edge in np.arange(0.5, rows - 0.5):
+        axes.axhline(edge, color=look.ground, lw=0.6)
+    axes.plot(*zip(*way, strict=True), color=look.ink, lw=1.3)
+    axes.plot(*way[0], "o", color=look.ink, ms=6)
+    axes.plot(*way[-1], "s", color=look.ink, ms=5)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    cut = [f"the first {n} of {of}" for n, of in ((rows, down), (columns, across)) if n < of]
+    names = [plan.name(plan.rows)] + ([plan.name(plan.columns)] if plan.columns is not None else [])
+    sizes = f"{down} x {across} tiles" if plan.columns is not None else f"{down} tiles"
+    said = f"result: {sizes} ({' x '.join(names)})" + (f", {' and '.join(cut)} drawn" if cut else "")
+    axes.set_xlabel(said, fontsize=11)
+    return rows, columns
+
+
+def _operand(
+    axes: Axes, loads: Sequence[tuple[int, Operand]], plan: Plan, count: int, touched: set[int], look: Theme, *,
+    upright: bool,
+) -> None:  # fmt: skip
+    """Blocks of what is loaded along one axis, steps along the other; those that the first wave needs are filled."""
+    steps = min(plan.steps, 16)
+    pixels = np.zeros((count, steps, 4))
+    colour = _shades(plan, look)[0]
+    for index in range(count):
+        for step in range(steps):
+            strength = 1.0 if step == 0 else _LATER
+            pixels[index, step] = (*colour[:3], strength) if index in touched else (*_rgb(look.grid), 1.0)
+    shown = pixels if upright else pixels.transpose(1, 0, 2)
+    extent = (-0.5, shown.shape[1] - 0.5, shown.shape[0] - 0.5, -0.5)
+    axes.imshow(shown, aspect="auto", interpolation="nearest", extent=extent)
+    for edge in np.arange(0.5, shown.shape[1] - 0.5):
+        axes.axvline(edge, color=look.ground, lw=0.6)
+    for edge in np.arange(0.5, shown.shape[0] - 0.5):
+        axes.axhline(edge, color=look.ground, lw=0.6)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    words = [f"{_name(load, number)}: {digits(float(np.max(load.bytes)) / 1024)} KiB a step" for number, load in loads]
+    more = f"{plan.steps} step{'s' * (plan.steps > 1)}" + (f", {steps} drawn" if steps < plan.steps else "")
+    said = "\n".join([*words, more])
+    if upright:
+        axes.set_xlabel(said, fontsize=11)
+    else:
+        axes.set_ylabel(said, fontsize=11, rotation=0, ha="right", va="center")
+
+
+def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    axes.set_axis_off()
+    shades = _shades(plan, look)
+    waves = math.ceil(len(plan.order) / plan.at_once)
+    handles: list[Patch | Line2D] = [
+        Patch(color=shade, label=f"wave {number + 1}" + (" and later" if number + 1 == len(shades) < waves else ""))
+        for number, shade in enumerate(shades)
+    ]
+    handles.append(Line2D([], [], color=look.ink, marker="o", ms=6, lw=1.3, label="the way of wave 1"))
+    handles.append(Patch(color=shades[0], label="loaded for wave 1: in step 1,"))
+    handles.append(Patch(color=(*shades[0][:3], _LATER), label="in later steps"))
+    handles.append(Patch(color=look.grid, label="not loaded for wave 1"))
+    axes.legend(handles=handles, loc="upper left", borderaxespad=0.0, bbox_to_anchor=(0, 1))
+
+
+def _shades(plan: Plan, look: Theme) -> list[tuple[float, float, float, float]]:
+    """A colour for each wave, the last for all that follow."""
+    waves = min(6, math.ceil(len(plan.order) / plan.at_once))
+    ours, ground = np.array(_rgb(look.ours)), np.array(_rgb(look.ground))
+    mixed = [ours * share + ground * (1 - share) for share in np.linspace(1.0, 0.25, max(waves, 2))[:waves]]
+    return [(float(r), float(g), float(b), 1.0) for r, g, b in mixed]
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    from matplotlib.colors import to_rgb
+
+    return to_rgb(colour)
+
+
+def _selects(load: Operand, axis: int | None) -> bool:
+    return axis in load.axes
+
+
+def _name(load: Operand, number: int) -> str:
+    return load.name or f"operand {number}"

@@ -2,16 +2,137 @@
 
 from __future__ import annotations
 
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from scheduler.core.quantities import digits
+from scheduler.inspect.bound import GROUPS, group_of
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure, legend_right, time_unit
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Terms of less than this share of a launch are not shown by themselves.
+_SHOWN = 0.004
 
-def time_breakdown(case: Case, *, dark: bool = False) -> Figure:
-    """Of the winner, or of the top prediction where nothing was measured."""
+
+def time_breakdown(case: Case, *, backend: str | None = None, dark: bool = False) -> Figure:
+    """Of the best schedule of a backend, by default the best searched one, or of the top prediction.
+
+    Raises:
+      NothingToDraw: no kernel but the library's can do it.
+      ValueError: there is no such backend.
+    """
+    best = case.best_searched(backend)
+    parts = case.model(best.kernel).breakdown(case.footprint(best))
+    overlapped = {name: float(np.max(seconds)) for name, seconds in parts.overlapped.items()}
+    serial = {name: float(np.max(seconds)) for name, seconds in parts.serial.items()}
+    steps_s = float(np.max(parts.steps_s))
+    total = steps_s + sum(serial.values())
+    scale, unit = time_unit(total)
+    subtitle = case.text(best)
     with drawing(dark) as look:
-        return figure("time_breakdown", look)
+        made = figure(f"Where a launch of {case.operation.name} spends its time", look, subtitle=subtitle)
+        upper, lower = made.subplots(2, 1, height_ratios=(3, 4), sharex=True)
+        bars = {"model": total}
+        if best.seconds is not None:
+            bars["measured"] = best.seconds
+        if (library_s := case.library_s) is not None:
+            bars["XLA"] = library_s
+        # What takes many times as long would leave no room for the rest: it ends at the edge.
+        inner = max(total, bars.get("measured", 0.0), *overlapped.values())
+        upper.set_xlim(0, min(1.12 * max(inner, bars.get("XLA", 0.0)), 1.6 * inner) / scale)
+        _stacked(upper, bars, _parts(overlapped, steps_s, serial, look), scale, look)
+        _steps(lower, overlapped, steps_s, scale, look)
+        lower.set_xlabel(f"time, {unit}")
+        return made
+
+
+def _colours(look: Theme) -> Mapping[str, str]:
+    return dict(zip(GROUPS, look.several, strict=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece of the prediction: those after each other add up to it."""
+
+    name: str
+    seconds: float
+    colour: str
+    alpha: float = 1.0
+    hatch: str | None = None
+
+
+def _parts(overlapped: Mapping[str, float], steps_s: float, serial: Mapping[str, float], look: Theme) -> list[Part]:
+    colours, longest = _colours(look), max(overlapped, key=lambda name: overlapped[name])
+    first, colour = min(overlapped[longest], steps_s), colours[group_of(longest)]
+    steps = [
+        Part(f"steps: {longest}", first, colour),
+        Part("steps: not hidden behind it", steps_s - first, colour, hatch="////"),
+    ]
+    terms = sorted(serial.items(), key=lambda term: -term[1])
+    tones = np.linspace(1.0, 0.35, max(1, len(terms)))
+    return steps + [Part(n, s, colours[group_of(n)], float(tone)) for (n, s), tone in zip(terms, tones, strict=False)]
+
+
+def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale: float, look: Theme) -> None:
+    """The prediction as its parts add up, and what was measured."""
+    from matplotlib.patches import Patch
+
+    names, left, handles = list(bars)[::-1], 0.0, []
+    for part in parts:
+        if part.seconds >= _SHOWN * bars["model"]:
+            how = {"color": part.colour, "alpha": part.alpha, "hatch": part.hatch, "ec": look.ground, "lw": 0.8}
+            axes.barh(names.index("model"), part.seconds / scale, left=left / scale, height=0.66, **how)
+            handles.append(Patch(label=f"{part.name}, {digits(part.seconds / scale)}", fc=how.pop("color"), **how))
+        left += part.seconds
+    for name, colour in (("measured", look.faint), ("XLA", look.xla)):
+        if name in bars:
+            axes.barh(names.index(name), bars[name] / scale, height=0.66, color=colour)
+    edge = axes.get_xlim()[1]
+    for name, seconds in bars.items():
+        beyond = seconds / scale > edge
+        axes.annotate(
+            f"{digits(seconds / scale)}{' →' if beyond else ''}",
+            (min(edge, seconds / scale), names.index(name)),
+            (-5 if beyond else 5, 0),
+            textcoords="offset points",
+            va="center_baseline",
+            ha="right" if beyond else "left",
+            color=look.ground if beyond else look.ink,
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    legend_right(axes, handles, "one after the other")
+
+
+def _steps(axes: Axes, overlapped: Mapping[str, float], steps_s: float, scale: float, look: Theme) -> None:
+    """What is at work at once in the steps, each as long as it would take alone."""
+    from matplotlib.patches import Patch
+
+    colours = _colours(look)
+    shown = sorted(((s, n) for n, s in overlapped.items() if s >= _SHOWN * steps_s), reverse=True)
+    places: Sequence[int] = range(len(shown))[::-1]
+    for place, (seconds, name) in zip(places, shown, strict=True):
+        axes.barh(place, seconds / scale, height=0.66, color=colours[group_of(name)])
+        axes.annotate(
+            digits(seconds / scale), (seconds / scale, place), (5, 0), textcoords="offset points", va="center_baseline",
+            color=look.ink, fontsize=10,
+        )  # fmt: skip
+    axes.axvline(steps_s / scale, color=look.ink, lw=1.2, ls="--")
+    axes.annotate(
+        "all steps", (steps_s / scale, 0), (5, 0), textcoords="offset points", color=look.ink, va="center", fontsize=10
+    )
+    axes.set_yticks(list(places), [name for _, name in shown])
+    axes.tick_params(axis="y", length=0, labelsize=10)
+    axes.grid(axis="x")
+    used = [group for group in GROUPS if any(group_of(name) == group for _, name in shown)]
+    title = textwrap.fill("at once in the steps, each as long as it takes alone", 28)
+    legend_right(axes, [Patch(color=colours[group], label=group) for group in used], title)

@@ -48,8 +48,8 @@ def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint
         grid=(np.full(len(s), heads), np.full(len(s), plan.tiles), s.split_kv),
         step=Phase(
             loads=(
-                Operand(bytes=keys * key_bytes, axes=(0, 2), filled_bytes=s.block_kv * key_bytes),
-                Operand(bytes=keys * value_bytes, axes=(0, 2), filled_bytes=s.block_kv * value_bytes),
+                Operand(bytes=keys * key_bytes, axes=(0, 2), filled_bytes=s.block_kv * key_bytes, name="k"),
+                Operand(bytes=keys * value_bytes, axes=(0, 2), filled_bytes=s.block_kv * value_bytes, name="v"),
             ),
             flops=2.0 * logits * (p.head_dim + p.value_dim),
             fp32_ops=logits * LOGIT_OPERATIONS + WGMMA_ROWS * p.value_dim,
@@ -57,11 +57,12 @@ def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint
             onchip_bytes_read=WGMMA_ROWS * key_bytes + s.block_kv * (key_bytes + value_bytes),
         ),
         tile=Phase(
-            loads=(Operand(bytes=plan.rows / plan.tiles * key_bytes, axes=(0, 1)),),
+            loads=(Operand(bytes=plan.rows / plan.tiles * key_bytes, axes=(0, 1), name="q"),),
             bytes_written=(out_bytes + lse_bytes) / s.cluster,
         ),
         steps=steps,
         minor=0,
+        axes=("kv heads of all sequences", "packed queries", "splits of the keys"),
         stages=s.stages,
         consumers=1,
         onchip_bytes=smem_bytes(plan),

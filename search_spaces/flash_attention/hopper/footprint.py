@@ -55,8 +55,8 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
         grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), p.group), t.q_tiles),
         step=Phase(
             loads=(
-                Operand(bytes=keys * p.head_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.head_dim)),
-                Operand(bytes=keys * p.value_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.value_dim)),
+                Operand(bytes=keys * p.head_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.head_dim), name="k"),
+                Operand(bytes=keys * p.value_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.value_dim), name="v"),
             ),
             flops=2.0 * rows * s.block_kv * (p.head_dim + p.value_dim),
             mufu_ops=rows * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
@@ -69,6 +69,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
                 Operand(
                     bytes=queries * p.head_dim * size,
                     axes=(0, 1, 2),
+                    name="q",
                     filled_bytes=rows * p.head_dim * size,
                     tma_row_bytes=t.swizzle(p.head_dim),
                 ),
@@ -82,6 +83,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
         step_range=(steps.shortest(p, s), steps.longest_of_last(p, s, cores)),
         minor=np.where(sections, np.where(s.section > p.group, 0, 1), 2),
         group=np.where(sections, np.where(s.section > p.group, s.section // p.group, s.section), t.q_tiles),
+        axes=("kv heads of all sequences", "query heads of each", "queries"),
         stages=np.minimum(s.stages, STAGES),
         consumers=s.consumers,
         ping_pong=s.ping_pong,

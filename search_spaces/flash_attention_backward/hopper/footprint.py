@@ -64,9 +64,9 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
         grid=(np.full(len(s), p.batch * p.kv_heads), np.full(len(s), plan.kv_blocks)),
         step=Phase(
             loads=(
-                Operand(bytes=again * rows * h * b, axes=(0,), filled_bytes=again * s.block_q * h * b),
-                Operand(bytes=again * rows * hv * b, axes=(0,), filled_bytes=again * s.block_q * hv * b),
-                Operand(bytes=2.0 * s.block_q * ACCUMULATOR_BYTES, axes=(0,)),
+                Operand(bytes=again * rows * h * b, axes=(0,), filled_bytes=again * s.block_q * h * b, name="q"),
+                Operand(bytes=again * rows * hv * b, axes=(0,), filled_bytes=again * s.block_q * hv * b, name="do"),
+                Operand(bytes=2.0 * s.block_q * ACCUMULATOR_BYTES, axes=(0,), name="lse, delta"),
             ),
             flops=2.0 * pairs * (3 * h + 2 * hv + separate * (h + hv)),
             fp32_ops=again * pairs * PAIR_OPERATIONS + ~separate * s.block_q * h,
@@ -75,12 +75,13 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
             bytes_written=~separate * s.block_q * h * ACCUMULATOR_BYTES,
         ),
         tile=Phase(
-            loads=(Operand(bytes=np.full(len(s), keys * (h + hv) * b), axes=(0, 1)),),
+            loads=(Operand(bytes=np.full(len(s), keys * (h + hv) * b), axes=(0, 1), name="k, v"),),
             bytes_written=keys * (h + hv) * b,
         ),
         steps=each(np.mean),
         step_range=(each(np.min), each(np.max)),
         minor=1,
+        axes=("kv heads of all sequences", "keys"),
         onchip_bytes=np.where(separate, np.maximum(plan.onchip_bytes, DqPlan(p).onchip_bytes), plan.onchip_bytes),
         stages=np.minimum(s.q_stages, s.do_stages),
         consumers=CONSUMERS,

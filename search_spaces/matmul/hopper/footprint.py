@@ -76,6 +76,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
                 Operand(
                     bytes=p.m / blocks_m * row_bytes,
                     axes=(0, 1),
+                    name="a",
                     multicast=t.cluster_n,
                     filled_bytes=s.tile_m * s.tile_k * itemsize,
                     tma_row_bytes=t.swizzle,
@@ -85,6 +86,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
                 Operand(
                     bytes=p.n / blocks_n * row_bytes,
                     axes=(0, 2),
+                    name="b",
                     multicast=t.cluster_m,
                     filled_bytes=s.tile_k * s.tile_n * itemsize,
                     tma_row_bytes=t.swizzle,
@@ -113,6 +115,8 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         steps=t.steps,
         minor=np.where(s.grid_minor_dim == "m", 1, 2),
         group=s.grid_tile_width * np.where(s.grid_minor_dim == "m", t.cluster_m, t.cluster_n),
+        snake=True,
+        axes=("batch", "m", "n"),
         # A stage whose wgmma may be pending is loaded again one step later.
         stages=s.stages - s.delay_release,
         consumers=t.cooperating,
@@ -158,7 +162,7 @@ def _epilogue(p: MatmulProblem, s: Columns, t: Tiling) -> tuple[tuple[Operand, .
     onchip_bytes: Any = 0
     if p.bias:
         itemsize = jnp.dtype(p.bias).itemsize
-        loads.append(Operand(bytes=whole * columns * itemsize / t.cluster_k, axes=(0, 2)))
+        loads.append(Operand(bytes=whole * columns * itemsize / t.cluster_k, axes=(0, 2), name="bias"))
         onchip_bytes += round_up(t.consumers * t.bias_width * itemsize, SMEM_ALIGNMENT) + t.consumers * BARRIER_BYTES
     if p.residual:
         itemsize, stages = jnp.dtype(p.residual).itemsize, t.consumers * t.epi_stages
@@ -166,6 +170,7 @@ def _epilogue(p: MatmulProblem, s: Columns, t: Tiling) -> tuple[tuple[Operand, .
             Operand(
                 bytes=whole * rows * columns * itemsize / t.cluster_k,
                 axes=(0, 1, 2),
+                name="residual",
                 filled_bytes=whole * s.tile_m * s.tile_n * itemsize / t.cluster_k,
                 tma_row_bytes=t.residual_swizzle,
                 fill_rows=whole

@@ -160,11 +160,12 @@ def _common(
         "arithmetic": p.arithmetic,
         "grid": (blocks, cluster),
         "minor": 1,
+        "axes": ("rows", "parts of a row"),
         "step": dataclasses.replace(
             step,
             loads=(
-                Operand(bytes=bytes_written / steps, axes=(0, 1)),
-                Operand(bytes=shared.bytes / cluster / steps, axes=(1,)),
+                Operand(bytes=bytes_written / steps, axes=(0, 1), name="x"),
+                Operand(bytes=shared.bytes / cluster / steps, axes=(1,), name="weight"),
             ),
             flops=p.flops / p.rows * rows / cluster / steps,
         ),
