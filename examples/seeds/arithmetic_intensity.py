@@ -108,6 +108,8 @@ def main(argv: list[str] | None = None) -> None:
 def drawn(chip: Hardware, *, dark: bool = False) -> Figure:
     """Which blocks of A and B the first nine results need, row by row and in groups."""
     with style.drawing(dark) as look:
+        from matplotlib.patches import Rectangle
+
         figure = style.figure("Nine results of 9 x 9: blocks that must be loaded", look)
         axes = figure.subplots(2, 3)
         for row, group in zip(axes, (1, 3), strict=True):
@@ -120,19 +122,13 @@ def drawn(chip: Hardware, *, dark: bool = False) -> Figure:
             for axis, blocks, title in zip(row, needed, counts, strict=True):
                 for (i, j), kind in np.ndenumerate(blocks):
                     colour = (look.grid, look.xla, look.ours)[int(kind)]
-                    axis.add_patch(_square(j, i, colour, look.ground))
+                    axis.add_patch(Rectangle((j, i), 1, 1, facecolor=colour, edgecolor=look.ground, linewidth=1.5))
                 axis.set(xlim=(0, 9), ylim=(9, 0), aspect="equal", xticks=[], yticks=[])
                 axis.set_title(title)
                 for spine in axis.spines.values():
                     spine.set_visible(False)
             row[1].set_xlabel(f"together {blocks_loaded(chip, group)} blocks", color=look.faint)
     return figure
-
-
-def _square(x: float, y: float, colour: str, edge: str) -> object:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=edge, linewidth=1.5)
 
 
 if __name__ == "__main__":

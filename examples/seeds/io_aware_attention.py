@@ -264,7 +264,7 @@ def drawn(chip: Hardware, *, dark: bool = False) -> Figure:
         for at, (many, few) in enumerate(zip(three, one, strict=True)):
             saved = f"-{1 - few.memory_bytes / many.memory_bytes:.0%}"
             left.annotate(saved, (at + 0.02, few.memory_bytes / 1e6), ha="left", va="bottom", fontsize=9)
-        for axes, unit in ((left, "MB that device memory moves"), (right, "us by the model")):
+        for axes, unit in ((left, "MB that device memory moves"), (right, "µs by the model")):
             axes.set_xticks(x, [str(length) for length in LENGTHS])
             axes.set(xlabel="length", ylabel=unit, yscale="log")
             axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -70,13 +70,14 @@ class TeachingAttention(Kernel[FlashAttentionProblem, AttentionBlocks]):
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(np.full(len(schedules), p.batch * p.heads), p.q_len / br),
+            axes=("heads of all sequences", "queries"),
             step=Phase(
-                loads=(Operand(bytes=2 * bc * d * itemsize, axes=(0,)),),
+                loads=tuple(Operand(bytes=bc * d * itemsize, axes=(0,), name=name) for name in "KV"),
                 flops=4.0 * br * bc * d,
                 mufu_ops=br * (bc + 1),
                 fp32_ops=br * (4 * bc + d),
             ),
-            tile=Phase(loads=(Operand(bytes=rows, axes=(0, 1)),), fp32_ops=br * d, bytes_written=rows),
+            tile=Phase(loads=(Operand(bytes=rows, axes=(0, 1), name="Q"),), fp32_ops=br * d, bytes_written=rows),
             onchip_bytes=(2 * br * d + 2 * bc * d + br * bc + 2 * br) * itemsize,
             steps=p.kv_len / bc,
             minor=1,

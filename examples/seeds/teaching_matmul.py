@@ -1,9 +1,10 @@
 """The teaching kernel: a matrix product over four-dimensional views with a loop over k, as an operation that is tuned.
 
-    python examples/seeds/teaching_matmul.py
+    python examples/seeds/teaching_matmul.py [--hardware a100] [--plot tiles.svg]
 
 Views, block specs and body are those of the first teaching document (docs/seeds.md); the blocks, 128 x 128 x 32 there,
-are searched. On a CPU Pallas interprets it, on an NVIDIA GPU its Triton backend compiles it.
+are searched. On a CPU Pallas interprets it, on an NVIDIA GPU its Triton backend compiles it. The drawing shows the
+blocks that the model would choose for a chip.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from example_options import arguments, save
 from jax import lax
 from jax.experimental import pallas as pl
 
 import scheduler
+from scheduler.inspect import plots
+from scheduler.inspect.case import Case
 from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
 from search_spaces.matmul import MatmulProblem
 from search_spaces.matmul.xla import XlaMatmul
@@ -85,8 +89,9 @@ class TeachingMatmul(Kernel[MatmulProblem, Blocks]):
         return Footprint(
             arithmetic=p.arithmetic,
             grid=(p.m / s.block_m, p.n / s.block_n),
+            axes=("m", "n"),
             step=Phase(
-                loads=(Operand(bytes=a, axes=(0,)), Operand(bytes=b, axes=(1,))),
+                loads=(Operand(bytes=a, axes=(0,), name="a"), Operand(bytes=b, axes=(1,), name="b")),
                 flops=2.0 * s.block_m * s.block_n * s.block_k,
             ),
             tile=Phase(bytes_written=s.block_m * s.block_n * itemsize),
@@ -184,7 +189,8 @@ def _onchip_bytes(a: Any, b: Any, stages: Any, itemsize: int, target: Target) ->
 TEACHING_MATMUL = Operation("teaching_matmul", MatmulProblem, (TeachingMatmul(), XlaMatmul()))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    told = arguments(__doc__, argv)
     problem = MatmulProblem(m=256, n=192, k=128, dtype="float32")
     if jax.default_backend() == "gpu":
         problem = MatmulProblem(m=4096, n=4096, k=4096, dtype="float32")
@@ -197,6 +203,9 @@ def main() -> None:
     a, b = problem.inputs(seed=1)
     ours = scheduler.tuned(TEACHING_MATMUL)(a, b, backends="teaching")
     print(f"the teaching kernel differs from the float32 product by {largest_error(problem, ours, a, b):.1e} at most")
+    if told.plot:
+        case = Case(TEACHING_MATMUL, MatmulProblem(m=4096, n=4096, k=1024, dtype="float32"), told.hardware)
+        save(plots.tiles(case, backend="teaching", dark=told.dark), told.plot)
 
 
 def largest_error(problem: MatmulProblem, result: jax.Array, *args: jax.Array) -> float:
