@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -158,13 +159,39 @@ def test_b_predicts_what_the_documents_compiler_said():
     assert found[64].onchip_bytes == 131072
 
 
+NEEDS_COMPILER = pytest.mark.skipif(
+    compile_without_device.missing() is not None, reason="JAX's CUDA plugin is not installed"
+)
+
+
 @CHIPS
-@pytest.mark.skipif(compile_without_device.missing() is not None, reason="JAX's CUDA plugin is not installed")
+@NEEDS_COMPILER
 def test_b_predicts_to_the_byte_what_the_compiler_requests(chip):
     steps = memory_limits.compiled(chip, memory_limits.steps(chip))
     assert [step.fits for step in steps] == [step.said == compile_without_device.COMPILES for step in steps]
     assert [step.requested_bytes for step in steps if not step.fits] == [s.onchip_bytes for s in steps if not s.fits]
     assert not all(step.fits for step in steps)
+
+
+@CHIPS
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("operation", "problem"),
+    [
+        (teaching_matmul.TEACHING_MATMUL, MatmulProblem(512, 512, 1024, "float32")),
+        (teaching_matmul.TEACHING_MATMUL, MatmulProblem(512, 512, 1024, "bfloat16")),
+        (teaching_attention.TEACHING_ATTENTION, block_sizes.problem_of(1024)),
+        (teaching_attention.TEACHING_ATTENTION, block_sizes.problem_of(1024, heads=2, head_dim=128)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_footprints_of_teaching_kernels_are_what_the_compiler_wants(chip, operation, problem):
+    kernel = operation.kernels[0]
+    space = kernel.space(problem, chip.target)
+    legal = space.legal()[0]
+    schedules = random.Random(0).sample(list(space.schedules(legal)), 8)
+    predicted = kernel.footprint(problem, Columns.of(schedules), chip.target).onchip_bytes
+    assert compile_without_device.requests(chip, operation, problem, schedules) == predicted.tolist()
 
 
 @pytest.mark.skipif(compile_without_device.missing() is None, reason="JAX's CUDA plugin is installed")
@@ -188,13 +215,15 @@ def test_block_sizes_name_what_the_documents_count(length):
     """There: (Q + K + V + S + O + m and l) * 2 bytes, and ceil(N / Br) * ceil(N / Bc) iterations."""
     pairs, d = list(itertools.product((16, 32, 64, 128, 256), repeat=2)), 64
     for size, (br, bc) in zip(block_sizes.sizes(A100, block_sizes.problem_of(length), pairs), pairs, strict=True):
-        assert size.onchip_bytes == 2 * (br * d + bc * d + bc * d + br * bc + br * d + 2 * br)
+        assert size.named_bytes == 2 * (br * d + bc * d + bc * d + br * bc + br * d + 2 * br)
         assert size.iterations == -(-length // br) * -(-length // bc)
-        assert size.fits == ((br, bc) != (256, 256))
+        assert size.onchip_bytes < size.named_bytes
 
 
-def test_the_model_takes_a_size_that_fits():
-    found = block_sizes.sizes(A100, block_sizes.problem_of(1024), [(64, 64), (256, 256), (16, 16)])
+@CHIPS
+def test_sizes_that_no_chip_holds_are_named_with_what_is_missing(chip):
+    found = block_sizes.sizes(chip, block_sizes.problem_of(1024, head_dim=128), [(64, 64), (256, 256), (16, 4096)])
+    assert [size.limit for size in found] == ["", "spills registers", "does not fit on chip"]
     assert block_sizes.best(found).blocks == AttentionBlocks(64, 64)
 
 
@@ -234,6 +263,7 @@ def test_block_sizes_change_no_result(block_q, block_kv):
 def test_what_the_teaching_form_leaves_out_is_refused():
     causal = dataclasses.replace(teaching_attention.PROBLEM, causal=True)
     assert "attends to all keys" in TeachingAttention().supports(causal, CPU.target)
+    assert "bfloat16 or float16" in TeachingAttention().supports(teaching_attention.PROBLEM, H200.target)
 
 
 # Attention and device memory
@@ -362,3 +392,28 @@ def test_footprints_of_teaching_kernels_hold_for_many_schedules_at_once():
     many = TeachingMatmul().footprint(memory_limits.of_k(4096), Columns.of(blocks), H200.target)
     ones = [TeachingMatmul().footprint(memory_limits.of_k(4096), Columns.of([b]), H200.target) for b in blocks]
     assert list(many.onchip_bytes) == [int(one.onchip_bytes[0]) for one in ones]
+
+
+@pytest.mark.parametrize(
+    ("operation", "problem"),
+    [
+        ("teaching_matmul.py:TEACHING_MATMUL", "m=1024 n=1024 k=1024 dtype=float32"),
+        (
+            "teaching_attention.py:TEACHING_ATTENTION",
+            "batch=1 q_len=512 kv_len=512 heads=2 kv_heads=2 head_dim=64 dtype=float16",
+        ),
+    ],
+)
+def test_the_command_line_explains_a_teaching_kernel(operation, problem, tmp_path):
+    command = [sys.executable, "-m", "scheduler", "explain", f"{SEEDS}/{operation}", *problem.split()]
+    ran = subprocess.run([*command, "--hardware", "a100"], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "block_" in ran.stdout
+
+
+def test_a_drawing_that_cannot_be_made_is_refused_before_anything_is_computed(capsys):
+    with pytest.raises(SystemExit):
+        block_sizes.main(["--plot", "sizes.pdf"])
+    said = capsys.readouterr()
+    assert "sizes.pdf is neither .svg nor .png" in said.err
+    assert not said.out

@@ -3,7 +3,7 @@
     python examples/seeds/block_sizes.py [--hardware a100] [--plot sizes.svg] [--tiles tiles.svg]
 
 The table is the footprint of the teaching kernel (`teaching_attention.py`) beside the row of a chip, with the time that
-the cost model expects. Small blocks fit and repeat their loads; large ones do not fit.
+the cost model expects. Small blocks fit and repeat their loads; large ones run out of on-chip memory or registers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from example_options import arguments, save
 from teaching_attention import SIZES, TEACHING_ATTENTION, AttentionBlocks, TeachingAttention
 
-from scheduler.core.hardware import KIB, Hardware
+from scheduler.core.hardware import CPU, KIB, Hardware
 from scheduler.inspect import plots
 from scheduler.inspect.case import Case
 from scheduler.inspect.plots import style
@@ -40,33 +40,42 @@ class Size:
     """One pair of block sizes.
 
     Attributes:
-      onchip_bytes: that one block names.
-      fits: whether a block of the chip has so many.
+      named_bytes: of all that a block names, as the documents count on-chip memory and the interpreter takes it.
+      onchip_bytes, registers: that one block, and one of its threads, ask the chip for: S and O are in registers.
+      limit: what of these the chip does not have, in words; "" where it fits.
       iterations: blocks of queries times blocks of keys.
       predicted_s: of a launch, by the model.
     """
 
     blocks: AttentionBlocks
+    named_bytes: int
     onchip_bytes: int
-    fits: bool
+    registers: int
+    limit: str
     iterations: int
     predicted_s: float
 
 
 def sizes(chip: Hardware, problem: FlashAttentionProblem, pairs: Sequence[tuple[int, int]]) -> list[Size]:
     blocks = [AttentionBlocks(*pair) for pair in pairs]
-    demand = TeachingAttention().footprint(problem, Columns.of(blocks), chip.target)
-    iterations, onchip = block_count(demand) * demand.steps, np.asarray(demand.onchip_bytes)
-    predicted = CostModel(chip).seconds(demand)
+    named, demand = (TeachingAttention().footprint(problem, Columns.of(blocks), of.target) for of in (CPU, chip))
+    iterations, predicted = block_count(demand) * demand.steps, CostModel(chip).seconds(demand)
+    columns = (np.asarray(column).tolist() for column in (named.onchip_bytes, demand.onchip_bytes, demand.registers))
     return [
-        Size(one, int(onchip[i]), bool(onchip[i] <= chip.onchip_bytes), round(iterations[i]), float(predicted[i]))
-        for i, one in enumerate(blocks)
+        Size(one, *asked, _limit(chip, *asked[1:]), round(iterations[i]), float(predicted[i]))
+        for i, (one, *asked) in enumerate(zip(blocks, *columns, strict=True))
     ]
+
+
+def _limit(chip: Hardware, onchip_bytes: int, registers: int) -> str:
+    if onchip_bytes > chip.onchip_bytes:
+        return "does not fit on chip"
+    return "spills registers" if registers > chip.registers_per_thread else ""
 
 
 def best(found: Sequence[Size]) -> Size:
     """The fastest that fits, by the model."""
-    return min((size for size in found if size.fits), key=lambda size: size.predicted_s)
+    return min((size for size in found if not size.limit), key=lambda size: size.predicted_s)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,20 +85,21 @@ def main(argv: list[str] | None = None) -> None:
     pairs = list(itertools.product(SIZES, SIZES))
     found = sizes(chip, problem, pairs)
     print(f"{problem}; a block of {chip.kind} has {chip.onchip_bytes / KIB:.0f} KiB on chip")
-    print("  Br   Bc   on chip, KiB   iterations   predicted, us")
+    print("  Br   Bc   named, KiB   on chip, KiB   registers   iterations   predicted, us")
     for size in found:
-        time = f"{1e6 * size.predicted_s:15.1f}" if size.fits else "   does not fit"
         br, bc = size.blocks.block_q, size.blocks.block_kv
-        print(f"{br:4} {bc:4} {size.onchip_bytes / KIB:14.1f} {size.iterations:12} {time}")
+        memory = f"{size.named_bytes / KIB:12.1f} {size.onchip_bytes / KIB:14.1f}"
+        time = size.limit or f"{1e6 * size.predicted_s:.1f}"
+        print(f"{br:4} {bc:4} {memory} {size.registers:11} {size.iterations:12} {time:>15}")
     for heads in (1, 12, 96):
         chosen = best(sizes(chip, problem_of(1024, heads), pairs)).blocks
         many = f"{heads} head{'s' * (heads > 1)}"
         print(f"for {many} the model would take Br = {chosen.block_q}, Bc = {chosen.block_kv}")
 
-    print("\nBr = Bc   on chip, KiB   iterations: N = 1024    N = 4096")
+    print("\nBr = Bc   named, KiB   iterations: N = 1024    N = 4096")
     square = [(size, size) for size in SIZES]
     for short, long in zip(sizes(chip, problem, square), sizes(chip, problem_of(4096), square), strict=True):
-        print(f"{short.blocks.block_q:7} {short.onchip_bytes / KIB:14.1f} {short.iterations:23} {long.iterations:11}")
+        print(f"{short.blocks.block_q:7} {short.named_bytes / KIB:12.1f} {short.iterations:23} {long.iterations:11}")
     if told.plot:
         case = Case(TEACHING_ATTENTION, problem_of(1024, heads=96), chip)
         save(plots.block_sizes(case, backend="teaching", dark=told.dark), told.plot)

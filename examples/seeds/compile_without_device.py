@@ -1,6 +1,4 @@
-"""What the compiler says of the teaching kernel for a chip that is not here, or why it cannot be asked.
-
-    python examples/seeds/compile_without_device.py "NVIDIA H200" "m=1024 n=1024 k=4096 dtype=float32" 16 32 64
+"""What the compiler says of a teaching kernel for a chip that is not here, or why it cannot be asked.
 
 As a program it compiles, without a device: JAX's CUDA plugin gets a description of the chip, made of its row of the
 table of chips. It is a process of its own because platforms are chosen when JAX starts.
@@ -8,9 +6,11 @@ table of chips. It is a process of its own because platforms are chosen when JAX
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,13 +21,15 @@ import jax
 
 from scheduler.core import hardware
 from scheduler.core.hardware import Hardware
-from search_spaces.matmul import MatmulProblem
+from search_spaces import Kernel, Operation, Problem, load, locate
 
 COMPILES = "compiles"
+# Of a chip on which a block may have so little, the compiler refuses every kernel, and says how much that one wanted.
+NEXT_TO_NOTHING = 16
 DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: {threads}
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: {onchip}  shared_memory_per_core: {onchip_of_core}
+  shared_memory_per_block: {onchip}  shared_memory_per_block_optin: {onchip}  shared_memory_per_core: {onchip_of_core}
   core_count: {cores}  fpus_per_core: {lanes}  clock_rate_ghz: {clock_ghz}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth}  l2_cache_size: {l2}  device_memory_size: {memory}
@@ -48,8 +50,18 @@ def missing() -> str | None:
     return "the compiler for NVIDIA GPUs is not here: pip install 'tile-scheduler[cuda13]'"
 
 
-def verdicts(chip: Hardware, problem: MatmulProblem, block_ks: Sequence[int]) -> dict[int, str]:
-    """For each BK, `COMPILES` or the first line of what the compiler says, of blocks of 128 x 128.
+def verdicts(
+    chip: Hardware,
+    operation: Operation[Any],
+    problem: Problem,
+    schedules: Sequence[Any],
+    *,
+    onchip_bytes: int | None = None,
+) -> list[str]:
+    """Of each schedule of the operation's first kernel, `COMPILES` or the first line of what the compiler says.
+
+    Args:
+      onchip_bytes: that a block of the chip has; None is as the table has it.
 
     Raises:
       RuntimeError: the compiler cannot be asked; what its process said last.
@@ -57,12 +69,41 @@ def verdicts(chip: Hardware, problem: MatmulProblem, block_ks: Sequence[int]) ->
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     # Without the packages of a machine with a GPU (CUPTI) the plugin would not start.
     environment |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    command = [sys.executable, str(Path(__file__).resolve()), chip.kind, str(problem), *map(str, block_ks)]
+    asked = {
+        "operation": locate(operation),
+        "problem": problem.canonical(),
+        "chip": chip.kind,
+        "onchip_bytes": onchip_bytes or chip.onchip_bytes,
+        "schedules": [dataclasses.asdict(schedule) for schedule in schedules],
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), json.dumps(asked)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if ran.returncode:
-        said = (ran.stderr.strip() or f"status {ran.returncode}").splitlines()[-1]
-        raise RuntimeError(f"the compiler for {chip.kind} cannot be asked: {said}")
-    return {int(block_k): said for block_k, said in json.loads(ran.stdout.splitlines()[-1]).items()}
+        last = (ran.stderr.strip() or f"status {ran.returncode}").splitlines()[-1]
+        raise RuntimeError(f"the compiler for {chip.kind} cannot be asked: {last}")
+    found: list[str] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def requests(chip: Hardware, operation: Operation[Any], problem: Problem, schedules: Sequence[Any]) -> list[int | None]:
+    """On-chip bytes that the compiler wants for each schedule, whether the chip has them or not."""
+    said = verdicts(chip, operation, problem, schedules, onchip_bytes=NEXT_TO_NOTHING)
+    return [requested_bytes(one) for one in said]
+
+
+def requested_bytes(said: str) -> int | None:
+    """What a compiler's refusal says was asked for; None where it is no such refusal."""
+    found = re.search(r"requested (\d+)|smem_bytes=(\d+)", said)
+    return int(found[1] or found[2]) if found else None
+
+
+def said_of(kernel: Kernel[Any, Any], problem: Problem, schedule: Any, chip: Hardware, operands: Sequence[Any]) -> str:
+    """What this process's compiler says of one schedule, for the chip that `operands` lie on."""
+    try:
+        jax.jit(lambda *args: kernel.run(problem, schedule, chip.target, *args)).lower(*operands).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    return COMPILES
 
 
 def described(chip: Hardware) -> str:
@@ -85,34 +126,23 @@ def described(chip: Hardware) -> str:
     )
 
 
-def asked(chip: Hardware, problem: MatmulProblem, block_ks: Sequence[int]) -> dict[int, str]:
-    """As `verdicts`, in this process."""
+def main(text: str) -> None:
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
+    asked = json.loads(text)
+    operation = load(asked["operation"])
+    problem, kernel = operation.problem.from_canonical(asked["problem"]), operation.kernels[0]
+    chip = dataclasses.replace(hardware.find(asked["chip"]), onchip_bytes=asked["onchip_bytes"])
+    schedule = kernel.space(problem, chip.target).schedule
     topology = topologies.get_topology_desc(platform="cuda", target_config=described(chip), topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
     operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in problem.operands()]
     device = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="cuda")
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
-        return {block_k: said(chip, problem, block_k, operands) for block_k in block_ks}
-
-
-def said(chip: Hardware, problem: MatmulProblem, block_k: int, operands: Sequence[Any]) -> str:
-    """What the compiler says of one BK, of arrays or of their shapes."""
-    from teaching_matmul import Blocks, TeachingMatmul
-
-    def run(*args: Any) -> jax.Array:
-        return TeachingMatmul().run(problem, Blocks(128, 128, block_k), chip.target, *args)
-
-    try:
-        jax.jit(run).lower(*operands).compile()
-    except jax.errors.JaxRuntimeError as error:
-        return str(error).splitlines()[0]
-    return COMPILES
+        found = [said_of(kernel, problem, schedule(**one), chip, operands) for one in asked["schedules"]]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    kind, text, *rest = sys.argv[1:]
-    problem = MatmulProblem.parse(dict(field.split("=") for field in text.split()))
-    print(json.dumps(asked(hardware.find(kind), problem, list(map(int, rest)))))
+    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What the commands of these examples share: the chip to ask about, and a file to draw to."""
+"""What the commands of these examples share: the chip to ask about, and files to draw to."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def arguments(
 ) -> argparse.Namespace:
     """``--hardware``, as a row of the table, and files to draw to: ``--plot``, and `drawings` by their names.
 
-    A chip that is not there ends the program in a sentence.
+    What is asked wrongly ends the program in a sentence, before anything is computed.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     here = hardware.detect().kind if on_gpu() else "NVIDIA H200"
     parser.add_argument("--hardware", type=_chip, default=here, help=f"a row of the table of chips (default: {here})")
     if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw to this file, .svg or .png")
-        for name, what in (drawings or {}).items():
-            parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"draw {what}, likewise")
+        for name, what in {"plot": "to this file, .svg or .png", **(drawings or {})}.items():
+            parser.add_argument(f"--{name}", type=_picture, metavar="FILE", help=f"draw {what}")
         parser.add_argument("--dark", action="store_true", help="on a dark ground")
     return parser.parse_args(argv)
 
@@ -50,12 +49,8 @@ def is_here(chip: Hardware) -> bool:
 
 
 def save(figure: Figure, file: Path) -> None:
-    if file.suffix == ".svg":
-        file.write_text(plots.svg(figure))
-    elif file.suffix == ".png":
-        file.write_bytes(plots.png(figure))
-    else:
-        raise SystemExit(f"{file} is neither .svg nor .png; name one of these")
+    """As the file's ending says."""
+    file.write_bytes(plots.png(figure) if file.suffix == ".png" else plots.svg(figure).encode())
     print(f"drawn: {file}")
 
 
@@ -68,3 +63,12 @@ def _chip(kind: str) -> Hardware:
         gpus = ", ".join(row.kind for row in hardware.TABLE)
         raise argparse.ArgumentTypeError(f"{chip.kind} is no GPU; name one of {gpus}")
     return chip
+
+
+def _picture(name: str) -> Path:
+    file = Path(name)
+    if file.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{name} is neither .svg nor .png; name one of these")
+    if not plots.available():
+        raise argparse.ArgumentTypeError("drawings need matplotlib; run: pip install 'tile-scheduler[plots]'")
+    return file

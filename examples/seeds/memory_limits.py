@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from example_options import arguments, is_here
-from teaching_matmul import Blocks, TeachingMatmul
+from teaching_matmul import TEACHING_MATMUL, Blocks, TeachingMatmul
 
 import scheduler
 from scheduler.core import hardware
@@ -105,8 +104,7 @@ class Step:
     @property
     def requested_bytes(self) -> int | None:
         """What the compiler's message says was asked for."""
-        found = re.search(r"requested (\d+)|smem_bytes=(\d+)", self.said)
-        return int(found[1] or found[2]) if found else None
+        return compiler.requested_bytes(self.said)
 
 
 def steps(chip: Hardware, block_ks: Sequence[int] = BLOCK_KS) -> list[Step]:
@@ -117,12 +115,12 @@ def steps(chip: Hardware, block_ks: Sequence[int] = BLOCK_KS) -> list[Step]:
 
 def compiled(chip: Hardware, predicted: Sequence[Step]) -> list[Step]:
     """The same with what the compiler says."""
-    problem, block_ks = of_k(4096), [step.block_k for step in predicted]
+    problem, blocks = of_k(4096), [Blocks(128, 128, step.block_k) for step in predicted]
     if is_here(chip):
-        said = {k: compiler.said(chip, problem, k, problem.operands()) for k in block_ks}
+        said = [compiler.said_of(TeachingMatmul(), problem, one, chip, problem.operands()) for one in blocks]
     else:
-        said = compiler.verdicts(chip, problem, block_ks)
-    return [dataclasses.replace(step, said=said[step.block_k]) for step in predicted]
+        said = compiler.verdicts(chip, TEACHING_MATMUL, problem, blocks)
+    return [dataclasses.replace(step, said=one) for step, one in zip(predicted, said, strict=True)]
 
 
 def pipelined(chip: Hardware) -> list[Step]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from teaching_matmul import THREADS, WARPS, refusal, triton
 
 import scheduler
 from scheduler import tuned_flash_attention
@@ -26,6 +27,9 @@ from scheduler.core.hardware import detect
 from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
 from search_spaces.flash_attention import FlashAttentionProblem
 from search_spaces.flash_attention.xla import XlaFlashAttention
+
+sys.path.append(str(Path(__file__).parent))  # where a command line loads this file by its path
+from teaching_matmul import THREADS, WARPS, refusal, triton
 
 # What Triton makes blocks of.
 SIZES = (16, 32, 64, 128, 256)
@@ -46,6 +50,8 @@ class TeachingAttention(Kernel[FlashAttentionProblem, AttentionBlocks]):
         p = problem
         if reason := refusal(target):
             return reason
+        if target.platform == "cuda" and (p.dtype == "float32" or p.head_dim not in (32, 64, 128)):
+            return "multiplies bfloat16 or float16 of head size 32, 64 or 128 on a GPU"
         plain = FlashAttentionProblem(p.batch, p.q_len, p.kv_len, p.heads, p.heads, p.head_dim, dtype=p.dtype)
         return None if p == plain else "attends to all keys, each head to its own, and returns the result alone"
 
@@ -60,10 +66,6 @@ class TeachingAttention(Kernel[FlashAttentionProblem, AttentionBlocks]):
         )
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
-        """On chip is all that a block names: Q, K, V, S, O, m and l, in the dtype of the operands.
-
-        A compiler keeps some of it in registers, and some of it twice: what it asks for it says itself.
-        """
         p, br, bc = problem, schedules.block_q, schedules.block_kv
         d, itemsize = p.head_dim, jnp.dtype(p.dtype).itemsize
         rows = br * d * itemsize
@@ -78,13 +80,13 @@ class TeachingAttention(Kernel[FlashAttentionProblem, AttentionBlocks]):
                 fp32_ops=br * (4 * bc + d),
             ),
             tile=Phase(loads=(Operand(bytes=rows, axes=(0, 1), name="Q"),), fp32_ops=br * d, bytes_written=rows),
-            onchip_bytes=(2 * br * d + 2 * bc * d + br * bc + 2 * br) * itemsize,
+            onchip_bytes=_onchip_elements(br, bc, d, target) * itemsize,
             steps=p.kv_len / bc,
             minor=1,
             group=p.q_len / br,
             stages=1,
             threads=THREADS,
-            registers=br * d // THREADS,  # the result alone
+            registers=br * (bc + d) // THREADS,  # S and O alone
         )
 
     def run(
@@ -111,6 +113,18 @@ class TeachingAttention(Kernel[FlashAttentionProblem, AttentionBlocks]):
             ),
         )(*args)
         return out
+
+
+def _onchip_elements(br: Any, bc: Any, d: int, target: Target) -> Any:
+    """In the interpreter all that a block names, Q, K, V, S, O, m and l; on a GPU what Triton asks for, exactly.
+
+    S and O are in registers there, and V takes the place of K. Before Hopper, and of blocks too small for WGMMA, P goes
+    through shared memory where warps divide its columns. WGMMA takes V from there beside K.
+    """
+    if target.platform == "cpu":
+        return 2 * br * d + 2 * bc * d + br * bc + 2 * br
+    wgmma = (br >= 64) & (target.architecture >= "sm_90")
+    return br * d + bc * d + np.where(wgmma, bc * d, np.where(br < d, br * bc, 0))
 
 
 def flash_attention_forward(Q: Any, K: Any, V: Any, O: Any, *, Bc: int) -> None:  # noqa: E741 (the documents' names)

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from example_options import arguments, save
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -190,6 +189,8 @@ TEACHING_MATMUL = Operation("teaching_matmul", MatmulProblem, (TeachingMatmul(),
 
 
 def main(argv: list[str] | None = None) -> None:
+    from example_options import arguments, save  # beside this file, which a command line may load by its path
+
     told = arguments(__doc__, argv)
     problem = MatmulProblem(m=256, n=192, k=128, dtype="float32")
     if jax.default_backend() == "gpu":
