@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,14 +93,15 @@ def test_the_drawing_says_what_was_computed():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_teaching_kernel_is_right_wherever_its_space_says_it_can_run(dtype):
+def test_sampled_schedules_of_the_teaching_kernel_are_right(dtype):
     problem, kernel = MatmulProblem(256, 128, 256, dtype), TeachingMatmul()
     args = problem.inputs(seed=0)
     expected, allowed = np.asarray(problem.reference(*args)), problem.tolerance()
     space = kernel.space(problem, CPU.target)
     schedules = list(space.schedules(space.legal()[0]))
     assert len(schedules) == 2 * 2 * 3
-    for schedule in (*schedules, Blocks(64, 64, 64, group=2), Blocks(64, 64, 128, group=4)):
+    sample = random.Random(0).sample(schedules, 3)
+    for schedule in (*sample, Blocks(64, 64, 64, group=2), Blocks(64, 64, 128, group=4)):
         actual = np.asarray(kernel.run(problem, schedule, CPU.target, *args), np.float32)
         assert (np.abs(actual - expected) <= allowed.absolute + allowed.relative * np.abs(expected)).all(), schedule
 
@@ -242,14 +244,14 @@ def test_the_three_error_figures_are_those_of_the_documents():
     assert Errors.of([1.0, 2.0], [1.0, 4.0]) == Errors(2.0, 1.0, pytest.approx(0.25))
 
 
-def test_teaching_and_tuned_attention_match_the_standard_one():
-    scheduler.tune(teaching_attention.TEACHING_ATTENTION, teaching_attention.PROBLEM, budget=3)
-    found = teaching_attention.errors(teaching_attention.PROBLEM)
-    assert len(found) == 3
-    for name, off in found.items():
-        assert off.largest < 1e-5, name
-        assert off.mean < 1e-6, name
-        assert off.relative < 1e-4, name
+def test_teaching_and_tuned_attention_match_the_standard_one(capsys):
+    teaching_attention.main()
+    figures = re.findall(r"largest absolute (\S+), mean absolute (\S+), mean relative (\S+)", capsys.readouterr().out)
+    assert len(figures) == 3  # in blocks of 64, as tuned, and ours
+    for largest, mean, relative in (map(float, found) for found in figures):
+        assert mean < largest < 1e-5
+        assert mean < 1e-6
+        assert relative < 1e-4
 
 
 @pytest.mark.parametrize(("block_q", "block_kv"), [(16, 256), (64, 32), (256, 16)])
@@ -372,11 +374,6 @@ def test_a_program_prints_and_draws(example, pictures, says, tmp_path, capsys):
     example.main(["--hardware", "h200", *told])
     assert says in capsys.readouterr().out
     assert all(file.stat().st_size > 5000 for file in files)
-
-
-def test_a_program_tunes_attention(capsys):
-    teaching_attention.main()
-    assert "tuned_flash_attention  largest" in capsys.readouterr().out
 
 
 def test_a_program_runs_by_its_path_and_a_wrong_chip_ends_it_in_a_sentence():
