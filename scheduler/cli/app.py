@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from scheduler.cli import inspecting, measuring, storing
+from scheduler.cli import inspecting, measuring, plotting, reporting, storing
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
 from scheduler.core.threads import left_behind
@@ -81,6 +81,8 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "list": inspecting.list_,
     "show": inspecting.show,
     "explain": inspecting.explain,
+    "plot": plotting.plot,
+    "report": reporting.report,
     "export": storing.export,
     "import": storing.import_,
     "forget": storing.forget,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,7 +22,7 @@ from scheduler.cli.arguments import (
 )
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import console_here, output, print_command, print_json
-from scheduler.core.errors import SchedulerError
+from scheduler.core.errors import NothingToDraw, SchedulerError
 
 if TYPE_CHECKING:
     from scheduler.core.records import Key, Record, Trial
@@ -73,9 +74,11 @@ def list_(
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
     """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
-    from scheduler.cli import record_report
+    from scheduler.cli import landscape_report, record_report
     from scheduler.core import hints
     from scheduler.inspect import provenance, verdict
+    from scheduler.inspect.case import of_record
+    from scheduler.inspect.landscape import landscape
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -100,6 +103,9 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
         if record is not None:
             output(f"{key}, {where}", *provenance.record_head(record, trials_kept=bool(trials)), "")
             output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict.verdict(record))
+            if (case := of_record(record, trials, op)) is not None:
+                with contextlib.suppress(NothingToDraw):
+                    output("", *landscape_report.landscape(landscape(case)))
         if cut:
             output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
             _print_goes_on(key, command)

@@ -12,10 +12,10 @@ from rich.console import RenderableType
 
 from scheduler.cli.layout import Json, Row, labelled, ledger, table, texts
 from scheduler.core.quantities import digits, seconds_text
-from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Schedule, Trial
+from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
 from scheduler.inspect.provenance import stale, stale_line
 from scheduler.inspect.verdict import gain_text
-from scheduler.inspect.wording import compared, first_line
+from scheduler.inspect.wording import bases_of, compared, first_line
 from search_spaces import spelled
 
 if TYPE_CHECKING:
@@ -171,12 +171,7 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
 
 def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
     """Every trial; of each backend the record's schedule, or the first, in full and the others by what differs."""
-    bases: dict[str, tuple[str, Schedule]] = {}
-    for entry in record.entries if record is not None else ():
-        name = "the winner" if record is not None and entry == record.winner else f"the best {entry.backend}"
-        if entry.schedule:
-            bases.setdefault(entry.backend, (name, entry.schedule))
-    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases)
+    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases_of(record))
     rows = []
     for trial, choice in zip(trials, choices.texts, strict=True):
         failed = isinstance(trial.outcome, Failure)

@@ -164,3 +164,20 @@ def of_recording(path: Path, operation: Operation[Any] | None = None, record: Re
     operation = operation or load(sweep.operation)
     problem = operation.problem.from_canonical(sweep.problem)
     return Case(operation, problem, chips.swept(sweep), record, tuple(latest.values()), swept=True)
+
+
+def of_replay(path: Path, operation: Operation[Any] | None = None, *, budget: int = 64, seed: int = 0) -> Case:
+    """That of a search over a recorded sweep, which answers in place of a device.
+
+    Raises:
+      RecordingError: it cannot be read.
+      NoCandidate: it holds no schedule of today's kernels.
+    """
+    from scheduler.search.tuner import tune
+    from scheduler.store.store import Store
+
+    runner, store = replay.Replay(path), Store(":memory:")
+    operation = operation or load(runner.sweep.operation)
+    problem = operation.problem.from_canonical(runner.sweep.problem)
+    record = tune(operation, problem, budget=budget, seed=seed, store=store, runner=runner)
+    return Case(operation, problem, runner.hardware, record, tuple(store.last_trials(record.key)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Fields, fields_of
+from scheduler.core.identity import Fields, Point, fields_of
 from scheduler.core.records import Schedule, Trial
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned
@@ -66,6 +66,7 @@ class Account:
       tried: the last trial of each legal schedule that was tried, by this version of the kernel.
       untried: legal schedules that were not tried.
       ranks: each legal schedule's place in the model's order, from 1.
+      asked: those that were asked about, as far as they are legal.
     """
 
     backend: str
@@ -78,6 +79,7 @@ class Account:
     tried: tuple[Trial, ...] = ()
     untried: int = 0
     ranks: Mapping[Fields, int] = dataclasses.field(default_factory=dict, repr=False)
+    asked: tuple[Ranked, ...] = ()
 
     def rank(self, schedule: Schedule) -> int | None:
         """The place of a schedule in the model's order, None where it is not legal here and now."""
@@ -85,13 +87,19 @@ class Account:
 
 
 def explain(
-    operation: Operation[Any], problem: Problem, hardware: Hardware, trials: Sequence[Trial], *, top: int = 5
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    trials: Sequence[Trial],
+    *,
+    top: int = 5,
+    about: Sequence[Point] = (),
 ) -> list[Account]:
-    """An account of each kernel of `operation`, its best `top` predictions with their terms."""
+    """An account of each kernel of `operation`, its best `top` predictions with their terms, and those `about`."""
     return [
         Account(kernel.backend, kernel.version, refused=pruned)
         if isinstance(pruned, str)
-        else _account(operation, kernel, pruned, problem, hardware, trials, top)
+        else _account(operation, kernel, pruned, problem, hardware, trials, top, about)
         for kernel, pruned in predict.explain(operation, problem, hardware)
     ]
 
@@ -104,6 +112,7 @@ def _account(
     hardware: Hardware,
     trials: Sequence[Trial],
     top: int,
+    about: Sequence[Point],
 ) -> Account:
     ranks = {fields_of(pruned.schedule(index)): index + 1 for index in range(len(pruned.points))}
     last = {
@@ -112,27 +121,50 @@ def _account(
         if (trial.backend, trial.version) == (kernel.backend, kernel.version)
     }
     tried = tuple(trial for schedule, trial in last.items() if schedule in ranks)
-    points = pruned.points.take(np.arange(min(top, len(pruned.points))))
+    asked = [ranks[fields] - 1 for backend, fields in about if backend == kernel.backend and fields in ranks]
+    top = min(top, len(ranks))
+    shown = _ranked(operation, kernel, pruned, problem, hardware, [*range(top), *asked])
+    untried = len(pruned.points) - len(tried)
+    fitted = _fitted(operation, kernel, hardware)
+    return Account(
+        kernel.backend,
+        kernel.version,
+        size=pruned.size,
+        dropped=pruned.dropped,
+        first=shown[:top],
+        fitted=fitted,
+        tried=tried,
+        untried=untried,
+        ranks=ranks,
+        asked=shown[top:],
+    )
+
+
+def _ranked(
+    operation: Operation[Any],
+    kernel: Kernel[Any, Any],
+    pruned: Pruned,
+    problem: Problem,
+    hardware: Hardware,
+    places: Sequence[int],
+) -> tuple[Ranked, ...]:
+    """The schedules at these places of the model's order."""
+    points = pruned.points.take(np.array(places, dtype=np.intp))
     terms: Mapping[str, Any] = {}
     accesses: Sequence[Access | None] = [None] * len(points)
     if not kernel.library and len(points):
         footprint = kernel.footprint(problem, points, hardware.target)
         terms = model_of(operation, kernel, hardware).terms(footprint)
         accesses = _accesses(footprint, len(points))
-    first = tuple(
+    return tuple(
         Ranked(
-            pruned.schedule(index),
-            float(pruned.predicted_s[index]),
-            int(pruned.onchip_bytes[index]),
+            pruned.schedule(place),
+            float(pruned.predicted_s[place]),
+            int(pruned.onchip_bytes[place]),
             {name: float(np.broadcast_to(values, (len(points),))[index]) for name, values in terms.items()},
             accesses[index],
         )
-        for index in range(len(points))
-    )
-    untried = len(pruned.points) - len(tried)
-    fitted = _fitted(operation, kernel, hardware)
-    return Account(
-        kernel.backend, kernel.version, "", pruned.size, pruned.dropped, first, fitted, tried, untried, ranks
+        for index, place in enumerate(places)
     )
 
 

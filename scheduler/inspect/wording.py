@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from scheduler.core.records import Schedule, choice_text, schedule_text
+from scheduler.core.records import Record, Schedule, choice_text, schedule_text
 
 
 def first_line(text: str, most: int = 160) -> str:
@@ -53,3 +53,13 @@ def compared(
                 known.setdefault(backend, (f"the first of {backend}", schedule))
     names = " and ".join(dict.fromkeys(named))
     return Compared(texts, [f"schedules are shown by what differs from {names}"] if names else [])
+
+
+def bases_of(record: Record | None) -> dict[str, tuple[str, Schedule]]:
+    """Backend -> the record's schedule of it, and its name: what the others of that backend are compared with."""
+    bases: dict[str, tuple[str, Schedule]] = {}
+    for entry in record.entries if record is not None else ():
+        name = "the winner" if record is not None and entry == record.winner else f"the best {entry.backend}"
+        if entry.schedule:
+            bases.setdefault(entry.backend, (name, entry.schedule))
+    return bases

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.quantities import digits
-from scheduler.core.records import Measurement, Trial
+from scheduler.core.records import Measurement
 from scheduler.inspect.case import Case
 from scheduler.inspect.plots.style import Theme, drawing, figure, label_lines, time_unit
 from scheduler.prediction import predict
@@ -39,12 +39,14 @@ def best_so_far(case: Case, *, dark: bool = False) -> Figure:
     failed = int(np.isnan(times).sum())
     subtitle = f"{case.problem} on {case.hardware.kind}; {len(trials)} trials besides XLA's"
     subtitle += f", {failed} of which failed" if failed else ""
+    best = float(np.nanmin(times)) / scale
+    if case.library_s is not None and case.library_s / scale > _SHOWN * best:
+        subtitle += f"; XLA takes {digits(case.library_s / scale)} {unit}"
     with drawing(dark) as look:
         made = figure(f"Best time so far, {case.operation.name}", look, subtitle=subtitle)
         axes = made.add_subplot()
         _trials(axes, times / scale, look)
-        lines = {**_lines(case, trials, scale, look)}
-        best = float(np.nanmin(times)) / scale
+        lines = _lines(case, scale, look)
         lines["best"] = (best, f"best {digits(best)} {unit}", look.ours)
         for name in [name for name, (value, *_) in lines.items() if name != "best" and value <= _SHOWN * best]:
             axes.axhline(lines[name][0], color=lines[name][2], lw=1.6, ls="--" if name == "predicted" else "-")
@@ -60,12 +62,14 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
 
     numbers, best = np.arange(1, len(times) + 1), float(np.nanmin(times))
     reached = np.fmin.accumulate(times)
-    others = [value for value in times if value <= _SHOWN * best]
-    top = min(_SHOWN, max(1.1, 1.12 * max(others) / best)) * best
+    slowest = max(value for value in times if value <= _SHOWN * best)
+    top = max(1.04 * best, slowest + 0.1 * (slowest - best))
     shown, slow, failed = times <= top, times > top, np.isnan(times)
     axes.plot(numbers[shown], times[shown], "o", color=look.faint, ms=4.5, mew=0)
-    axes.plot(numbers[slow], np.full(slow.sum(), top), "^", color=look.faint, ms=5.5, mew=0, clip_on=False)
-    axes.plot(numbers[failed], np.full(failed.sum(), top), "x", color=look.bad, ms=6, mew=1.6, clip_on=False)
+    for which, marker, colour in ((slow, "^", look.faint), (failed, "x", look.bad)):
+        if which.any():
+            edge = np.full(which.sum(), top)
+            axes.plot(numbers[which], edge, marker, color=colour, ms=6, mew=1.6, clip_on=False)
     axes.step(numbers, np.minimum(reached, top), where="post", color=look.ours, lw=2.6)
     axes.set_ylim(best - 0.12 * (top - best), top)
     axes.set_xlim(0.4, len(times) + 0.6)
@@ -75,13 +79,13 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
         "a trial": Line2D([], [], ls="none", marker="o", color=look.faint, ms=5),
     }
     if slow.any():
-        kinds["slower than the picture is high"] = Line2D([], [], ls="none", marker="^", color=look.faint, ms=6)
+        kinds["slower"] = Line2D([], [], ls="none", marker="^", color=look.faint, ms=6)
     if failed.any():
         kinds["failed"] = Line2D([], [], ls="none", marker="x", color=look.bad, ms=6)
-    axes.legend(list(kinds.values()), list(kinds), loc="upper right", bbox_to_anchor=(1.0, 0.97))
+    axes.legend(list(kinds.values()), list(kinds), loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=4)
 
 
-def _lines(case: Case, trials: list[Trial], scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:
+def _lines(case: Case, scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:
     """XLA's time and that of the top prediction, as it was measured where it was tried: height, words, colour."""
     lines: dict[str, tuple[float, str, str]] = {}
     if (library_s := case.library_s) is not None:

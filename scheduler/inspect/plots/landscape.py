@@ -16,6 +16,7 @@ from scheduler.inspect.plots.style import Theme, drawing, figure, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -56,10 +57,9 @@ def landscape(
 
 def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch]:
     """Draws them; returns what stands for each reason."""
-    from matplotlib import colormaps
     from matplotlib.patches import Patch, Rectangle
 
-    shades = colormaps[look.sequential]
+    shades = _shades(look)
     hatches = dict(zip(land.reasons, itertools.cycle(_HATCHES)))
     size = max(7.5, min(13.0, 78 / max(len(land.xs), 1)))
     untried = False
@@ -68,7 +68,7 @@ def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch
             corner = (i - 0.48, j - 0.48)
             if cell.best_s is not None:
                 share = min(1.0, np.log(cell.best_s / land.best_s) / np.log(_SCALE))
-                colour = shades(1 - share)
+                colour = shades(share)
                 axes.add_patch(Rectangle(corner, 0.96, 0.96, color=colour, lw=0))
                 if len(land.xs) * len(land.ys) <= _NUMBERED:
                     bright = np.dot(colour[:3], (0.299, 0.587, 0.114)) > 0.5
@@ -99,16 +99,22 @@ def _mark(axes: Axes, land: Landscape, look: Theme) -> None:
         axes.add_patch(Rectangle(corner, 0.96, 0.96, fill=False, ec=look.xla, lw=3, zorder=4, clip_on=False))
 
 
+def _shades(look: Theme) -> LinearSegmentedColormap:
+    """From the best to the worst."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("times", look.magnitude)
+
+
 def _bar(axes: Axes, look: Theme) -> None:
     """What the colours stand for, in times of the best."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 
     assert axes.figure is not None
-    shades = look.sequential.removesuffix("_r") if look.sequential.endswith("_r") else f"{look.sequential}_r"
     ticks = [1, 1.1, 1.2, 1.4, _SCALE]
     bar = axes.figure.colorbar(
-        ScalarMappable(LogNorm(1, _SCALE), cmap=shades), ax=axes, ticks=ticks, fraction=0.05, aspect=28, pad=0.02
+        ScalarMappable(LogNorm(1, _SCALE), cmap=_shades(look)), ax=axes, ticks=ticks, fraction=0.05, aspect=28, pad=0.02
     )
     bar.ax.minorticks_off()
     bar.ax.set_yticklabels(["best", "1.1x", "1.2x", "1.4x", f"{_SCALE}x or more"])

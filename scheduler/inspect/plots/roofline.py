@@ -76,7 +76,9 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
         made = figure(title, look, subtitle=subtitle)
         left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
         names = sorted({point.operation for point in points})
-        arithmetics = sorted({case.problem.arithmetic for case in cases if Point.of(case)}, key=hardware.peak)
+        arithmetics = sorted(
+            {case.problem.arithmetic for case in cases if Point.of(case)}, key=lambda name: (hardware.peak(name), name)
+        )
         _roofs(left, {name: hardware.peak(name) for name in arithmetics}, hardware.hbm_bytes_per_s, points, look)
         for axes, of_roof in ((left, False), (right, True)):
             _points(axes, points, names, look, of_roof=of_roof)

@@ -32,7 +32,7 @@ class Theme:
       ground, ink, faint, grid: of the paper, of words and lines, of what matters less, and of what matters least.
       ours, xla, third, bad: the schedules that were searched, XLA's programs, something else, and what failed.
       several: for what has many kinds, in the order of use.
-      sequential: the name of a colour map for magnitudes, the best of which stands out from the ground.
+      magnitude: from the best, which stands out from the ground, to the worst.
     """
 
     ground: str
@@ -44,7 +44,7 @@ class Theme:
     third: str
     bad: str
     several: tuple[str, ...]
-    sequential: str
+    magnitude: tuple[str, ...]
 
 
 LIGHT = Theme(
@@ -56,8 +56,8 @@ LIGHT = Theme(
     xla="#c75000",
     third="#008763",
     bad="#b3407f",
-    several=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#6a51a3"),
-    sequential="viridis_r",
+    several=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#8c8c8c", "#d55e00", "#56b4e9", "#6a51a3"),
+    magnitude=("#083a7a", "#1c6bb0", "#6baed6", "#e3eef9"),
 )
 DARK = Theme(
     ground="#0d1117",
@@ -68,14 +68,14 @@ DARK = Theme(
     xla="#f39c3d",
     third="#2fc79b",
     bad="#e58abf",
-    several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#2f7fc1", "#ee7733", "#a0a0a0", "#a992dd"),
-    sequential="viridis",
+    several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#a0a0a0", "#ee7733", "#2f7fc1", "#a992dd"),
+    magnitude=("#d2e3f3", "#8fc2de", "#2f7fbc", "#0a3a75"),
 )
 # Inches: a slide of 16 to 9, on which 12 points are read from the last row.
 WIDTH, HEIGHT = 10.0, 5.625
 DPI = 160
 _TEXT = 12.0
-_LINE = 114  # letters of the smaller kind
+_LINE = 106  # letters of the smaller kind
 # Of one width as far as may be: a viewer without the first has the second, or a narrower one.
 _FONT: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -89,6 +89,16 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def require() -> None:
+    """Asks before anything is computed for a picture.
+
+    Raises:
+      MissingPackage: matplotlib is not installed.
+    """
+    if not available():
+        raise MissingPackage("pictures need matplotlib, which is not installed: pip install 'tile-scheduler[plots]'")
+
+
 def theme(dark: bool) -> Theme:
     return DARK if dark else LIGHT
 
@@ -100,10 +110,7 @@ def drawing(dark: bool) -> Iterator[Theme]:
     Raises:
       MissingPackage: matplotlib is not installed.
     """
-    if not available():
-        raise MissingPackage(
-            "pictures need matplotlib, which is not installed; run: pip install 'tile-scheduler[plots]'"
-        )
+    require()
     from matplotlib import style
 
     look = theme(dark)
@@ -179,7 +186,8 @@ def plain_log(axis: Axis) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
-    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 50 * low else (1.0, 2.0, 5.0), numticks=12))
+    subs = (1.0,) if high > 50 * low else (1.0, 2.0, 5.0) if high > 8 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_locator(NullLocator())
 
@@ -193,9 +201,8 @@ def label_lines(axes: Axes, lines: Sequence[tuple[float, str, str]]) -> None:
         tall = (words.count("\n") + 1) * 0.2 / inches * (high - low)
         place = max(height, placed + tall / 2)
         placed = place + tall / 2
-        axes.annotate(
-            words, (1.0, place), (8, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-            va="center", color=colour, fontsize=11, annotation_clip=False,
+        axes.text(
+            1.012, place, words, transform=axes.get_yaxis_transform(), va="center", color=colour, fontsize=11
         )  # fmt: skip
 
 
@@ -237,9 +244,11 @@ def svg(drawn: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(?<= d=")[^"]+', lambda path: re.sub(r"\d+\.\d+", _shorter, path[0]), text)
+    # matplotlib's ids are digests of places to the last bit, which differ between runs: here they are counted.
+    ids = {name: f"{number}" for number, name in enumerate(re.findall(r'\bid="([^"]+)"', text))}
+    text = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', lambda found: f"{found[1]}@{ids[found[2]]}", text)
     own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    text = re.sub(r'\bid="', f'id="{own}-', text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{own}-", text)
+    text = re.sub(r'(\bid="|href="#|url\(#)@', rf"\g<1>{own}-", text)
     # What the element says of all elements would hold for all of a page.
     text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
     label = html.escape(str(drawn.get_label()), quote=True)

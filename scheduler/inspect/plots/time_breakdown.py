@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -88,7 +88,13 @@ def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale
     names, left, handles = list(bars)[::-1], 0.0, []
     for part in parts:
         if part.seconds >= _SHOWN * bars["model"]:
-            how = {"color": part.colour, "alpha": part.alpha, "hatch": part.hatch, "ec": look.ground, "lw": 0.8}
+            how: dict[str, Any] = {
+                "color": part.colour,
+                "alpha": part.alpha,
+                "hatch": part.hatch,
+                "ec": look.ground,
+                "lw": 0.8,
+            }
             axes.barh(names.index("model"), part.seconds / scale, left=left / scale, height=0.66, **how)
             handles.append(Patch(label=f"{part.name}, {digits(part.seconds / scale)}", fc=how.pop("color"), **how))
         left += part.seconds
@@ -124,7 +130,7 @@ def _steps(axes: Axes, overlapped: Mapping[str, float], steps_s: float, scale: f
         axes.barh(place, seconds / scale, height=0.66, color=colours[group_of(name)])
         axes.annotate(
             digits(seconds / scale), (seconds / scale, place), (5, 0), textcoords="offset points", va="center_baseline",
-            color=look.ink, fontsize=10,
+            color=look.ink, fontsize=10, bbox={"fc": look.ground, "ec": "none", "pad": 0.6},
         )  # fmt: skip
     axes.axvline(steps_s / scale, color=look.ink, lw=1.2, ls="--")
     axes.annotate(

@@ -8,13 +8,13 @@ from xml.etree.ElementTree import Element, tostring
 Child = Element | str | None
 
 
-def element(name: str, *children: Child, **attributes: str | bool | None) -> Element:
+def element(tag: str, /, *children: Child, **attributes: str | bool | None) -> Element:
     """An element with these children, None left out.
 
     Args:
       attributes: `class_` is class, and `data_x` data-x; True is an attribute without a value, None and False are none.
     """
-    made = Element(name)
+    made = Element(tag)
     for key, value in attributes.items():
         if value is not None and value is not False:
             made.set(key.rstrip("_").replace("_", "-"), "" if value is True else value)

@@ -1,0 +1,178 @@
+"""The command that draws: pictures of records, of trials and of recorded sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scheduler.cli.arguments import (
+    HardwareName,
+    chip_of,
+    field_texts,
+    file_errors,
+    hardware_here,
+    has_fields,
+    problem_of,
+    usage_errors,
+    wanted_by,
+)
+from scheduler.cli.stores import ask_stores
+from scheduler.cli.terminal import output
+from scheduler.core.errors import NothingToDraw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from scheduler.core.records import Record
+    from scheduler.inspect.case import Case
+
+MANY = ("gains", "roofline")
+ONE = ("best-so-far", "predictions", "landscape", "block-sizes", "tiles", "time-breakdown")
+_SWEEPS = Path("sweeps")
+
+What = Annotated[str, typer.Argument(help=f"{', '.join(MANY)}; of one problem: {', '.join(ONE)}; or all.")]
+
+
+def plot(
+    what: What,
+    operation: Annotated[str | None, typer.Argument(help="An operation; without one, all.")] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    hardware: HardwareName = None,
+    recording: Annotated[
+        list[Path] | None, typer.Option(help="A recorded sweep in place of what is stored; can be repeated.")
+    ] = None,
+    over: Annotated[
+        str | None, typer.Option(help="Choices of a schedule: tile_m,tile_n for landscape, one for block-sizes.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Whose schedules; by default the best searched ones.")] = None,
+    budget: Annotated[int, typer.Option(min=1, help="Trials of best-so-far's search over a recording.")] = 64,
+    dark: Annotated[bool, typer.Option("--dark", help="On a dark ground.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A file, .svg or .png; for all, a directory.  [default: named after the picture]"),
+    ] = None,
+) -> None:
+    """Draw what is stored, or what recorded sweeps hold: no device is needed.
+
+    `all` draws each picture twice, light and dark, of what is shipped with this package, and of the recordings in
+    sweeps/ here.
+    """
+    from scheduler.inspect import plots
+    from scheduler.inspect.plots import style
+
+    style.require()
+    if what not in (*MANY, *ONE, "all"):
+        from search_spaces.space import unknown
+
+        raise typer.BadParameter(f"no picture {unknown(what, (*MANY, *ONE, 'all'))}")
+    recordings = recording or []
+    if what == "all":
+        _all(out or Path("pictures"), recordings or sorted(_SWEEPS.rglob("*.jsonl.gz")))
+        return
+    place = out or Path(f"{what}.svg")
+    if place.suffix not in (".svg", ".png"):
+        raise typer.BadParameter(f"--out {place}: a picture is a .svg or a .png")
+    with usage_errors():
+        words = {} if not over else {"over": tuple(over.split(",")) if what == "landscape" else over}
+        if what == "landscape" and over and over.count(",") != 1:
+            raise ValueError(f"--over {over}: a landscape is over two choices, as in --over tile_m,tile_n")
+        if backend is not None:
+            words["backend"] = backend
+        made = _drawn(what, operation, fields or [], hardware, recordings, budget, {"dark": dark, **words})
+    with file_errors(place):
+        if place.suffix == ".png":
+            place.write_bytes(plots.png(made))
+        else:
+            place.write_text(plots.svg(made), encoding="utf-8")
+    output(str(place))
+
+
+def _drawn(
+    what: str, operation: str | None, fields: Sequence[str], hardware: str | None, recordings: Sequence[Path],
+    budget: int, options: dict[str, Any],
+) -> Figure:  # fmt: skip
+    from scheduler.inspect import case, plots
+
+    if what in MANY:
+        records = _records(operation, fields, hardware)
+        if what == "gains":
+            return plots.gains(records, **options)
+        found = [case.of_record(record) for record in records]
+        return plots.roofline([one for one in found if one is not None], **options)
+    if what == "predictions" and (recordings or not fields):
+        records = [] if recordings else _records(operation, fields, hardware)
+        cases = [*map(case.of_recording, recordings), *map(case.of_record, records)]
+        return plots.predictions([one for one in cases if one is not None], **options)
+    if len(recordings) > 1:
+        raise ValueError(f"{what} is of one problem: name one recording")
+    if recordings:
+        one = (
+            case.of_replay(recordings[0], budget=budget) if what == "best-so-far" else case.of_recording(recordings[0])
+        )
+    else:
+        one = _case(what, operation, fields, hardware)
+    if what == "predictions":
+        return plots.predictions([one], **options)
+    draw: Callable[..., Figure] = getattr(plots, what.replace("-", "_"))
+    return draw(one, **options)
+
+
+def _records(operation: str | None, fields: Sequence[str], hardware: str | None) -> list[Record]:
+    """Those that calls see: of the same key, the user's own before the shipped."""
+    kept = [record for _, records in ask_stores(lambda store: list(store.records())) for record in records]
+    wanted = wanted_by([record.key for record in kept], operation, hardware)
+    found: dict[Any, Record] = {}
+    for record in kept:
+        if wanted(record.key) and has_fields(record, None, field_texts(fields)):
+            found.setdefault(record.key, record)
+    if not found:
+        raise NothingToDraw("nothing of that is stored or shipped; tile-scheduler list shows what is")
+    if hardware is None and len(chips := {record.key.hardware for record in found.values()}) > 1:
+        raise NothingToDraw(
+            f"these are of several chips, and a picture is of one: --hardware, of {', '.join(sorted(chips))}"
+        )
+    return list(found.values())
+
+
+def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str | None) -> Case:
+    """A problem with its record and its trials, where they are kept."""
+    from scheduler.core import hardware as chips
+    from scheduler.core.identity import key_of
+    from scheduler.inspect.case import Case
+
+    if operation is None or not fields:
+        raise ValueError(f"{what} is of one problem: name it (matmul m=4096 n=4096 k=4096), or a recorded sweep")
+    op, problem = problem_of(operation, fields)
+    canonical = problem.canonical()
+    chip = chips.find(hardware) if hardware is not None else None
+    if chip is None:
+        asked = ask_stores(
+            lambda store: [r.key.hardware for r in store.records(operation=op.name) if r.key.problem == canonical]
+        )
+        known = [chip_of(identity) for _, identities in asked for identity in identities]
+        chip = next((one for one in known if one is not None), None) or hardware_here(0)
+    key = key_of(op, problem, chip)
+    for _, (record, trials) in ask_stores(lambda store: (store.get(key), store.last_trials(key))):
+        if record is not None or trials:
+            return Case(op, problem, chip, record, tuple(trials))
+    return Case(op, problem, chip)
+
+
+def _all(out: Path, recordings: Sequence[Path]) -> None:
+    from scheduler.inspect import plots
+    from scheduler.inspect.plots.gallery import gallery
+    from scheduler.store.store import shipped
+
+    store = shipped()
+    records = [] if store is None else list(store.records())
+    with file_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    for dark in (False, True):
+        for name, made in gallery(records, recordings, dark=dark):
+            place = out / f"{name}-{'dark' if dark else 'light'}.svg"
+            with file_errors(place):
+                place.write_text(plots.svg(made), encoding="utf-8")
+            output(str(place))

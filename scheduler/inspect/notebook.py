@@ -1,0 +1,64 @@
+"""A record as a notebook shows it: one small table, no script and nothing to load."""
+
+from __future__ import annotations
+
+import html
+
+from scheduler.core.quantities import digits, seconds_text
+from scheduler.core.records import Entry, Record, choice_text
+from scheduler.inspect.case import of_record
+from scheduler.inspect.provenance import record_head
+from scheduler.inspect.verdict import gain_text, standing, verdict
+from scheduler.model.cost import CostModel
+from search_spaces import spelled
+
+_NUMBER = ' style="text-align:right"'
+
+
+def record_html(record: Record) -> str:
+    """The problem, the winner and its gain over XLA, the entries, and how sure that is; all text escaped."""
+    problem = spelled(record.key.operation, record.key.problem)
+    winner, gain = record.winner, gain_text(record)
+    against = f"{gain} the speed of XLA" if gain.endswith("x") and winner.backend != record.library else f"XLA: {gain}"
+    rows = "".join(_row(record, entry) for entry in record.entries)
+    head = "".join(
+        f"<th{style}>{name}</th>"
+        for name, style in (
+            ("backend", ""), ("time", _NUMBER), ("over the winner's", _NUMBER), ("TFLOP/s", _NUMBER),
+            ("% of roofline", _NUMBER), ("schedule", ' style="text-align:left"'),
+        )
+    )  # fmt: skip
+    told = " ".join([*verdict(record), *(f"{line}." for line in record_head(record, trials_kept=True))])
+    return (
+        f"<div><p><b>{_escaped(record.key.operation)}</b> {_escaped(problem)} on {_escaped(record.key.hardware)}<br>"
+        f"<b>{_escaped(seconds_text(winner.measurement.median_s))}</b> by {_escaped(winner.backend)}, "
+        f"{_escaped(against)}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        f"<p><small>{_escaped(told)}</small></p></div>"
+    )
+
+
+def _row(record: Record, entry: Entry) -> str:
+    time_s, case = entry.measurement.median_s, of_record(record)
+    rate = share = ""
+    if case is not None and case.problem.flops:
+        rate = digits(case.problem.flops / time_s / 1e12)
+    if case is not None and not case.hardware.abilities.interpreted:
+        share = f"{CostModel(case.hardware).lower_bound(case.problem) / time_s:.1%}"
+    beside = "" if entry == record.winner else _beside(record, entry)
+    cells = (
+        (entry.backend, ""), (seconds_text(time_s), _NUMBER), (beside, _NUMBER), (rate, _NUMBER), (share, _NUMBER),
+        (choice_text("", entry.schedule).strip(), ' style="text-align:left"'),
+    )  # fmt: skip
+    return "<tr>" + "".join(f"<td{style}>{_escaped(text)}</td>" for text, style in cells) + "</tr>"
+
+
+def _beside(record: Record, entry: Entry) -> str:
+    """The entry's time over the winner's with its interval, or that they tie."""
+    stands = standing(record, entry)
+    ratio = "tie" if stands.state == "tie" else f"{stands.ratio:.2f}x"
+    return f"{ratio} ({stands.interval})" if stands.interval else ratio
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text, quote=True)

@@ -1,0 +1,250 @@
+"""One record of a report: why this schedule, how sure that is, and how it is tuned again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from xml.etree.ElementTree import Element
+
+from scheduler.core.quantities import digits, seconds_text
+from scheduler.core.records import Failure, Measurement, Record, choice_text
+from scheduler.inspect.explain import Account
+from scheduler.inspect.provenance import failures, record_head
+from scheduler.inspect.report.elements import Child, element, extend, table
+from scheduler.inspect.report.gather import Told
+from scheduler.inspect.report.overview import outcome
+from scheduler.inspect.report.pictures import Picture, shown
+from scheduler.inspect.verdict import gain_text, standing, verdict
+from scheduler.inspect.wording import bases_of, compared, first_line
+
+
+def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -> Element:
+    """All that is told of one record; where there are no pictures, `missing` says why."""
+    record = told.record
+    made = element(
+        "article",
+        element(
+            "nav",
+            element("a", "All records", href="#list"),
+            element("a", "previous", class_="previous", hidden=True),
+            element("a", "next", class_="next", hidden=True),
+        ),
+        element("h2", f"{record.key.operation} ", element("span", told.spelled)),
+        element("p", f"on {record.key.hardware}; kept in: {told.where}", class_="faint"),
+        _figures(told),
+        id=ident,
+        tabindex="-1",
+    )
+    parts = {
+        "Why this schedule": _why(told),
+        "How sure that is": _sure(record),
+        "Beside the others": _entries(told),
+        "Where the schedules went": _accounts(told),
+        "Pictures": [*shown(pictures), *([element("p", missing)] if missing else [])],
+        "Trials": _trials(told),
+        "Once more": _commands(told),
+    }
+    for heading, content in parts.items():
+        if content := list(content):
+            extend(made, [element("section", element("h3", heading), *content)])
+    return made
+
+
+def _figures(told: Told) -> Element:
+    """The few numbers that a reader looks for first."""
+    record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
+    shown = {"time": seconds_text(time_s), "against XLA": gain_text(record)}
+    if shown["against XLA"] == "1.00x":
+        shown["against XLA"] = outcome(told)
+    if case is not None:
+        shown["rate"] = f"{digits(case.problem.flops / time_s / 1e12)} TFLOP/s"
+        shown["traffic"] = f"{digits(case.problem.bytes_moved / time_s / 1e12)} TB/s"
+    if told.roofline_s is not None:
+        shown[f"of the roofline ({told.bound})"] = f"{100 * told.roofline_s / time_s:.1f} %"
+    return element(
+        "dl",
+        *(element("div", element("dt", name), element("dd", value)) for name, value in shown.items()),
+        class_="figures",
+    )
+
+
+def _why(told: Told) -> Iterator[Element]:
+    record, winner = told.record, told.record.winner
+    yield element("p", " ".join(_story(told)))
+    yield element("p", element("code", choice_text(winner.backend, winner.schedule)))
+    if isinstance(told.held, str):
+        yield element("p", f"Calls do not get it: {told.held}.", class_="warning")
+    yield from (element("p", line, class_="faint") for line in record_head(record, trials_kept=bool(told.trials)))
+
+
+def _story(told: Told) -> Iterator[str]:
+    """From the whole space to the winner, in sentences."""
+    record = told.record
+    size = sum(account.size for account in told.accounts)
+    legal = sum(len(account.ranks) for account in told.accounts)
+    if told.accounts:
+        yield f"Of {_counted(size, 'schedule')}, {size - legal:,} break a rule or do not fit; {legal:,} are legal."
+    else:
+        yield f"The space had {_counted(record.space, 'schedule')}."
+    left = f", and {record.excluded:,} more could not win by their lower bound" if record.excluded else ""
+    yield f"The search tried {record.tried:,} of them{left}."
+    if told.rank is not None and told.rank[1] > 1:
+        place, among = told.rank
+        yield f"The model had ranked the winner {_place(place)} of the {among:,} of its kernel."
+    others = len(record.entries) - 1
+    if record.confidence.rounds and others:
+        met = "the other" if others == 1 else f"the {others} others below"
+        yield f"It met {met} in {record.confidence.rounds} rounds of a final comparison."
+
+
+def _sure(record: Record) -> Iterator[Element]:
+    yield from (element("p", line) for line in verdict(record))
+    if tied := record.confidence.tied:
+        lines = (element("li", element("code", label)) for label in tied)
+        summary = element("summary", f"The {len(tied)} that are equally fast, within 1 %")
+        yield element("details", summary, element("ol", *lines))
+
+
+def _entries(told: Told) -> Iterator[Element]:
+    """The winner, the runner-up and the best of each other backend, side by side."""
+    record, case = told.record, told.case
+    choices = compared([(entry.backend, entry.schedule) for entry in record.entries])
+    names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
+    columns = [
+        "",
+        "kernel and schedule",
+        "beside the winner",
+        "time",
+        "spread",
+        "TFLOP/s",
+        "% of roofline",
+        "predicted",
+        "off",
+    ]
+    rows = []
+    for name, entry, choice in zip(names, record.entries, choices.texts, strict=False):
+        time_s = entry.measurement.median_s
+        rows.append(
+            (
+                name,
+                element("code", choice),
+                standing(record, entry).interval if entry != record.winner else "",
+                seconds_text(time_s),
+                seconds_text(entry.measurement.spread_s),
+                digits(case.problem.flops / time_s / 1e12) if case else "",
+                f"{100 * told.roofline_s / time_s:.1f}" if told.roofline_s is not None else "",
+                seconds_text(entry.predicted_s),
+                f"{entry.predicted_s / time_s - 1:+.1%}",
+            )
+        )
+    yield table(None, columns, rows, numbers=6)
+    yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
+
+
+def _accounts(told: Told) -> Iterator[Element]:
+    if told.unexplained:
+        yield element("p", f"Not known here: {told.unexplained}.")
+        return
+    now, then = sum(account.size for account in told.accounts), told.record.space
+    if now != then:
+        yield element("p", f"As today's kernels count; the search counted {_counted(then, 'schedule')}.")
+    for account in told.accounts:
+        if account.refused:
+            yield element("p", element("b", account.backend), f", version {account.version}: {account.refused}.")
+        elif account.size > 1:
+            yield _funnel(account, bool(told.trials))
+            if any(ranked.terms for ranked in account.first):
+                yield from _predictions(account)
+            if account.fitted:
+                yield element("p", f"{account.fitted}.", class_="faint")
+        else:
+            yield element("p", element("b", account.backend), f", version {account.version}: one schedule.")
+
+
+def _funnel(account: Account, trials_kept: bool) -> Element:
+    """Every reason and what it left, as a bar on a logarithmic scale."""
+    left = account.size
+    rows: list[tuple[Child, ...]] = [
+        ("", f"schedules of {account.backend}, version {account.version}", *_left(left, left))
+    ]
+    for reason, count in account.dropped.items():
+        left -= count
+        rows.append((f"\u2212{count:,}", reason, *_left(left, account.size)))
+    if trials_kept:
+        tried = len(account.tried)
+        rows.append((f"\u2212{account.untried:,}", "legal, and not tried", *_left(tried, account.size)))
+        for reason, count in failures(account.tried).items():
+            tried -= count
+            rows.append((f"\u2212{count:,}", f"failed: {reason}", *_left(tried, account.size)))
+    rows = [(reason, dropped, count, bar) for dropped, reason, count, bar in rows]
+    return table(None, ["why", "dropped", "left", ""], rows, numbers=3)
+
+
+def _left(left: int, size: int) -> tuple[str, Element]:
+    share = math.log1p(left) / math.log1p(size) if size else 0.0
+    bar = element("rect", width=f"{100 * share:.1f}", height="8")
+    return f"{left:,}", element(
+        "svg", bar, viewBox="0 0 100 8", preserveAspectRatio="none", class_="bar", aria_hidden="true"
+    )
+
+
+def _predictions(account: Account) -> Iterator[Element]:
+    """The model's first choices and the winner, a column each, and what their times are made of; their schedules."""
+    winner = [ranked for ranked in account.asked if ranked not in account.first]
+    shown = [*account.first, *winner]
+    names = [*_ordinals(len(account.first)), *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner)]
+    rows: list[tuple[Child, ...]] = [
+        ("predicted", *(seconds_text(ranked.predicted_s) for ranked in shown)),
+        ("on-chip memory", *(f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in shown)),
+    ]
+    for name in dict.fromkeys(name for ranked in shown for name, seconds in ranked.terms.items() if seconds):
+        rows.append((name, *(seconds_text(ranked.terms[name]) for ranked in shown)))
+    yield table(f"The model's order of {account.backend}", ["", *names], rows, numbers=len(shown))
+    choices = compared([(account.backend, ranked.schedule) for ranked in shown])
+    lines = (element("li", f"{name}: ", element("code", text)) for name, text in zip(names, choices.texts, strict=True))
+    yield element("ul", *lines, class_="plain")
+
+
+def _ordinals(count: int) -> list[str]:
+    return [_place(place) for place in range(1, count + 1)]
+
+
+def _place(place: int | None) -> str:
+    """1st, 22nd, 113th."""
+    ends = {1: "st", 2: "nd", 3: "rd"}
+    assert place is not None, "what is asked about and legal has a place"
+    return f"{place:,}{'th' if place % 100 in (11, 12, 13) else ends.get(place % 10, 'th')}"
+
+
+def _trials(told: Told) -> Iterator[Element]:
+    if not told.trials:
+        yield element("p", "The times of its trials are not kept beside the record.")
+        return
+    yield table(None, ["", "kernel and schedule", "predicted", "time"], _trial_rows(told), numbers=2)
+    choices = compared([(trial.backend, trial.schedule) for trial in told.trials], bases_of(told.record))
+    yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
+
+
+def _trial_rows(told: Told) -> Iterator[tuple[Child, ...]]:
+    choices = compared([(trial.backend, trial.schedule) for trial in told.trials], bases_of(told.record))
+    for trial, choice in zip(told.trials, choices.texts, strict=True):
+        said = element("span", element("code", choice))
+        if isinstance(trial.outcome, Failure):
+            extend(said, [element("span", first_line(str(trial.outcome)), class_="failure")])
+        time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
+        yield str(trial.number), said, seconds_text(trial.predicted_s), time
+
+
+def _commands(told: Told) -> Iterator[Element]:
+    if told.command is None:
+        yield element("p", "Only whoever tuned it knows the command: its operation is not of this package.")
+        return
+    yield element("p", f"On a machine with this chip ({told.record.key.hardware}), this tunes it again:")
+    yield element(
+        "p", element("code", told.command), element("button", "copy", type="button", class_="copy", hidden=True),
+        class_="command",
+    )  # fmt: skip
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

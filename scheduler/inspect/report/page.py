@@ -1,0 +1,110 @@
+"""The whole report: one HTML file that needs no network and lets nothing run but its own script."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from scheduler.core.records import Key, Trial
+from scheduler.inspect.report.article import article
+from scheduler.inspect.report.elements import element, written
+from scheduler.inspect.report.gather import Told
+from scheduler.inspect.report.overview import overview
+from scheduler.inspect.report.pictures import Pictures, colours
+
+_HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a report comes from.
+
+    Attributes:
+      stores: what was read.
+      versions: of this package and of what explains the records, by name.
+      date: UTC, ISO 8601.
+    """
+
+    stores: Sequence[str]
+    versions: Mapping[str, str]
+    date: str
+
+
+def page(
+    records: Sequence[Told], cut: Iterable[tuple[str, Key, Sequence[Trial]]], origin: Origin, pictures: Pictures
+) -> str:
+    """The report as text.
+
+    Args:
+      records: in the order in which they are shown (`ordered`).
+      cut: where it is kept, key and trials of each search that did not end.
+    """
+    named = list(zip(_idents(records), records, strict=True))
+    style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    title = f"Tile schedules: {len(records)} record{'' if len(records) == 1 else 's'}"
+    body = element(
+        "body",
+        element("header", element("h1", title), element("p", _said_of(origin), class_="faint")),
+        element(
+            "main",
+            overview(named, cut, pictures),
+            *(
+                article(ident, told, found, pictures.missing)
+                for (ident, told), found in zip(named, pictures.of_record, strict=True)
+            ),
+        ),
+        element("script", colours(), type="application/json", id="colours"),
+        element("script", script),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", style),
+    )
+    return written(element("html", head, body, lang="en"))
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing is loaded, and nothing runs that is not ours, whatever a record holds."""
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src data: blob:"
+
+
+def _said_of(origin: Origin) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+    return f"Read from {' and '.join(origin.stores)} on {origin.date[:10]} by {versions}."
+
+
+def ordered(records: Iterable[Told]) -> list[Told]:
+    """By operation and chip, and problems by their extents."""
+    return sorted(records, key=_order)
+
+
+def _order(told: Told) -> tuple[object, ...]:
+    key = told.record.key
+    extents = tuple((int(number or 0), word) for word, number in re.findall(r"([^0-9]+)([0-9]*)", f" {told.spelled}"))
+    return key.operation, key.hardware, extents, told.where
+
+
+def _idents(records: Iterable[Told]) -> list[str]:
+    """A name for each record's address, the same in each report of one cache."""
+    taken: dict[str, int] = {}
+    names = []
+    for told in records:
+        key = told.record.key
+        text = f"{key.operation} {told.spelled} {key.hardware.partition(' (')[0]}"
+        name = "r-" + re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-")
+        taken[name] = taken.get(name, 0) + 1
+        names.append(name if taken[name] == 1 else f"{name}-{taken[name]}")
+    return names
