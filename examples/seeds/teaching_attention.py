@@ -118,12 +118,12 @@ class TeachingAttention(Kernel[FlashAttentionProblem, AttentionBlocks]):
 def _onchip_elements(br: Any, bc: Any, d: int, target: Target) -> Any:
     """In the interpreter all that a block names, Q, K, V, S, O, m and l; on a GPU what Triton asks for, exactly.
 
-    S and O are in registers there, and V takes the place of K. Before Hopper, and of blocks too small for WGMMA, P goes
-    through shared memory where warps divide its columns. WGMMA takes V from there beside K.
+    S and O are in registers there, and V takes the place of K. P goes through shared memory where warps divide its
+    columns; but Hopper's WGMMA, of 64 rows and more, has it in registers, and reads V on chip beside K.
     """
     if target.platform == "cpu":
         return 2 * br * d + 2 * bc * d + br * bc + 2 * br
-    wgmma = (br >= 64) & (target.architecture >= "sm_90")
+    wgmma = (br >= 64) & (target.architecture == "sm_90")
     return br * d + bc * d + np.where(wgmma, bc * d, np.where(br < d, br * bc, 0))
 
 

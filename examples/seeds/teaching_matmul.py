@@ -174,13 +174,13 @@ def triton() -> Any:
 def _onchip_bytes(a: Any, b: Any, stages: Any, itemsize: int, target: Target) -> Any:
     """What Triton asks for, exact for the blocks of `TeachingMatmul.space`: accumulators are in registers.
 
-    Before Hopper a step is multiplied from registers, so that its buffer is free for the next load: one less than there
-    are stages. WGMMA reads both operands on chip, but float32 only with k contiguous, so `b` is transposed into one
-    buffer more.
+    On Ampere and Ada a step is multiplied from registers, so that its buffer is free for the next load: one less than
+    there are stages. Hopper's WGMMA reads both operands on chip, but float32 only with k contiguous, so `b` is
+    transposed into one buffer more.
     """
     if target.platform == "cpu":
         return a + b
-    if target.architecture < "sm_90":
+    if target.architecture != "sm_90":
         return (stages - 1) * (a + b)
     return (stages - 1) * (a + b) + b if itemsize == 4 else stages * (a + b)
 
