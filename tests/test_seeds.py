@@ -1,6 +1,7 @@
 """What the examples of the teaching documents say: their figures, computed here a second way where there is one."""
 
 import dataclasses
+import functools
 import itertools
 import random
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hopper
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -348,10 +350,20 @@ def test_remainders_are_right_and_what_is_too_short_is_refused():
 
 
 def test_a_schedule_is_timed_here():
-    problem = vector_width.problem_of(8, 64)
-    kernel = SILU_AND_MUL.kernel("interpret")
+    problem, kernel = vector_width.problem_of(8, 64), SILU_AND_MUL.kernel("interpret")
     schedule = kernel.space(problem, CPU.target).points().row(0)
-    assert vector_width.timed(CPU, problem, kernel.backend, schedule) > 0
+    run = functools.partial(scheduler.tuned_silu_and_mul, backends=kernel.backend, schedule=schedule)
+    assert vector_width.timed(CPU, problem, run) > 0
+
+
+def test_narrow_accesses_are_more_of_them_and_take_longer():
+    problem = vector_width.problem_of(16384, 4096)
+    found = vector_width.widths(H200, problem)
+    assert [width.access_bytes for width in found] == [16, 8, 4, 2]
+    assert [width.transactions / found[0].transactions for width in found] == [1, 2, 4, 8]
+    assert found[0].predicted_s <= found[1].predicted_s < found[3].predicted_s
+    for schedule in vector_width.schedules_of_widths():
+        hopper.lower(SILU_AND_MUL.kernel("mosaic_gpu"), problem, schedule)
 
 
 # As programs
@@ -406,6 +418,12 @@ def test_the_command_line_explains_a_teaching_kernel(operation, problem, tmp_pat
     ran = subprocess.run([*command, "--hardware", "a100"], capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "block_" in ran.stdout
+
+
+@pytest.mark.parametrize("example", [io_aware_attention, vector_width], ids=lambda module: module.__name__)
+def test_a_chip_for_which_no_kernel_is_shipped_ends_it_in_a_sentence(example):
+    with pytest.raises(SystemExit, match=r"not for NVIDIA A100.*; name a Hopper GPU with --hardware"):
+        example.main(["--hardware", "a100"])
 
 
 def test_a_drawing_that_cannot_be_made_is_refused_before_anything_is_computed(capsys):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from scheduler.core import hardware
 from scheduler.core.hardware import Hardware
 from scheduler.inspect import plots
+from search_spaces import Kernel, Problem
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,6 +47,12 @@ def on_gpu() -> bool:
 def is_here(chip: Hardware) -> bool:
     """Whether it is this chip, so that what is asked about can be tried and timed as well."""
     return on_gpu() and hardware.detect().kind == chip.kind
+
+
+def require(kernel: Kernel[Any, Any], problem: Problem, chip: Hardware) -> None:
+    """Ends the program in a sentence where a shipped kernel is not for that chip."""
+    if reason := kernel.supports(problem, chip.target):
+        raise SystemExit(f"the shipped kernel {reason}; name a Hopper GPU with --hardware")
 
 
 def save(figure: Figure, file: Path) -> None:

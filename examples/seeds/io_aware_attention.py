@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from example_options import arguments, is_here, save
+from example_options import arguments, is_here, require, save
 
 from scheduler import tuned_flash_attention, tuned_matmul, tuned_softmax
 from scheduler.core import hardware
@@ -196,8 +196,7 @@ def main(argv: list[str] | None = None) -> None:
     drawings = {"traffic": "bytes and time over length", "parts": "the parts of the time of one launch"}
     told = arguments(__doc__, argv, drawings=drawings)
     chip: Hardware = told.hardware
-    if reason := FLASH_ATTENTION.kernels[0].supports(fused(512), chip.target):
-        raise SystemExit(f"{chip.kind}: the shipped kernel {reason}; name a Hopper GPU with --hardware")
+    require(FLASH_ATTENTION.kernel("mosaic_gpu"), fused(LENGTHS[0]), chip)
     ridges = ", ".join(f"{row.kind} {row.ridge(DTYPE):.0f}" for row in hardware.TABLE)
     print(f"ridge of the roofline in {DTYPE}, FLOP/B: {ridges}\n")
     for point in points(chip):

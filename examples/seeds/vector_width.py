@@ -9,20 +9,25 @@ the cost model; where a Hopper GPU is here, times are measured as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 import numpy.typing as npt
-from example_options import arguments, is_here, save
+from example_options import arguments, is_here, require, save
 
 from scheduler import tuned_silu_and_mul
 from scheduler.core.hardware import Hardware, detect
-from scheduler.core.records import Schedule
 from scheduler.inspect.explain import explain
 from scheduler.inspect.plots import style
 from scheduler.measure import timer
+from scheduler.model.constants import model_of
+from scheduler.model.traffic import block_count
+from search_spaces import Columns
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
+from search_spaces.silu_and_mul.hopper import SiluSchedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,20 +81,59 @@ def row(chip: Hardware, problem: SiluAndMulProblem, *, measure: bool = False) ->
         return Row(problem, refused=account.refused)
     (first,) = account.first
     assert first.access is not None, "the kernel tells how it reaches memory"
+    run = functools.partial(tuned_silu_and_mul, backends="mosaic_gpu", schedule=first.schedule)
     return Row(
         problem,
         access_bytes=round(first.access.bytes),
         wanted=first.access.coalescing,
         transactions=round(first.access.transactions),
         predicted_s=first.predicted_s,
-        measured_s=timed(chip, problem, "mosaic_gpu", first.schedule) if measure else None,
+        measured_s=timed(chip, problem, run) if measure else None,
     )
 
 
-def timed(chip: Hardware, problem: SiluAndMulProblem, backend: str, schedule: Schedule) -> float:
-    """Seconds of one schedule on the chip that is here."""
+@dataclasses.dataclass(frozen=True)
+class Width:
+    """The same elements a thread in accesses of one width.
+
+    Attributes:
+      transactions: accesses of warps, of the whole launch.
+      predicted_s, measured_s: as in `Row`.
+    """
+
+    access_bytes: int
+    transactions: int
+    predicted_s: float
+    measured_s: float | None = None
+
+
+def schedules_of_widths(elements: int = 8) -> list[SiluSchedule]:
+    """Of so many elements of each half a thread, from one access to as many as there are elements."""
+    vectors = [elements >> halving for halving in range(elements.bit_length())]
+    return [SiluSchedule(warps=4, vector=vector, accesses=elements // vector, rows=1) for vector in vectors]
+
+
+def widths(chip: Hardware, problem: SiluAndMulProblem, *, measure: bool = False) -> list[Width]:
+    """What accesses of 16, 8, 4 and 2 bytes cost; no space offers the narrower ones where the widest fit."""
+    kernel, schedules = SILU_AND_MUL.kernel("mosaic_gpu"), schedules_of_widths()
+    demand = kernel.footprint(problem, Columns.of(schedules), chip.target)
+    predicted = model_of(SILU_AND_MUL, kernel, chip).seconds(demand)
+    transactions = demand.step.transactions * block_count(demand)
+    return [
+        Width(
+            int(demand.access_bytes[i]),
+            int(transactions[i]),
+            float(predicted[i]),
+            timed(chip, problem, lambda x, one=one: kernel.run(problem, one, chip.target, x)) if measure else None,
+        )
+        for i, one in enumerate(schedules)
+    ]
+
+
+def timed(chip: Hardware, problem: SiluAndMulProblem, run: Callable[[jax.Array], jax.Array]) -> float:
+    """Seconds of one way to compute it on the chip that is here."""
     (x,) = problem.inputs(seed=0)
-    call = jax.jit(lambda x: tuned_silu_and_mul(x, backends=backend, schedule=schedule))
+    call = jax.jit(run)
     return timer.measure(lambda: call(x), repetitions=20, clock=chip.abilities.clock, l2="warm").median_s
 
 
@@ -119,6 +163,7 @@ def right(d: int, tokens: int = 8) -> bool:
 def main(argv: list[str] | None = None) -> None:
     told = arguments(__doc__, argv)
     chip: Hardware = told.hardware
+    require(SILU_AND_MUL.kernel("mosaic_gpu"), problem_of(TOKENS[0], WIDTHS[0]), chip)
     here = is_here(chip)
     memory, l2 = (round(s * chip.clock_hz) for s in (chip.memory_latency_s, chip.l2_latency_s))
     print(f"{chip.kind}, busy: {memory} cycles until device memory answers, {l2} until its L2 cache does")
@@ -133,6 +178,13 @@ def main(argv: list[str] | None = None) -> None:
     }
     for name, (starts, size) in cases.items():
         print(f"  {name:28} {wanted_share(starts, size, sector):6.1%}")
+
+    most = problem_of(TOKENS[-1], WIDTHS[-1])
+    print(f"\none access of a thread: {most}")
+    for width in widths(chip, most, measure=here):
+        measured = f", {1e6 * width.measured_s:.1f} measured" if width.measured_s else ""
+        predicted = f"{1e6 * width.predicted_s:6.1f} us predicted"
+        print(f"  {width.access_bytes:3} bytes: {width.transactions:9} accesses of warps, {predicted}{measured}")
 
     rows = [row(chip, problem_of(tokens, d), measure=here) for tokens in TOKENS for d in (*WIDTHS, *ODD_WIDTHS)]
     print(f"\nsilu_and_mul in float16; {'measured' if here else 'predicted'}")
