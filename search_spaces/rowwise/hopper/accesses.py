@@ -26,8 +26,8 @@ def vectors(p: RowProblem) -> tuple[int, ...]:
 def coalescing(row_bytes: Any, access_bytes: Any) -> Any:
     """Share of the sectors that warps' accesses touch which they want, on average over where rows may start.
 
-    A warp's 32 accesses are one run of bytes. Where rows start at multiples of a sector they touch no other, else each
-    run reaches into one more.
+    A warp's 32 accesses are one run of bytes, whole sectors long. Where it starts within a sector it reaches into one
+    more: rows start at each multiple of the largest power of two that divides both, equally often.
     """
     run = WARP * access_bytes
-    return np.where(row_bytes % SECTOR_BYTES == 0, 1.0, run / (run + SECTOR_BYTES))
+    return run / (run + SECTOR_BYTES - np.gcd(row_bytes, SECTOR_BYTES))
