@@ -39,7 +39,8 @@ from scheduler.core.identity import fields_of, point_of
 from scheduler.core.records import Measurement, Sweep, Trial
 from scheduler.measure import replay
 from scheduler.model.calibration import Observed, observed
-from scheduler.model.cost import Constants, CostModel
+from scheduler.model.cost import CostModel
+from scheduler.model.overheads import Constants
 from scheduler.search.search import Search
 from search_spaces import load
 from search_spaces.kernel import Kernel

@@ -23,7 +23,8 @@ from scheduler.core.hardware import find
 from scheduler.core.records import Calibration, Measurement, Trial
 from scheduler.model import constants
 from scheduler.model.calibration import Observed, calibrate, observed, scale
-from scheduler.model.cost import Constants, CostModel
+from scheduler.model.cost import CostModel
+from scheduler.model.overheads import Constants
 from scheduler.prediction.predict import predict
 from scheduler.search import dataset
 from scheduler.store import text_files

@@ -186,7 +186,7 @@ class Calibration:
     Attributes:
       hardware, operation, backend: `Hardware.id`, and whose trials they were.
       version: of that kernel then.
-      constants: name -> value, of those that were fitted (`cost.Constants`).
+      constants: name -> value, of those that were fitted (`overheads.Constants`).
       problems, trials: how many it was fitted to.
       error: median of |log(predicted / measured)| over these trials.
       environment: of the newest of them.

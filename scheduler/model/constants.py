@@ -12,7 +12,8 @@ from scheduler.core.aliases import CONSTANTS
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
-from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
+from scheduler.model.cost import CostModel
+from scheduler.model.overheads import BY_ARCHITECTURE, Constants
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 

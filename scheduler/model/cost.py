@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
+from scheduler.model.overheads import BY_ARCHITECTURE, Constants
 from scheduler.model.traffic import block_count, column, concurrent, resident, traffic
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem
@@ -28,82 +28,9 @@ from search_spaces.problem import Problem
 Array = npt.NDArray[np.float64]
 
 
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """What no data sheet tells: shares of the peaks that kernels reach, and overheads.
-
-    The defaults are round numbers from 19 matmuls swept on one H200 and from XLA's times of 21. Refitted to other
-    shapes they rank no better, so a calibration sets the two scales alone (`calibrate.py`).
-
-    Attributes:
-      scale: measured over predicted time of this kernel on this chip.
-      e_power: share of the chip's peak rate that all cores sustain together, at the clock that its power allows.
-      e_hbm: share of the device memory's bandwidth that a kernel reaches.
-      tma_row_s: seconds in which the TMA of a core delivers one row of a swizzled tile, however narrow.
-      fill_row_s: seconds for which a core gets nothing else while one row beyond an array's edge is filled with zeros.
-      sector_misalignment: time that a row takes longer where it starts within a sector of the last-level cache, over
-        what the cache takes to deliver its bytes.
-      l2_share: share of the last-level cache that holds operands until they are used again.
-      p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
-      step_s: one step's barriers and loop.
-      wgmma_bubble_s: seconds from the end of a step's wgmma until the next one runs, where it is issued only then.
-      stage_s: seconds to set up the buffers and barriers of one stage of the pipeline.
-      cluster_sync_s: seconds for which CTAs of a cluster wait for each other at their start and at their end.
-      dsmem_s, dsmem_bytes_per_s: an exchange between CTAs of a cluster through DSMEM: what it takes beyond its bytes,
-        and the rate at which one core writes into the on-chip memory of another.
-      launch_share: an empty launch, over that in `Hardware`.
-      library_scale, library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
-      library_grain: results that each core must have for the library to reach half of its rate of arithmetic.
-      library_s: seconds of a library kernel beyond its launch and its work.
-    """
-
-    scale: float = 1.0
-    e_power: float = 0.9
-    e_hbm: float = 0.95
-    tma_row_s: float = 1e-9
-    fill_row_s: float = 9e-10
-    sector_misalignment: float = 1.0
-    l2_share: float = 0.56
-    p: float = 4.0
-    step_s: float = 1e-8
-    wgmma_bubble_s: float = 1e-7
-    stage_s: float = 4e-8
-    cluster_sync_s: float = 2e-7
-    dsmem_s: float = 5e-7
-    dsmem_bytes_per_s: float = 2.5e10
-    launch_share: float = 0.55
-    library_scale: float = 1.0
-    library_e_mma: float = 0.845
-    library_e_hbm: float = 0.88
-    library_p: float = 5.0
-    library_grain: float = 3500.0
-    library_s: float = 2e-6
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in SHARES and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} is a share of a peak: it lies in (0, 1]")
-            if name in ORDERS and not value >= 1:
-                raise ValueError(f"{name}={value} is the order of a norm: at least 1")
-            if name in FACTORS and not value > 0:
-                raise ValueError(f"{name}={value} is a factor or a rate: above 0")
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name}={value} is no time or size: finite, and at least 0")
-
-
-SHARES = ("e_power", "e_hbm", "l2_share", "library_e_mma", "library_e_hbm")
-ORDERS = ("p", "library_p")
-FACTORS = ("scale", "library_scale", "dsmem_bytes_per_s")
-
 # What XLA writes between its kernels, it writes and reads a few times over: from so many times the cache on, memory
 # sees all of it.
 PASSES_BETWEEN = 8.0
-# By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
-# millisecond whatever it computes.
-BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType(
-    {"cpu": Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=0)}
-)
 
 
 @dataclasses.dataclass(frozen=True)
