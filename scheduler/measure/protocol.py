@@ -104,8 +104,18 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: str | bytes) -> Message:
-    """The inverse of `encode`."""
-    return json.loads(line, object_hook=_typed)
+    """The inverse of `encode`.
+
+    Raises:
+      ValueError: `line` is no message.
+    """
+    try:
+        message = json.loads(line, object_hook=_typed)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = None
+    if not isinstance(message, Message):
+        raise ValueError(f"no message: {line[:60]!r}")
+    return message
 
 
 def _typed(fields: dict[str, Any]) -> Any:
