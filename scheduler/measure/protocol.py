@@ -16,10 +16,11 @@ Do = Literal["measure", "again", "confirm"]
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first line to a worker: the device to serve, by its `uuid` and JAX's name of its platform."""
+    """The first line to a worker: the device to serve, by its `uuid`, its `bus` and JAX's name of its platform."""
 
     uuid: str
     platform: str
+    bus: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ def main() -> None:
         say(Unable(first_line(error)))
         return
     say(Ready(target))
-    service = _Service(target, Gpu("", hello.uuid, "", 0), lambda step: say(Announcement(step)))
+    service = _Service(target, Gpu("", hello.uuid, "", 0, bus=hello.bus), lambda step: say(Announcement(step)))
     for line in requests:
         reply: Reply
         try:

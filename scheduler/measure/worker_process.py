@@ -134,7 +134,7 @@ class WorkerProcess:
             if self._abandoned or self._child is None:
                 self.abandon()
                 raise WorkerError("the worker processes were stopped")
-            hello = protocol.Hello(self._gpu.uuid, "cuda" if self._gpu.index else "cpu")
+            hello = protocol.Hello(self._gpu.uuid, "cuda" if self._gpu.index else "cpu", self._gpu.bus)
             reply = self._child.ask(hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
         except (EOFError, TimeoutError) as error:
             raise WorkerError(f"a worker process did not start: {error}") from error
