@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scheduler.core.aliases import CONSTANTS
@@ -13,6 +14,7 @@ from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
 from scheduler.model.cost import BY_ARCHITECTURE, Constants, CostModel
+from scheduler.store import patience
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 
@@ -59,13 +61,23 @@ def forget() -> None:
 def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibration]:
     from scheduler.store import store
 
+    def shipped() -> Iterable[Calibration]:
+        with contextlib.ExitStack() as stack:
+            if (kept := store.shipped()) is None:
+                return ()
+            stack.callback(kept.close)
+            return kept.calibrations(hardware=hardware, operation=operation)
+
+    def own() -> Iterable[Calibration]:
+        with contextlib.closing(store.Store(user_url)) as kept:
+            if patience.given_up(kept.location):
+                return ()
+            return patience.patiently(kept.location, lambda: kept.calibrations(hardware=hardware, operation=operation))
+
     found: dict[str, Calibration] = {}
-    for place in (store.shipped, *((lambda: store.Store(user_url),) if user_url else ())):
+    for read in (shipped, *((own,) if user_url else ())):
         try:
-            kept = place()
-            if kept is not None:
-                found |= {c.backend: c for c in kept.calibrations(hardware=hardware, operation=operation)}
-                kept.close()
+            found |= {c.backend: c for c in read()}
         except StoreError as error:  # whoever reads records there says so, once
             _log.debug("%s (the model goes on without what it holds)", error)
     return found

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from scheduler.core.errors import StoreError
+from scheduler.store import postgres
 from scheduler.store.schema import OLDEST, SERIAL, VERSION
 
 CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
@@ -215,7 +216,7 @@ def _url(url: str | Path) -> sa.URL:
 
 def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
     if url.get_backend_name() != "sqlite":
-        return sa.create_engine(url, poolclass=sa.NullPool)
+        return postgres.engine(url)
     if path is None:
         # isolation_level None: Python's sqlite3 begins no transactions on its own, the listener below does.
         settings = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None, "check_same_thread": False}

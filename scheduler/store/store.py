@@ -21,6 +21,7 @@ from scheduler.core.identity import schedule_to_text, versioned
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
 from scheduler.store import text_files
 from scheduler.store.database import CACHE_VARIABLE, Database
+from scheduler.store.lease import Lease
 from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
 from search_spaces import aliases
 
@@ -209,25 +210,32 @@ class Store:
             found.setdefault(key, []).append(trial)
         return found
 
-    def lease(self, key: Key, owner: str, seconds: float) -> str:
-        """Takes or renews the lease of `key`: for so many seconds `owner` is the one that tunes it.
+    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+        """Takes or renews the lease of `key`: `owner` is the one that tunes it.
+
+        Args:
+          seconds: for which it counts to versions of this program that go by the clock.
+          silent: a lease of another that was seen not to be renewed: it is taken over, if it is the same still.
 
         Returns:
-          who holds it now: `owner`, unless another took it before and it has not expired. A store in memory or opened
-          read-only is shared with nobody, and there whoever asks holds it.
+          the one that holds now: of `owner`, unless another took it before. A store in memory or opened read-only is
+          shared with nobody, and there whoever asks holds it.
 
         Raises:
           StoreError: the cache cannot be written.
         """
+        taken = Lease(owner, time.time() + seconds)
         if not self._database.shared:
-            return owner
-        now = time.time()
-        insert = self._database.insert(LEASES).values(**vars(key), owner=owner, expires_s=now + seconds)
-        free = sa.or_(LEASES.c.owner == owner, LEASES.c.expires_s < now)
-        taken = {name: insert.excluded[name] for name in ("owner", "expires_s")}
+            return taken
+        insert = self._database.insert(LEASES).values(**vars(key), **vars(taken))
+        free = LEASES.c.owner == owner
+        if silent is not None:
+            free |= (LEASES.c.owner == silent.owner) & (LEASES.c.expires_s == silent.expires_s)
+        new = {name: insert.excluded[name] for name in vars(taken)}
         with self._database.write() as connection:
-            connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=taken, where=free))
-            return str(connection.execute(sa.select(LEASES.c.owner).where(*_is(LEASES, key))).scalar_one())
+            connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=new, where=free))
+            held = connection.execute(sa.select(LEASES.c.owner, LEASES.c.expires_s).where(*_is(LEASES, key))).one()
+        return Lease(*held)
 
     def release(self, key: Key, owner: str) -> None:
         """Gives the lease of `key` back, where `owner` holds it.
@@ -309,7 +317,7 @@ class Store:
             try:
                 found.append(codec.calibration_from_text(line))
             except ValueError as error:
-                _log.warning("%s: constants of %s are skipped, malformed (%s)", self.location, " ".join(names), error)
+                _say_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
 
     def close(self) -> None:
@@ -320,7 +328,7 @@ class Store:
             try:
                 yield key, codec.trial_from_text(line)
             except ValueError as error:
-                _log.warning("%s: trial %s of %s is skipped, it is malformed (%s)", self.location, number, key, error)
+                _say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
 
     def _decoded(self, rows: list[tuple[Any, ...]]) -> Iterator[Record]:
         for *names, line in rows:
@@ -328,7 +336,17 @@ class Store:
             try:
                 yield _checked(key, line)
             except ValueError as error:
-                _log.warning("%s: the record of %s is skipped, it is malformed (%s)", self.location, key, error)
+                _say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    """A warning, the first time that a process meets it: records are read again and again."""
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
 
 
 def default_url() -> str:
