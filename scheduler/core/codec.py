@@ -168,6 +168,8 @@ def _line(fields: Mapping[str, object], check: Check[object]) -> str:
 
 
 def _json(line: str) -> object:
+    if not isinstance(line, str):  # SQLite keeps in a column of text whatever it is given
+        raise ValueError(f"text is wanted, found {type(line).__name__}")
     try:
         value: object = json.loads(line)
     except RecursionError:

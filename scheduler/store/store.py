@@ -5,7 +5,6 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +18,11 @@ from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord
 from scheduler.core.identity import schedule_to_text, versioned
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
-from scheduler.store import text_files
+from scheduler.store import rows, text_files
 from scheduler.store.database import CACHE_VARIABLE, Database
 from scheduler.store.lease import Lease
 from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
 from search_spaces import aliases
-
-_log = logging.getLogger(__name__)
 
 
 class Store:
@@ -204,9 +201,9 @@ class Store:
         """
         query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == 0)
         query = query if operation is None else query.where(TRIALS.c.operation == operation)
-        rows = ((Key(*row[:3]), *row[3:]) for row in sorted(tuple(row) for row in self._database.select(query)))
+        keyed = ((Key(*row[:3]), *row[3:]) for row in rows.by_key(self._database.select(query), self.location))
         found: dict[Key, list[Trial]] = {}
-        for key, trial in self._decoded_trials(rows):
+        for key, trial in self._decoded_trials(keyed):
             found.setdefault(key, []).append(trial)
         return found
 
@@ -263,7 +260,7 @@ class Store:
             *(SCHEDULES.c[name] == value for name, value in wanted.items() if value is not None)
         )
         # Sorted here because every database sorts text by rules of its own.
-        return self._decoded(sorted(tuple(row) for row in self._database.select(query)))
+        return self._decoded(rows.by_key(self._database.select(query), self.location))
 
     def keys(self, *, operation: str | None = None) -> list[Key]:
         """Every key that has a record or a trial, sorted.
@@ -275,7 +272,7 @@ class Store:
         for table in (SCHEDULES, TRIALS):
             query = sa.select(*(table.c[name] for name in KEY)).distinct()
             query = query if operation is None else query.where(table.c.operation == operation)
-            found.update(Key(*row) for row in self._database.select(query))
+            found.update(Key(*row) for row in rows.by_key(self._database.select(query), self.location))
         return sorted(found, key=lambda key: (key.operation, key.hardware, key.problem))
 
     def put_calibration(self, calibration: Calibration) -> None:
@@ -313,40 +310,30 @@ class Store:
             *(CONSTANTS.c[name] == value for name, value in wanted.items() if value is not None)
         )
         found: list[Calibration] = []
-        for *names, line in sorted(tuple(row) for row in self._database.select(query)):
+        for *names, line in rows.by_key(self._database.select(query), self.location):
             try:
                 found.append(codec.calibration_from_text(line))
             except ValueError as error:
-                _say_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
+                rows.say_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
 
     def close(self) -> None:
         self._database.close()
 
-    def _decoded_trials(self, rows: Iterable[tuple[Key, int, str]]) -> Iterator[tuple[Key, Trial]]:
-        for key, number, line in rows:
+    def _decoded_trials(self, found: Iterable[tuple[Key, int, str]]) -> Iterator[tuple[Key, Trial]]:
+        for key, number, line in found:
             try:
                 yield key, codec.trial_from_text(line)
             except ValueError as error:
-                _say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
+                rows.say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
 
-    def _decoded(self, rows: list[tuple[Any, ...]]) -> Iterator[Record]:
-        for *names, line in rows:
+    def _decoded(self, found: list[tuple[Any, ...]]) -> Iterator[Record]:
+        for *names, line in found:
             key = Key(*names)
             try:
                 yield _checked(key, line)
             except ValueError as error:
-                _say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    """A warning, the first time that a process meets it: records are read again and again."""
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)
+                rows.say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
 
 
 def default_url() -> str:
