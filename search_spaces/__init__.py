@@ -120,7 +120,9 @@ def spelled(operation: str, canonical: str) -> str:
         known = load(operation) if operation in _OWN else _loaded.get(operation)
         if known is not None:
             return str(known.problem.from_canonical(canonical))
-    return " ".join(f"{name}={value}" for name, value in json.loads(canonical).items())
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):  # a store may hold any text
+        return " ".join(f"{name}={value}" for name, value in json.loads(canonical).items())
+    return canonical
 
 
 def locate(operation: Operation[Any]) -> str | None:

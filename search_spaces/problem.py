@@ -169,7 +169,10 @@ class Problem(abc.ABC):
         Raises:
           ValueError: `text` is no problem of this type.
         """
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError("JSON nested too deeply to be a problem") from None
         if not isinstance(values, dict):
             raise ValueError(f"a problem is a JSON object, not {text!r}")
         return cls.parse({name: str(value) for name, value in values.items()})

@@ -41,6 +41,6 @@ def test_every_message_is_among_those():
 
 
 def test_what_is_no_message_is_refused():
-    for line in ('{"$type": "Rumour"}', '{"$type": "Announcement", "loud": true}', "7", "hello", "", "[" * 100_000):
+    for line in ('{"$type": "Rumour"}', '{"$type": "Announcement", "loud": true}', "7", '{"$type": "Answer", "outcome": 7}', "hello", "", "[" * 100_000):
         with pytest.raises(ValueError, match="no message"):
             decode(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,10 +95,9 @@ def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping
 
 def json_fields(problem: str) -> Mapping[str, Any]:
     """The fields of a problem as a store has it, of which nobody knows the type; none where it has none."""
-    try:
-        values = json.loads(problem)
-    except (ValueError, RecursionError):
-        return {}
+    from scheduler.core import codec
+
+    values = codec.problem_to_json(problem)
     return values if isinstance(values, dict) else {}
 
 

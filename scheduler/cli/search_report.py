@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from scheduler.cli.layout import Json, Row, compared, first_line, ledger, seconds_text, table, texts
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.cli.verdict_report import standing
+from scheduler.core import codec
 from scheduler.core.identity import point_of
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
 from search_spaces import spelled
@@ -114,7 +114,7 @@ def reverified_json(verdict: Reverified) -> Json:
     record = verdict.record
     return {
         "operation": record.key.operation,
-        "problem": json.loads(record.key.problem),
+        "problem": codec.problem_to_json(record.key.problem),
         "hardware": record.key.hardware,
         "state": verdict.state,
         "reason": verdict.reason,

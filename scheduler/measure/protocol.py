@@ -114,6 +114,8 @@ def decode(line: str | bytes) -> Message:
         message = json.loads(line, object_hook=_typed)
     except (ValueError, KeyError, TypeError, RecursionError):
         message = None
+    if isinstance(message, Answer) and not isinstance(message.outcome, Measurement | Failure | None):
+        message = None
     if not isinstance(message, Message):
         raise ValueError(f"no message: {line[:60]!r}")
     return message

@@ -145,8 +145,9 @@ def _places() -> Iterator[Path]:
     """Directories for locks, the first that can be had is taken."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime) / "tile-scheduler"
-    yield platformdirs.user_cache_path("tile-scheduler", False) / "locks"
-    yield Path(tempfile.gettempdir()) / f"tile-scheduler-{os.geteuid()}"  # of a user without a home
+    with contextlib.suppress(RuntimeError):  # of a user without a home
+        yield platformdirs.user_cache_path("tile-scheduler", False) / "locks"
+    yield Path(tempfile.gettempdir()) / f"tile-scheduler-{os.geteuid()}"
 
 
 def _own(place: Path) -> int:

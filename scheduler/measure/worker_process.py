@@ -157,5 +157,12 @@ class WorkerProcess:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": os.pathsep.join(path or _here() for path in sys.path),
         }
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return ""

@@ -35,14 +35,31 @@ def model_of(
         if backend in found:
             values |= known(found[backend])
     start = BY_ARCHITECTURE.get(hardware.architecture, Constants())
-    return CostModel(hardware, dataclasses.replace(start, **values))
+    try:
+        return CostModel(hardware, dataclasses.replace(start, **values))
+    except ValueError as error:  # a store may hold any number
+        _say_once(f"the constants of {operation.name} on {hardware.kind} are not taken: {error}")
+        return CostModel(hardware, start)
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
 
 
 def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = False) -> Mapping[str, Calibration]:
     """What is stored for an operation on a chip, by backend: the user's own before the shipped."""
     from scheduler.store import store  # SQLAlchemy takes 0.4 s to import
 
-    return _read(operation, hardware.id, "" if shared_only else store.default_url())
+    own = ""
+    if not shared_only:
+        with contextlib.suppress(StoreError):  # whoever reads records there says so, once
+            own = store.default_url()
+    return _read(operation, hardware.id, own)
 
 
 def known(calibration: Calibration) -> dict[str, float]:

@@ -199,7 +199,7 @@ class Database:
         """Turn what a database or a file system raises into a `StoreError` with advice."""
         try:
             yield
-        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError) as error:
+        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
             reason = getattr(error, "orig", None) or error
             raise StoreError(f"{self.location} cannot be {verb} ({reason}): {_advice(reason, self._path)}") from error
 

@@ -5,6 +5,7 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ import platformdirs
 import sqlalchemy as sa
 
 from scheduler.core import codec
-from scheduler.core.errors import MalformedRecord
+from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.identity import schedule_to_text, versioned
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
 from scheduler.store import rows, text_files
@@ -337,8 +338,17 @@ class Store:
 
 
 def default_url() -> str:
-    """A user's own cache: `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL), else a file in the cache directory."""
-    return os.environ.get(CACHE_VARIABLE) or str(platformdirs.user_cache_path("tile-scheduler", False) / "cache.db")
+    """A user's own cache: `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL), else a file in the cache directory.
+
+    Raises:
+      StoreError: it is not set, and this user has no directory.
+    """
+    if given := os.environ.get(CACHE_VARIABLE):
+        return given
+    with contextlib.suppress(RuntimeError):
+        if (place := platformdirs.user_cache_path("tile-scheduler", False)).is_absolute():
+            return str(place / "cache.db")
+    raise StoreError(f"this user has no home, and so no cache: set {CACHE_VARIABLE} to a file")
 
 
 def shipped() -> Store | None:
