@@ -458,6 +458,24 @@ def test_a_malformed_trial_is_skipped_with_a_warning(path, caplog):
     assert "trial 1 of matmul" in caplog.text
 
 
+def test_rows_that_are_known_by_no_text_are_skipped_and_told_once(path, caplog):
+    store = Store(path)
+    for operation in ("matmul", "softmax"):
+        store.put(values.record(other_key(operation=operation)))
+        store.add_trial(other_key(operation=operation), values.trial(), values.ENVIRONMENT)
+    for table in ("schedules", "trials"):
+        execute(path, f"UPDATE {table} SET problem = x'ff00' WHERE operation = 'matmul'")
+    execute(path, "UPDATE schedules SET record = 7 WHERE operation = 'softmax'")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert list(store.records()) == []
+            assert {key.operation for key in list(store.keys())} == {"softmax"}
+            assert [key.operation for key in store.unfinished()] == ["softmax"]
+    assert len(caplog.messages) == len(set(caplog.messages)) == 2
+    with pytest.raises(StoreError, match="malformed"):
+        store.get(other_key(operation="softmax"))
+
+
 # Read-only, and the shipped file.
 
 

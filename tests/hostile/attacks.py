@@ -40,7 +40,7 @@ ATTACKS = (
            hostile_rows.tries, 12, 300),
     Attack("code-in-text", "no command runs code that only text of others names", code_in_text.tries, 16, 96),
     Attack("candidates", "candidates are blamed each for its own fault, and no innocent is",
-           lambda seed, count: candidates.tries(seed, count, candidates.QUICK if count < 2 else None), 1, 10),
+           candidates.tries, 1, 10),
     Attack("threads", "16 threads at once get right answers", surroundings.threads, 5, 100),
     Attack("forks", "processes forked after the import get right answers", surroundings.forks, 4, 16),
     Attack("many-calls", "so many calls leave no memory, thread or file behind", surroundings.many, 1000, 20_000),
