@@ -54,6 +54,7 @@ class Attack:
       claim: what holds although it is tried.
       quick: how often in every run of the tests.
       long: how often by ``python -m tests.hostile``.
+      one_jax: it tells nothing of JAX's versions.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Attack:
     run: Run
     quick: int
     long: int
+    one_jax: bool = True
 
 
 def seeded(seed: int, tries: int) -> Iterator[tuple[int, random.Random]]:

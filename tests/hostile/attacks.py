@@ -44,12 +44,12 @@ ATTACKS = (
     Attack("threads", "16 threads at once get right answers", surroundings.threads, 5, 100),
     Attack("forks", "processes forked after the import get right answers", surroundings.forks, 4, 16),
     Attack("many-calls", "so many calls leave no memory, thread or file behind", surroundings.many, 1000, 20_000),
-    Attack("places", "no home and no directory to stand in fail no call and no command", surroundings.places, 1, 1),
+    Attack("places", "no home and no directory to stand in fail no call and no command", surroundings.places, 2, 13),
     *(
         Attack(maker.__name__.removeprefix("a_").replace("_", "-"), "random problems agree with float64",
-               functools.partial(problems.tries, maker), 6, 500)
+               functools.partial(problems.tries, maker), 6, 500, one_jax=False)
         for maker in random_calls.MAKERS
     ),
     Attack("gpu-kernels", "random problems of the Hopper kernels, interpreted, agree with float64",
-           gpu_kernels.tries, 2, 60),
+           gpu_kernels.tries, 2, 60, one_jax=False),
 )  # fmt: skip

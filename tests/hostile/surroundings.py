@@ -110,18 +110,25 @@ def many(seed: int, count: int) -> Tried:
 def places(seed: int, count: int) -> Tried:
     """Without a home, with one that is no directory, where the working directory is gone or may not be read."""
     bare: dict[str, str | None] = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TILE_SCHEDULER_CACHE"))
+    file, missing = bare | {"HOME": "/dev/null"}, bare | {"HOME": "/no/home"}
+    cases: tuple[tuple[str, str, dict[str, str | None]], ...] = (
+        ("no HOME, a user whom nothing knows, a directory that is gone", NOWHERE + UNKNOWN, bare),
+        ("HOME is a file, a directory that may not be read", UNREADABLE, file),
+        ("no HOME", "", bare),
+        ("no HOME, a user whom nothing knows", UNKNOWN, bare),
+        ("HOME is a file", "", file),
+        ("HOME is a file, a user whom nothing knows", UNKNOWN, file),
+        ("no such HOME", "", missing),
+        ("no such HOME, a user whom nothing knows", UNKNOWN, missing),
+        ("a directory that is gone", NOWHERE, {}),
+        ("a directory that may not be read", UNREADABLE, {}),
+        ("no HOME, a user whom nothing knows, a directory that may not be read", UNREADABLE + UNKNOWN, bare),
+        ("a directory that may not be written", UNWRITABLE, {}),
+        ("no HOME, a user whom nothing knows, a directory that may not be written", UNWRITABLE + UNKNOWN, bare),
+    )
     tried = Tried()
-    for words, home in {
-        "no HOME": {},
-        "HOME is a file": {"HOME": "/dev/null"},
-        "no such HOME": {"HOME": "/no/home"},
-    }.items():
-        for who, first in {"": "", ", a user whom nothing knows": UNKNOWN}.items():
-            tried.add(_ran(f"{words}{who}", first + START + COMMAND, 1, bare | home))
-    wheres = {"that is gone": NOWHERE, "that may not be read": UNREADABLE, "that may not be written": UNWRITABLE}
-    for words, first in wheres.items():
-        tried.add(_ran(f"a directory {words}", first + START + COMMAND, 1, {}))
-        tried.add(_ran(f"a directory {words}, and no HOME", first + UNKNOWN + START + COMMAND, 1, bare))
+    for words, first, more in cases[:count]:
+        tried.add(_ran(words, first + START + COMMAND, 1, more))
     return tried
 
 

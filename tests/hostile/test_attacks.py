@@ -7,10 +7,14 @@ import pytest
 from attacks import ATTACKS
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.one_jax
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: f"{attack.name}: {attack.claim}".replace(" ", "_"))
+def case(attack):
+    marks = [pytest.mark.one_jax] if attack.one_jax else []
+    return pytest.param(attack, marks=marks, id=f"{attack.name}: {attack.claim}".replace(" ", "_"))
+
+
+@pytest.mark.parametrize("attack", map(case, ATTACKS))
 def test_although_it_is_attacked(attack, monkeypatch):
     # Workers, and what else is started, look for modules where this process does.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), str(HERE)]))
