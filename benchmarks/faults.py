@@ -39,7 +39,7 @@ from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from operations import FAULTS, FAULTY, RIGHT, WALL_CLOCK_FAULTS, FaultyProblem
+from operations import CPU_FAULTS, FAULTS, FAULTY, RIGHT, FaultyProblem
 
 # Left of a device whose memory another process has taken: enough for the contexts of workers that are replaced.
 LEFT_BYTES = 4 * GIB
@@ -77,14 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     patience = RunnerOptions(workers=workers, compile_timeout_s=COMPILE_TIMEOUT_S, run_timeout_s=options.run_timeout)
     runner = Pool(gpu or Gpu("", "faults", "", CPU_BYTES), patience)
     with contextlib.closing(runner):
-        scripted = FAULTS.keys() - (WALL_CLOCK_FAULTS if gpu else ())
+        scripted = FAULTS.keys() - (CPU_FAULTS if gpu else ())
         searches: dict[str, Callable[[str, int, Pool], list[Row]]] = {
             **{fault: _scripted for fault in FAULTS if fault in scripted},
             "crowded": _scripted,
             "large": _large,
             "killed": _killed,
-            # A GPU's memory is nothing that a process can damage by an address, and no CPU's can be taken away.
-            **({"full": _full, "kernels": _kernels} if gpu else {"vandal": _scripted}),
+            **({"full": _full, "kernels": _kernels} if gpu else {}),  # no CPU's memory can be taken away
         }
         kept = Kept(options.work / "rows.jsonl")
         conditions = {

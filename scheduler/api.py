@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scheduler.core import hardware
 from scheduler.core.backends import named_backends
@@ -235,8 +236,9 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
         schedule: Any = None,
         **params: Any,
     ) -> Any:
-        called = calls.signature(operation, tuple(params))
-        return calls.answer(called, (on_miss, backends, schedule, *params.values()), *arrays)
+        named = {name: params.pop(name) for name in list(params) if isinstance(params[name], jax.Array | np.ndarray)}
+        called = calls.signature(operation, tuple(params), tuple(named))
+        return calls.answer(called, (on_miss, backends, schedule, *params.values()), *arrays, *named.values())
 
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
 

@@ -103,6 +103,23 @@ def run_by(value: Any) -> Operation[Any] | None:
 _loaded: dict[str, Operation[Any]] = {}
 
 
+def load_known(name: str) -> Operation[Any]:
+    """The operation that text which others wrote means by `name`: one of those here, or one that was loaded before.
+
+    A name as text has it runs no code; whoever gives a command names code there.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if name in _OWN:
+        return load(name)
+    if name in _loaded:
+        return _loaded[name]
+    if ":" in name:
+        raise ValueError(f"operation {name!r} is code, and text that names code runs none: name it in the command, too")
+    raise ValueError(f"no operation {name!r} (here: {', '.join(_OWN)})")
+
+
 def spelled(operation: str, canonical: str) -> str:
     """The problem of a key as it is typed, ``m=64 n=64 k=64 dtype=bfloat16``: the text that `Problem` itself gives.
 
@@ -113,7 +130,7 @@ def spelled(operation: str, canonical: str) -> str:
         known = load(operation) if operation in _OWN else _loaded.get(operation)
         if known is not None:
             return str(known.problem.from_canonical(canonical))
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):  # a store may hold any text
         values = json.loads(canonical)
         if isinstance(values, dict):
             return " ".join(f"{name}={value}" for name, value in values.items())

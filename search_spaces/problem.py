@@ -58,7 +58,8 @@ class Problem(abc.ABC):
         for array in (*self.operands(), *self.results()):
             if (size := nbytes(array)) >= 2**63:
                 shape = ", ".join(map(str, array.shape))
-                raise ValueError(f"{array.dtype}[{shape}] would be {size / 2**30:.3g} GiB, which no memory holds")
+                gib = f"{size / 2**30:.3g}" if size < 10**300 else "over 1e+290"
+                raise ValueError(f"{array.dtype}[{shape}] would be {gib} GiB, which no memory holds")
 
     @classmethod
     @abc.abstractmethod
@@ -172,7 +173,10 @@ class Problem(abc.ABC):
         Raises:
           ValueError: `text` is no problem of this type.
         """
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError("JSON nested too deeply to be a problem") from None
         if not isinstance(values, dict):
             raise ValueError(f"a problem is a JSON object, not {text!r}")
         return cls.parse({name: str(value) for name, value in values.items()})

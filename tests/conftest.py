@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from postgres_server import server
 
 # Before JAX starts a device: on as many threads as CPU devices or cores, whichever are more, the interpreter of GPU
 # kernels runs theirs, and it hangs where those that wait at barriers take all.
@@ -20,6 +21,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.delenv("TILE_SCHEDULER_ON_MISS", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    """The URL of a PostgreSQL server of our own."""
+    with server() as running:
+        yield running.url
 
 
 @pytest.fixture

@@ -102,10 +102,16 @@ FAULTS = {
     "wrong": "verify",  # wrong numbers
     "nan": "verify",  # one element is left unwritten
     "shifted": "verify",  # an index map that is off by one
+    "forgetful": "verify",  # right on the first call alone
+    "vandal": "verify",  # right at first, and damages what others read, too
     "misshapen": "verify",  # another shape than the problem's
     "unpicklable": "lower",  # an exception that neither travels nor says itself
     "defect": "lower",  # a bug of the kernel's code
     "assertion": "lower",  # a check of the kernel's author, without a word
+    "quitting": "lower",  # it asks Python to end
+    "interrupting": "lower",  # it raises what Ctrl-C raises
+    "greedy": "lower",  # the host has no memory for it
+    "circular": "lower",  # an exception that is its own cause
     "stuck": "timeout",  # a compiler that does not end
     "hang": "timeout",  # a kernel that does not end
     "exit": "worker",  # the process ends without a word
@@ -114,10 +120,11 @@ FAULTS = {
     "memory": "memory",  # the device has not so much memory
     "zero": "implausible",  # the clock does not advance
 }
-WALL_CLOCK_FAULTS = frozenset({"zero"})  # which a device's own clock does not have
-# What is no failure of its candidate: "vandal" is right and damages what others read (on a CPU, where an address of the
-# host is one of the device), "crowded" needs more memory than its share of a device that is divided, and less than all.
-HARMLESS = ("vandal", "crowded")
+# Which a device's own clock does not have, and what needs an address of the host to be one of the device.
+CPU_FAULTS = frozenset({"zero", "vandal"})
+# What is no failure of its candidate: it needs more memory than its share of a device that is divided, and less than
+# all of it.
+HARMLESS = ("crowded",)
 # What is right, each with its own time.
 RIGHT = ("ok", "slow", "noise", "drift")
 STEP_S = 0.005
@@ -182,8 +189,20 @@ class Faulty(Kernel[FaultyProblem, FaultySchedule]):
                 raise Unpicklable
             case "stuck":
                 _sleep_forever()
+            case "quitting":
+                raise SystemExit("the kernel has had enough")
+            case "interrupting":
+                raise KeyboardInterrupt
+            case "greedy":
+                raise MemoryError
+            case "circular":
+                error = ValueError("it goes round")
+                raise error from error
             case "exit":
                 os._exit(7)
+            case "forgetful":
+                called = iter([True])
+                return _call_on_host(lambda y: y.__imul__(1 if next(called, False) else 3), result)
             case "defect":
                 raise KeyError("no such behaviour")
             case "zero":

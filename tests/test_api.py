@@ -1075,3 +1075,11 @@ def test_a_script_without_a_guard_is_loaded_for_its_operation_without_searching_
     with pytest.raises(SystemExit, match="went on"):
         runpy.run_path(str(script), run_name="__main__")
     assert Store(default_url()).get(key_of(operation, operation.problem(8), hardware.CPU)) is not None
+
+
+def test_arrays_may_be_given_by_name_to_any_tuned_function():
+    a, b, bias = jnp.ones((4, 8)), jnp.ones((8, 2)), jnp.arange(2.0, dtype="float32")
+    matmul = scheduler.tuned("matmul")
+    assert (matmul(a, b, bias=bias) == 8 + bias).all()
+    assert (jax.jit(lambda bias: matmul(a, b, bias=bias, activation="relu"))(bias) == 8 + bias).all()
+    assert (matmul(a, b, bias=np.asarray(bias)) == 8 + bias).all()

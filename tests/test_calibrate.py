@@ -184,6 +184,17 @@ def test_every_old_name_stands_for_one_that_the_model_has():
     assert not set(aliases.CONSTANTS) & names
 
 
+def test_constants_that_mean_nothing_are_told_of_once_and_the_defaults_are_taken(caplog):
+    Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(of_library(library_p=-1.0, library_s=1e-3))
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            constants.forget()
+            found = constants.model_of(MATMUL, MATMUL.library, H200).in_force
+    assert found.library_p > 0
+    assert found.library_s != 1e-3
+    assert [message for message in caplog.messages if "library_p=-1.0" in message] == caplog.messages[:1]
+
+
 def test_an_unreadable_cache_leaves_the_shipped_constants():
     path = Path(os.environ["TILE_SCHEDULER_CACHE"])
     path.write_bytes(b"no database at all, but long enough to be taken for one" * 20)

@@ -20,7 +20,7 @@ from scheduler.store.store import Store
 pytestmark = pytest.mark.one_jax
 
 # Each of these costs the start of a process or two.
-CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", *RIGHT)
+CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", "forgetful", "vandal", "quitting", *RIGHT)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ scripts = st.tuples(
 @example(
     [
         *("sticky", "drift", "zero", "hang", "wrong", "ok", "abort", "nan", "slow", "exit", "noise", "memory"),
-        *("unpicklable", "defect"),
+        *("unpicklable", "defect", "quitting", "interrupting", "greedy", "circular", "forgetful", "vandal"),
     ]
 )
 def test_every_trial_ends_once_no_innocent_is_blamed_and_the_fastest_right_one_wins(pool, behaviours):
@@ -86,13 +86,14 @@ def test_who_waits_for_a_neighbour_that_hangs_is_not_blamed_for_waiting(pool):
         assert isinstance(waiting.result(), Measurement)
 
 
-def test_an_answer_is_wrong_only_if_it_is_wrong_on_operands_that_nobody_else_had(pool):
+def test_who_damages_what_others_read_is_wrong_and_they_are_not():
     # The first overwrites the operand that all candidates of a worker share.
     problem = FaultyProblem(8, "vandal ok ok")
     with Pool(Gpu(index="", uuid="vandal", driver="", free_bytes=GIB), RunnerOptions(workers=1)) as alone:
-        for number in range(3):
-            outcome = alone.measure(Task(FAULTY, problem, "scripted", {"number": number}, 3))
-            assert isinstance(outcome, Measurement), outcome
+        outcomes = [alone.measure(Task(FAULTY, problem, "scripted", {"number": number}, 3)) for number in range(3)]
+    assert outcomes[0].stage == "verify"
+    assert outcomes[0].detail.startswith("after several calls 8 of 8 elements are off")
+    assert all(isinstance(outcome, Measurement) for outcome in outcomes[1:]), outcomes
 
 
 def test_a_defect_of_a_kernels_code_is_its_candidates_and_any_other_is_raised_with_its_trace(pool):
@@ -104,3 +105,16 @@ def test_a_defect_of_a_kernels_code_is_its_candidates_and_any_other_is_raised_wi
     with pytest.raises(WorkerError, match=r"(?s)outside of any candidate.*Traceback.*nomber"):
         pool.measure(Task(FAULTY, FaultyProblem(8, "ok"), "scripted", {"nomber": 0}, 3))
     assert isinstance(pool.measure(task("ok")), Measurement)
+
+
+@pytest.mark.parametrize("fault", ["quitting", "interrupting", "greedy", "circular", "defect", "forgetful", "vandal"])
+def test_in_one_process_too_whatever_a_candidate_does_is_its_own_failure_and_the_search_goes_on(fault):
+    record = tune(FAULTY, FaultyProblem(8, f"{fault} ok {fault} ok"), budget=8, store=(store := Store(":memory:")))
+    failed = [trial for trial in store.trials(record.key) if isinstance(trial.outcome, Failure)]
+    assert {trial.schedule["number"] for trial in failed} == {0, 2}
+    for trial in failed:
+        assert trial.outcome.stage == FAULTS[fault]
+        if trial.outcome.stage == "lower":
+            assert re.search(r"^(SystemExit|KeyboardInterrupt|MemoryError|ValueError|KeyError)\b", trial.outcome.detail)
+            assert re.search(r" \(tests/operations.py:\d+\)$", trial.outcome.detail)
+    assert record.best(frozenset({"scripted"})).schedule["number"] == 1

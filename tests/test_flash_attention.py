@@ -414,3 +414,13 @@ def test_the_model_knows_that_xla_writes_its_logits():
     long = dataclasses.replace(LARGE, q_len=8192, kv_len=8192)
     (cudnn,) = prune(FLASH_ATTENTION.kernel("cudnn"), long, chip, model).candidates()
     assert model.library_seconds(long) > 3 * cudnn.predicted_s
+
+
+@pytest.mark.parametrize("backends", BACKENDS)
+def test_no_number_among_logits_stays_no_number(backends):
+    q, k, v = draw()
+    out, lse = tuned_flash_attention(q.at[0, 3].set(jnp.nan), k, v, return_lse=True, backends=backends)
+    assert jnp.isnan(out[0, 3]).all()
+    assert jnp.isnan(lse[0, :, 3]).all()
+    assert int(jnp.isnan(out).sum()) == out[0, 3].size
+    assert int(jnp.isnan(lse).sum()) == lse[0, :, 3].size

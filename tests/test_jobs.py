@@ -180,7 +180,8 @@ def test_the_example_job_runs(runner):
 @pytest.mark.parametrize(("code", "complaint"), [("def (", "SyntaxError"), ("1 / 0", "ZeroDivisionError: division")])
 def test_an_operation_that_cannot_be_loaded_is_one_bad_problem(code, complaint, tmp_path):
     (tmp_path / "own.py").write_text(code)
-    bad, good = parse(f"""
+    bad, good = parse(
+        f"""
         budget = 2
         [[problem]]
         operation = "{tmp_path}/own.py:OWN"
@@ -189,7 +190,9 @@ def test_an_operation_that_cannot_be_loaded_is_one_bad_problem(code, complaint, 
         m = 8
         n = 8
         k = 8
-    """)
+    """,
+        own=[f"{tmp_path}/own.py:OWN"],
+    )
     assert isinstance(bad, Malformed)
     assert complaint in bad.reason
     assert isinstance(good, Task)

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -28,9 +29,9 @@ def path(tmp_path):
 
 
 class Clock:
-    """The time of day, which passes only where somebody sleeps."""
+    """A clock that passes only where somebody sleeps, and a time of day that may be wrong."""
 
-    now = 1e9
+    now, wrong_by = 1e9, 0.0
 
     def sleep(self, seconds):
         self.now += seconds
@@ -39,7 +40,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(time, "time", lambda: clock.now)
+    monkeypatch.setattr(time, "time", lambda: clock.now + clock.wrong_by)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(time, "sleep", clock.sleep)
     return clock
 
@@ -107,13 +109,54 @@ def test_who_waited_takes_no_record_that_was_measured_otherwise_than_asked_for(p
     assert second.winner.measurement.l2 == "warm"
 
 
-def test_a_lease_that_expires_is_taken_over(path, clock):
+DAY_S = 86_400.0
+
+
+@pytest.mark.parametrize("wrong_by", [-DAY_S, 0.0, DAY_S])
+def test_a_lease_that_nobody_renews_is_taken_over_within_seconds_whatever_the_clocks_say(path, clock, wrong_by):
     store = Store(path)
-    assert store.lease(values.KEY, "another-host/1/x", 60) == "another-host/1/x"
+    clock.wrong_by = wrong_by  # of who died; and of who comes
+    assert store.lease(values.KEY, "another-host/1/x", 60).owner == "another-host/1/x"
+    clock.wrong_by = 0.0
     started = clock.now
     with leased(store, values.KEY) as record:
         assert record is None
-    assert 60 < clock.now - started <= 60 + 2 * lease.POLL_S
+    assert lease.SILENT_S < clock.now - started <= lease.SILENT_S + 2 * lease.POLL_S
+
+
+@pytest.mark.parametrize("wrong_by", [-DAY_S, DAY_S])
+def test_a_lease_that_is_renewed_is_nobody_elses_whatever_the_clocks_say(path, clock, wrong_by):
+    store, slept = Store(path), clock.sleep
+    store.lease(values.KEY, "another-host/1/x", 60)
+
+    def sleep(seconds):
+        slept(seconds)
+        renewals = int(clock.now - 1e9)
+        if renewals < 600:
+            clock.wrong_by = wrong_by
+            store.lease(values.KEY, "another-host/1/x", 60)
+            clock.wrong_by = 0.0
+
+    time.sleep = sleep  # the fixture puts it back
+    with leased(store, values.KEY):
+        assert clock.now - 1e9 > 600
+
+
+def test_the_same_number_of_a_process_elsewhere_is_another_process(path, clock):
+    store, me = Store(path), f"{socket.gethostname()}/{2**22 + 1}"  # above Linux's largest
+    for whose, at_once in (("pid-of-another-container.x", False), ("x", False), (f"{lease._processes()}.x", True)):
+        store.lease(values.KEY, f"{me}/{whose}", 60)
+        started = clock.now
+        with leased(store, values.KEY):
+            assert (clock.now == started) is at_once
+
+
+@pytest.mark.parametrize("owner", ["", "x", "a/b/c", "a/-1/c", f"h/{10**30}/c", "/" * 9, "h/\u0661/c"])
+def test_whatever_a_lease_says_of_its_owner_is_waited_for_no_longer(path, clock, owner):
+    store = Store(path)
+    store.lease(values.KEY, owner or " ", 60)
+    with leased(store, values.KEY):
+        assert clock.now - 1e9 <= lease.SILENT_S + 2 * lease.POLL_S
 
 
 def test_the_lease_of_a_process_of_this_host_that_died_is_taken_over_at_once(path):
@@ -124,7 +167,7 @@ def test_the_lease_of_a_process_of_this_host_that_died_is_taken_over_at_once(pat
         f"held = leased(Store({str(path)!r}), values.KEY); held.__enter__(); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 9
-    assert store.lease(values.KEY, "x", 60) != "x"
+    assert store.lease(values.KEY, "x", 60).owner != "x"
     with leased(store, values.KEY) as record:
         assert record is None
 
@@ -136,8 +179,8 @@ class Told(Store):
         super().__init__(path)
         self.given = threading.Semaphore(0)
 
-    def lease(self, key, owner, seconds):
-        holder = super().lease(key, owner, seconds)
+    def lease(self, key, owner, seconds, **how):
+        holder = super().lease(key, owner, seconds, **how)
         self.given.release()
         return holder
 
@@ -147,13 +190,13 @@ def test_a_lease_is_renewed_while_it_is_held(path, monkeypatch, clock):
     store = Told(path)
     with leased(store, values.KEY):
         for _ in range(3):
-            clock.now += 0.9 * lease.LEASE_S
+            clock.now += 0.9 * lease.SILENT_S
             while store.given.acquire(blocking=False):
                 pass
             for _ in range(2):  # the first may have begun before the clock was put forward
                 store.given.acquire()
-        assert Store(path).lease(values.KEY, "x", 60) != "x"
-    assert Store(path).lease(values.KEY, "x", 60) == "x"
+        assert Store(path).lease(values.KEY, "x", 60).owner != "x"
+    assert Store(path).lease(values.KEY, "x", 60).owner == "x"
 
 
 SIXTEEN = """

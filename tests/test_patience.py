@@ -185,7 +185,7 @@ def test_ctrl_c_ends_a_search_though_a_candidate_never_ends_and_keeps_what_was_m
     store = Store(tmp_path / "cache.db")
     (key,) = store.keys()
     assert [trial.backend for trial in store.trials(key, unfinished=True)] == ["xla"]
-    assert store.lease(key, "host/1/next", 1) == "host/1/next"  # it was given back
+    assert store.lease(key, "host/1/next", 1).owner == "host/1/next"  # it was given back
 
 
 def test_ctrl_c_ends_a_script_though_a_candidate_never_ends_as_it_ends_any_other(tmp_path):

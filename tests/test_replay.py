@@ -403,7 +403,7 @@ def test_the_command_line_takes_the_problem_from_the_recording_and_stores_only_o
 def test_a_job_is_swept_into_a_file_for_each_problem(tmp_path):
     job = tmp_path / "job.toml"
     job.write_text(f'operation="{PACED_NAME}"\n[[problem]]\nn=8\n[[problem]]\nn=4\n[[problem]]\nq=1\n')
-    _, err = run("sweep", "--job", job, "--out", tmp_path / "sweeps", "--sample", 2, status=1)
+    _, err = run("sweep", "--job", job, "--out", tmp_path / "sweeps", "--sample", 2, "--own", PACED_NAME, status=1)
     assert "no field 'q'" in err
     assert "1 of 3 problems" in err
     names = [file_name(PACED, DoubleProblem(n)) for n in (4, 8)]

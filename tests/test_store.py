@@ -3,14 +3,11 @@
 import contextlib
 import dataclasses
 import logging
-import os
-import pwd
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,38 +52,6 @@ def execute(path, *statements):
 # What a store does, on every kind of database.
 
 
-def initdb():
-    found = shutil.which("initdb") or max(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), default=None)
-    return Path(found) if found else None
-
-
-@pytest.fixture(scope="module")
-def postgres():
-    """The URL of a PostgreSQL server of our own, on a socket in a directory of its own."""
-    pytest.importorskip("psycopg", reason="PostgreSQL's driver is missing: pip install 'psycopg[binary]'")
-    if initdb() is None:
-        pytest.skip("PostgreSQL's programs are not installed")
-    user = None
-    if os.geteuid() == 0:  # The server refuses to run as root.
-        names = {entry.pw_name for entry in pwd.getpwall()}
-        user = next((name for name in ("postgres", "nobody") if name in names), None)
-        if user is None:
-            pytest.skip("PostgreSQL refuses to run as root, and there is no user postgres or nobody")
-    with tempfile.TemporaryDirectory(prefix="tile-scheduler-postgres-") as name:
-        home = Path(name)
-        if user:
-            shutil.chown(home, user)
-        pg_ctl, data = initdb().with_name("pg_ctl"), home / "data"
-        run = {"user": user, "cwd": name, "check": True, "stdout": subprocess.DEVNULL}
-        subprocess.run([initdb(), "-D", data, "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync"], **run)
-        options = f"-k '{home}' -c listen_addresses='' -c fsync=off"
-        subprocess.run([pg_ctl, "-D", data, "-w", "-l", home / "log", "-o", options, "start"], **run)
-        try:
-            yield f"postgresql://tester:secret@/postgres?host={home}"
-        finally:
-            subprocess.run([pg_ctl, "-D", data, "-m", "immediate", "stop"], **run)
-
-
 @pytest.fixture(params=["memory", "file", "postgres"])
 def any_store(request, path):
     url = {"memory": ":memory:", "file": path}.get(request.param) or request.getfixturevalue("postgres")
@@ -125,20 +90,27 @@ def test_trials_come_back_in_the_order_they_ended(any_store):
     any_store.forget(values.KEY)
 
 
-def test_a_lease_is_its_owners_until_it_is_released_or_expires(any_store):
+def test_a_lease_is_its_owners_until_it_is_released_or_taken_over_as_it_was_seen(any_store):
     if not any_store._database.shared:
-        assert [any_store.lease(values.KEY, owner, 60) for owner in "ab"] == ["a", "b"]
+        assert [any_store.lease(values.KEY, owner, 60).owner for owner in "ab"] == ["a", "b"]
         return
+
+    def take(owner, key=values.KEY, **how):
+        return any_store.lease(key, owner, 60, **how).owner
+
     other = other_key(problem="{}")
-    assert any_store.lease(values.KEY, "a", 60) == "a"
-    assert any_store.lease(values.KEY, "b", 60) == "a"
-    assert any_store.lease(other, "b", 60) == "b"
+    assert take("a") == "a"
+    assert take("b") == "a"
+    assert take("b", other) == "b"
     any_store.release(values.KEY, "b")
-    assert any_store.lease(values.KEY, "b", 60) == "a"
+    assert take("b") == "a"
     any_store.release(values.KEY, "a")
-    assert any_store.lease(values.KEY, "b", 60) == "b"
-    assert any_store.lease(values.KEY, "b", -1) == "b"
-    assert any_store.lease(values.KEY, "a", 60) == "a"
+    assert take("b") == "b"
+    seen = any_store.lease(values.KEY, "b", -1e5)  # by a clock that is a day late
+    assert take("a") == "b"
+    assert take("a", silent=dataclasses.replace(seen, expires_s=seen.expires_s + 1)) == "b"
+    assert take("a", silent=seen) == "a"
+    assert take("c", silent=seen) == "a"
     for key in (values.KEY, other):
         for owner in "ab":
             any_store.release(key, owner)
@@ -484,6 +456,24 @@ def test_a_malformed_trial_is_skipped_with_a_warning(path, caplog):
     with caplog.at_level(logging.WARNING):
         assert store.trials(values.KEY) == [values.trial(1)]
     assert "trial 1 of matmul" in caplog.text
+
+
+def test_rows_that_are_known_by_no_text_are_skipped_and_told_once(path, caplog):
+    store = Store(path)
+    for operation in ("matmul", "softmax"):
+        store.put(values.record(other_key(operation=operation)))
+        store.add_trial(other_key(operation=operation), values.trial(), values.ENVIRONMENT)
+    for table in ("schedules", "trials"):
+        execute(path, f"UPDATE {table} SET problem = x'ff00' WHERE operation = 'matmul'")
+    execute(path, "UPDATE schedules SET record = 7 WHERE operation = 'softmax'")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert list(store.records()) == []
+            assert {key.operation for key in list(store.keys())} == {"softmax"}
+            assert [key.operation for key in store.unfinished()] == ["softmax"]
+    assert len(caplog.messages) == len(set(caplog.messages)) == 2
+    with pytest.raises(StoreError, match="malformed"):
+        store.get(other_key(operation="softmax"))
 
 
 # Read-only, and the shipped file.

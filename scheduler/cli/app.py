@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # rules of tables, where a terminal has no letters but ASCII's
-    sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
+    with contextlib.suppress(OSError):  # it may be gone
+        sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
     except SystemExit as end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +41,12 @@ Part = Annotated[
 ]
 
 
+Own = Annotated[
+    list[str] | None,
+    typer.Option(help="An operation of one's own that the job may name, as the job has it: file.py:NAME. Repeatable."),
+]
+
+
 CompileTimeout = Annotated[
     float | None, typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]")
 ]
@@ -77,14 +82,23 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
 
 def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
     """Whether a record's problem has these values."""
-    from search_spaces import load
+    from search_spaces import load_known
 
     if not fields:
         return True
-    values = json.loads(record.key.problem)
-    with contextlib.suppress(ValueError):  # without its operation, what is at its default is not known
-        values = vars((operation or load(record.key.operation)).problem.from_canonical(record.key.problem))
+    try:
+        values = vars((operation or load_known(record.key.operation)).problem.from_canonical(record.key.problem))
+    except ValueError:  # without its operation, what is at its default is not known
+        values = json_fields(record.key.problem)
     return all(str(values.get(name)).lower() == text.lower() for name, text in fields.items())
+
+
+def json_fields(problem: str) -> Mapping[str, Any]:
+    """The fields of a problem as a store has it, of which nobody knows the type; none where it has none."""
+    from scheduler.core import codec
+
+    values = codec.problem_to_json(problem)
+    return values if isinstance(values, dict) else {}
 
 
 def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) -> Callable[[Key], bool]:

@@ -22,7 +22,7 @@ from scheduler.cli.arguments import (
 )
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import console_here, output, print_command, print_json
-from scheduler.core.errors import NothingToDraw, SchedulerError
+from scheduler.core.errors import NothingToDraw, SchedulerError, StoreError
 
 if TYPE_CHECKING:
     from scheduler.core.records import Key, Record, Trial
@@ -68,7 +68,8 @@ def list_(
         op = load(operation if operation in OPERATIONS else OPERATIONS[0])
         small = doctor.example(op, 256)
         assert small is not None, "of the operations here, all that has no default is an extent"
-        output(f"nothing of that is in {default_url()} or shipped; to search a problem, for example:")
+        with contextlib.suppress(StoreError):  # it was said
+            output(f"nothing of that is in {default_url()} or shipped; to search a problem, for example:")
         print_command(hints.tune(op, small))
 
 
@@ -187,7 +188,8 @@ def _print_goes_on(key: Key, command: str | None = None) -> None:
 
     if command is None and key.operation in OPERATIONS:
         op = load(key.operation)
-        command = hints.tune(op, op.problem.from_canonical(key.problem))
+        with contextlib.suppress(ValueError):  # a store may hold what is no problem of it today
+            command = hints.tune(op, op.problem.from_canonical(key.problem))
     if command is None:
         output("the command that began it goes on from there")
     else:

@@ -17,6 +17,7 @@ from scheduler.cli.arguments import (
     Device,
     HardwareName,
     OperationName,
+    Own,
     Part,
     RunTimeout,
     field_texts,
@@ -58,6 +59,7 @@ def tune(
         bool, typer.Option("--first-error", help="Stop at the first schedule that fails, with its traceback.")
     ] = False,
     part: Part = None,
+    own: Own = None,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
@@ -76,6 +78,7 @@ def tune(
     from scheduler.measure.replay import Replay
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
+    from search_spaces import load_known
 
     if part is not None and job is None:
         raise typer.BadParameter("--part is of a job")
@@ -84,10 +87,10 @@ def tune(
     recording = None if replay is None else Replay(replay)
     with usage_errors():
         if job is not None:
-            tasks = jobs.part(jobs.parse(read_text(job)), part or "1/1")
+            tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
         else:
             if recording is not None:
-                operation = operation or recording.sweep.operation
+                operation = operation or load_known(recording.sweep.operation).name
                 fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
             op, problem = problem_of(str(operation), fields or [])
             tasks = [jobs.Task(op, problem, budget or jobs.BUDGET, seconds, jobs.parse_backends(op, backends))]
@@ -142,6 +145,7 @@ def sweep(
     ] = None,
     device: Device = 0,
     part: Part = None,
+    own: Own = None,
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,
 ) -> None:
@@ -163,7 +167,7 @@ def sweep(
 
     with usage_errors():
         if job is not None:
-            tasks = jobs.part(jobs.parse(read_text(job)), part or "1/1")
+            tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
         else:
             op, problem = problem_of(str(operation), fields or [])
             tasks = [jobs.Task(op, problem, backends=jobs.parse_backends(op, backends))]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
 from scheduler.cli.layout import Json, Row, labelled, ledger, table, texts
+from scheduler.core import codec
 from scheduler.core.quantities import digits, seconds_text
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
 from scheduler.inspect.provenance import stale, stale_line
@@ -53,7 +53,7 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
     other = record.library_entry
     return {
         "operation": record.key.operation,
-        "problem": json.loads(record.key.problem),
+        "problem": codec.problem_to_json(record.key.problem),
         "hardware": record.key.hardware,
         "stale": stale(record),
         "undecided": record.undecided,
@@ -100,7 +100,7 @@ def kept_json(
     hardware: Hardware | None,
 ) -> Json:
     """What a store keeps of a problem: without a record, only the trials of a search that did not end."""
-    names = {"operation": key.operation, "problem": json.loads(key.problem), "hardware": key.hardware}
+    names = {"operation": key.operation, "problem": codec.problem_to_json(key.problem), "hardware": key.hardware}
     return {
         "where": where,
         **(names if record is None else record_json(record, problem, hardware)),

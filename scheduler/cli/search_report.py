@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from scheduler.cli.layout import Json, Row, ledger, table, texts
 from scheduler.cli.record_report import entry_json, record_json
+from scheduler.core import codec
 from scheduler.core.identity import point_of
 from scheduler.core.quantities import seconds_text
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
@@ -116,7 +116,7 @@ def reverified_json(verdict: Reverified) -> Json:
     record = verdict.record
     return {
         "operation": record.key.operation,
-        "problem": json.loads(record.key.problem),
+        "problem": codec.problem_to_json(record.key.problem),
         "hardware": record.key.hardware,
         "state": verdict.state,
         "reason": verdict.reason,

@@ -28,24 +28,19 @@ def no_store() -> Store:
     return Store(":memory:")
 
 
-def _stores() -> Iterator[tuple[str, Store]]:
-    from scheduler.store.store import shipped
-
-    store = user_store()
-    yield store.location, store
-    if (other := shipped()) is not None:
-        yield "shipped", other
-
-
 def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
     """What each store answers, as calls see them: one that cannot be read is said, and left out."""
-    for where, store in _stores():
+    from scheduler.store.store import shipped
+
+    for opened in (user_store, shipped):
         try:
+            if (store := opened()) is None:
+                continue
             answer = ask(store)
         except StoreError as error:
             say(f"tile-scheduler: {error} (going on without it)")
         else:
-            yield where, answer
+            yield "shipped" if opened is shipped else store.location, answer
 
 
 def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:

@@ -53,7 +53,7 @@ def record_to_text(record: Record) -> str:
             "format": FORMAT,
             "operation": record.key.operation,
             "hardware": record.key.hardware,
-            "problem": _problem_to_json(record.key.problem),
+            "problem": problem_to_json(record.key.problem),
             "entries": [
                 {
                     "backend": entry.backend,
@@ -125,7 +125,7 @@ def is_again(line: str) -> bool:
 
 def sweep_to_text(sweep: Sweep) -> str:
     """One line of JSON; raises as `record_to_text` does."""
-    fields = vars(sweep) | {"problem": _problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
+    fields = vars(sweep) | {"problem": problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
     if not (sweep.again or sweep.rounds):  # readers of format 1 know of no second pass
         fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
     if sweep.library == LIBRARY:
@@ -168,6 +168,8 @@ def _line(fields: Mapping[str, object], check: Check[object]) -> str:
 
 
 def _json(line: str) -> object:
+    if not isinstance(line, str):  # SQLite keeps in a column of text whatever it is given
+        raise ValueError(f"text is wanted, found {type(line).__name__}")
     try:
         value: object = json.loads(line)
     except RecursionError:
@@ -177,7 +179,7 @@ def _json(line: str) -> object:
     return value
 
 
-def _problem_to_json(problem: str) -> object:
+def problem_to_json(problem: str) -> object:
     """The problem as a JSON object, which a reviewer reads more easily; its text, where that would not restore it."""
     try:
         fields = json.loads(problem)

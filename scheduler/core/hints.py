@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import sysconfig
@@ -31,8 +32,9 @@ def name(operation: Operation[Any]) -> str:
     file = Path(module) if module.endswith(".py") else _file(module)
     if file is None:
         return place
-    here = Path.cwd()
-    return f"{file.relative_to(here) if file.is_relative_to(here) else file}:{attribute}"
+    with contextlib.suppress(OSError, ValueError):  # the directory is gone, or the file lies elsewhere
+        file = file.relative_to(Path.cwd())
+    return f"{file}:{attribute}"
 
 
 def _file(module: str) -> Path | None:

@@ -26,6 +26,15 @@ STOPPED_WITHIN_S = 1.0
 _left: list[threading.Thread] = []
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether this is Ctrl-C or another signal, and not a `KeyboardInterrupt` that code raised itself.
+
+    Python raises for signals in the main thread alone, and for none where it ignores them, as in a worker.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+
 def left_behind() -> bool:
     """Whether calls are under way still that were interrupted: a process that ends would wait for them in vain."""
     return any(thread.is_alive() for thread in _left)

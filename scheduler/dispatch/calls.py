@@ -42,9 +42,9 @@ class Signature:
 
 
 @functools.cache
-def signature(operation: Operation[Any], options: tuple[str, ...]) -> Signature:
-    """The signature of a call with these options, all of its arrays given by place."""
-    return Signature(operation, options)
+def signature(operation: Operation[Any], options: tuple[str, ...], last: tuple[str, ...] = ()) -> Signature:
+    """The signature of a call with these options; its arrays are given by place, and then those of these names."""
+    return Signature(operation, options, last)
 
 
 def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Fields, Point, fields_of
 from scheduler.core.records import Schedule, Trial
-from scheduler.measure.bench import blamed
+from scheduler.measure.blame import blamed
 from scheduler.measure.lowered import asked_onchip_bytes, lower
 from scheduler.model.constants import calibrations, model_of
 from scheduler.model.pruning import Pruned

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from scheduler.core.errors import CandidateFailed
-from scheduler.core.frames import calls
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import label_of, point_of
+from scheduler.core.identity import Point, label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
+from scheduler.core.threads import is_interrupt
 from scheduler.measure import timer
+from scheduler.measure.blame import blamed, first_line
 from scheduler.measure.lowered import asked_onchip_bytes
 from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons, mismatches
 from scheduler.model.cost import CostModel
@@ -26,7 +26,7 @@ from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat, reference_programs
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import SLAB, Problem, as_tuple, nbytes
+from search_spaces.problem import SLAB, Problem, Tolerance, as_tuple, nbytes
 
 Results = tuple[jax.Array, ...]
 Compiled = Callable[..., Results]
@@ -57,6 +57,13 @@ class Draw(NamedTuple):
     inputs: tuple[jax.Array, ...]
     expected: Results
     rows: Rows | None
+
+
+class _Candidate(NamedTuple):
+    """A candidate compiled: a function of buffers for its results, and of the operands; and how far off it may be."""
+
+    run: Compiled
+    tolerance: Tolerance | tuple[Tolerance, ...]
 
 
 class Bench:
@@ -95,7 +102,7 @@ class Bench:
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
         self._results: collections.deque[Results] = collections.deque()
-        self._compiled: dict[tuple[str, tuple[Any, ...]], Compiled] = {}
+        self._candidates: dict[Point, _Candidate] = {}
 
     def measure(
         self,
@@ -116,20 +123,20 @@ class Bench:
           CandidateFailed: from what the candidate raised, where that was asked for.
         """
         kernel = self._operation.kernel(backend)
-        compiled = self._build(kernel, self._problem, schedule, raising=raising)
-        if isinstance(compiled, Failure):
-            return compiled
-        if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._draw):
+        candidate = self._build(kernel, self._problem, schedule, raising=raising)
+        if isinstance(candidate, Failure):
+            return candidate
+        if wrong := self._wrong(candidate, self._problem, self._draw):
             return Failure("verify", wrong)
-        self._compiled[point_of(backend, schedule)] = compiled
-        return self._time(compiled, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
+        self._candidates[point_of(backend, schedule)] = candidate
+        return self._time(candidate, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
         """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
-        compiled = self._compiled.get(point_of(backend, schedule))
-        if compiled is None:
+        candidate = self._candidates.get(point_of(backend, schedule))
+        if candidate is None:
             return self.measure(backend, schedule, repetitions)
-        return self._time(compiled, repetitions)
+        return self._time(candidate, repetitions)
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
         """Whether a candidate is right for other inputs too, and on the neighbour of the problem; None where it is.
@@ -138,33 +145,45 @@ class Bench:
         schedule that is not legal there.
         """
         kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
-        compiled = self._compiled.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
-        if isinstance(compiled, Failure):
-            return compiled
+        candidate = self._candidates.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
+        if isinstance(candidate, Failure):
+            return candidate
         # A draw is not kept while the next is made.
-        if wrong := self._wrong(kernel, schedule, compiled, self._problem, self._drawn(self._problem, self._seed + 1)):
+        if wrong := self._wrong(candidate, self._problem, self._drawn(self._problem, self._seed + 1)):
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return None
-        compiled = self._build(kernel, neighbour, schedule)
-        if isinstance(compiled, Failure):
-            return Failure("verify", f"on {neighbour} {compiled}")
-        if wrong := self._wrong(kernel, schedule, compiled, neighbour, self._drawn(neighbour, self._seed)):
+        candidate = self._build(kernel, neighbour, schedule)
+        if isinstance(candidate, Failure):
+            return Failure("verify", f"on {neighbour} {candidate}")
+        if wrong := self._wrong(candidate, neighbour, self._drawn(neighbour, self._seed)):
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
+    def intact(self) -> bool:
+        """Whether operands and reference are what they were: a candidate may have written where it should not."""
+        fresh = self._drawn(self._problem, self._seed)
+        with self._turn():
+            return all(
+                bool(jnp.array_equal(was, now, equal_nan=jnp.issubdtype(was.dtype, jnp.inexact)))
+                for held in self._sets
+                for was, now in zip((*fresh.inputs, *fresh.expected), (*held, *self._draw.expected), strict=True)
+            )
+
     def _build(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
-    ) -> Compiled | Failure:
-        """The candidate as a function of buffers for its results, and of the operands.
+    ) -> _Candidate | Failure:
+        """The candidate, compiled for `problem`.
 
         While JAX traces, lowers and compiles, no code runs but the kernel's and the compiler's: whatever is raised then
-        is the candidate's failure.
+        is the candidate's failure, an end of the process or an interrupt of its own among it.
         """
         target, wanted, operands = self._hardware.target, problem.results(), problem.operands()
         point = kernel.space(problem, target).decode(schedule)
 
-        def failed(stage: Stage, error: Exception) -> Failure:
+        def failed(stage: Stage, error: BaseException) -> Failure:
+            if is_interrupt(error):
+                raise error
             failure = Failure(stage, blamed(error))
             if raising:
                 raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error
@@ -173,14 +192,15 @@ class Bench:
         self._announce("lower")
         run = jax_compat.writing_over(lambda *args: kernel.results(problem, point, target, *args))
         try:
+            tolerance = kernel.tolerance(problem, point)
             traced = run.trace(wanted, *operands)
-        except Exception as error:
+        except BaseException as error:
             return failed("lower", error)
         if (found := _described(as_tuple(traced.out_info))) != _described(wanted):
             return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
         try:
             lowered = traced.lower()
-        except Exception as error:
+        except BaseException as error:
             return failed("lower", error)
         if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint tells
             asked, has = asked_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
@@ -196,33 +216,33 @@ class Bench:
             # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
             self._announce("compile")
             try:
-                compiled: Compiled = lowered.compile()
-            except Exception as error:
+                return _Candidate(lowered.compile(), tolerance)
+            except BaseException as error:
                 return failed("compile", error)
-        return compiled
 
-    def _wrong(
-        self, kernel: Kernel[Any, Any], schedule: Schedule, compiled: Compiled, problem: Problem, draw: Draw
-    ) -> str | None:
+    def _wrong(self, candidate: _Candidate, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
-        tolerance = kernel.tolerance(problem, kernel.space(problem, self._hardware.target).decode(schedule))
         self._results.clear()  # beside these, one more of gigabytes might be one too many
         poison = jax.block_until_ready(_poison(problem))
         with self._turn():
             try:
-                actual = compiled(poison, *draw.inputs)
-                compare = self._comparisons[problem]
-                wrong = mismatches(problem, actual, draw.expected, tolerance, draw.rows, compare)
+                actual = candidate.run(poison, *draw.inputs)
+                wrong = self._off(candidate, problem, draw, actual)
             except jax.errors.JaxRuntimeError as error:
                 return first_line(error)
         if problem == self._problem:
             self._results.append(actual)
         return wrong
 
-    def _time(self, compiled: Compiled, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
+    def _off(self, candidate: _Candidate, problem: Problem, draw: Draw, actual: Results) -> str | None:
+        return mismatches(problem, actual, draw.expected, candidate.tolerance, draw.rows, self._comparisons[problem])
+
+    def _time(self, candidate: _Candidate, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
+        """Its times, unless the last of the answers that were timed is wrong."""
+
         def call() -> Results:
             self._calls += 1
-            result = compiled(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
+            result = candidate.run(self._results.popleft(), *self._sets[self._calls % len(self._sets)])
             self._results.append(result)
             return result
 
@@ -237,8 +257,11 @@ class Bench:
                 measured = timed(repetitions, slow_s)
                 if measured.median_s <= self._least_s:
                     measured = timed(DOUBTED * repetitions)
+                wrong = self._off(candidate, self._problem, self._draw, self._results[-1])
             except RuntimeError as error:
                 return Failure("time", first_line(error))
+        if wrong:
+            return Failure("verify", f"after several calls {wrong}")
         if measured.median_s <= self._least_s:
             bound_s = self._least_s / BELIEVED
             return Failure(
@@ -357,31 +380,3 @@ def _described(results: Sequence[Any]) -> str:
     return " and ".join(
         f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"no array but {type(x).__name__}" for x in results
     )
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says first, its type where it says nothing."""
-    try:
-        text = str(error).strip()
-    except Exception:  # an exception of a kernel's author may fail to say itself
-        text = ""
-    return (text or type(error).__name__).splitlines()[0][:300]
-
-
-def blamed(error: Exception) -> str:
-    """What a candidate raised, in a line: its type, what it says first, and where in the kernel's source that was."""
-    name, said = type(error).__name__, first_line(error)
-    place = _place(error)
-    return (name if said == name else f"{name}: {said}") + (f" ({place})" if place else "")
-
-
-def _place(error: BaseException | None) -> str:
-    """``file:line`` of the innermost call of a kernel; "" where there is none."""
-    while error is not None:
-        for call in calls(error):
-            if call.owner != "scheduler":
-                below = os.path.relpath(call.file)
-                return f"{call.file if below.startswith(os.pardir) else below}:{call.line}"
-        # Of what it lowers JAX tells the place in an exception of its own (`JaxStackTraceBeforeTransformation`).
-        error = error.__cause__ or error.__context__
-    return ""

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection
 
 from scheduler.core.errors import WorkerError
+from scheduler.measure import turns
 from search_spaces import jax_compat
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What NVIDIA's driver says of one GPU, asked without touching the GPU."""
+    """What NVIDIA's driver says of one GPU, asked without touching the GPU.
+
+    Attributes:
+      bus: its PCI address, by which the processes of several users know it; "" is for those of this user alone.
+    """
 
     index: str
     uuid: str
     driver: str
     free_bytes: int
     total_bytes: int = 0  # where nothing limits what a process takes
+    bus: str = ""
 
     @classmethod
     def wanted(cls, device: int = 0) -> Gpu | None:
@@ -57,7 +60,7 @@ class Gpu:
             [
                 smi,
                 f"--id={index}",
-                "--query-gpu=uuid,driver_version,memory.free,memory.total",
+                "--query-gpu=uuid,driver_version,memory.free,memory.total,pci.bus_id",
                 "--format=csv,noheader,nounits",
             ],
             capture_output=True,
@@ -65,9 +68,9 @@ class Gpu:
             check=False,
         )
         parts = [part.strip() for part in asked.stdout.strip().split(",")]
-        if asked.returncode or len(parts) != 4:
+        if asked.returncode or len(parts) != 5:
             return None
-        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
+        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2, parts[4])
 
     @classmethod
     def none(cls) -> Gpu:
@@ -86,16 +89,6 @@ class Gpu:
         # Within a container the driver may list ids as the host knows them: then only their number tells.
         return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """One process at a time holds the GPU, whoever started it."""
-        path = Path(tempfile.gettempdir()) / f"tile-scheduler-{self.uuid}.lock"
-        with contextlib.suppress(OSError):  # it may be another user's, which this one can read
-            file_number = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
-                os.fchmod(file_number, 0o666)  # a umask may have kept other users out
-            finally:
-                os.close(file_number)
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Within, this process alone holds the GPU, among those that take turns, whoever started them."""
+        return turns.turn(self.uuid, self.bus)

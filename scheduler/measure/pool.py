@@ -14,6 +14,7 @@ from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import GIB
 from scheduler.core.identity import point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome
+from scheduler.measure import turns
 from scheduler.measure.division import Division, Shares
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import Limits
@@ -82,12 +83,14 @@ class Pool:
         affinity: `taskset`, a container's or a batch system's share), fewer where the GPU's free memory is short.
 
     Raises:
-      WorkerError: too little of the GPU's memory is free, or the processes do not start.
+      WorkerError: too little of the GPU's memory is free, the processes do not start, or there is no place for the lock
+        by which they take turns.
       UnknownChip: the table of chips tells nothing of this one.
     """
 
     def __init__(self, gpu: Gpu, options: RunnerOptions | None = None) -> None:
         options = options or RunnerOptions()
+        turns.require(gpu.uuid)
         affordable = gpu.free_bytes // (2 * CONTEXT_BYTES)
         if affordable < 1:
             raise WorkerError(

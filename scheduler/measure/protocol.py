@@ -16,7 +16,7 @@ Do = Literal["measure", "again", "confirm"]
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first line to a worker: the device to serve, by its `uuid` and JAX's name of its platform.
+    """The first line to a worker: the device to serve, by its `uuid`, its `bus` and JAX's name of its platform.
 
     Attributes:
       programs: the directory of programs that the workers of a pool share.
@@ -24,6 +24,7 @@ class Hello:
 
     uuid: str
     platform: str
+    bus: str = ""
     programs: str = ""
 
 
@@ -109,8 +110,20 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: str | bytes) -> Message:
-    """The inverse of `encode`."""
-    return json.loads(line, object_hook=_typed)
+    """The inverse of `encode`.
+
+    Raises:
+      ValueError: `line` is no message.
+    """
+    try:
+        message = json.loads(line, object_hook=_typed)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = None
+    if isinstance(message, Answer) and not isinstance(message.outcome, Measurement | Failure | None):
+        message = None
+    if not isinstance(message, Message):
+        raise ValueError(f"no message: {line[:60]!r}")
+    return message
 
 
 def _typed(fields: dict[str, Any]) -> Any:

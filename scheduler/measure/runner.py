@@ -12,6 +12,7 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
 from scheduler.measure.bench import Bench, least_bytes
+from scheduler.measure.bench_at_hand import BenchAtHand
 from scheduler.measure.gpu import Gpu
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -100,7 +101,9 @@ class InProcess:
     def __init__(self) -> None:
         self.hardware = chips.detect()
         self.environment = environment(driver="")
-        self._bench: tuple[Any, Bench] | None = None
+        self._bench = BenchAtHand[tuple[Operation[Any], Problem, L2]](
+            lambda what: Bench(what[0], what[1], self.hardware, l2=what[2])
+        )
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         if self.hardware.abilities.host_memory:
@@ -108,28 +111,24 @@ class InProcess:
         return 1
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        bench = self._bench_of(task)
-        if again:
-            return bench.again(task.backend, task.schedule, task.repetitions)
-        return bench.measure(
-            task.backend, task.schedule, task.repetitions, incumbent_s=task.incumbent_s, raising=task.raising
-        )
+        def ask(bench: Bench) -> Outcome:
+            if again:
+                return bench.again(task.backend, task.schedule, task.repetitions)
+            return bench.measure(
+                task.backend, task.schedule, task.repetitions, incumbent_s=task.incumbent_s, raising=task.raising
+            )
+
+        return self._bench.ask((task.operation, task.problem, task.l2), ask)
 
     def confirm(self, task: Task) -> Failure | None:
-        return self._bench_of(task).confirm(task.backend, task.schedule)
+        what = task.operation, task.problem, task.l2
+        return self._bench.ask(what, lambda bench: bench.confirm(task.backend, task.schedule))
 
     def others(self) -> int:
         return 0  # of a CPU there is no list of users
 
-    def _bench_of(self, task: Task) -> Bench:
-        what = (task.operation, task.problem, task.l2)
-        if self._bench is None or self._bench[0] != what:
-            self._bench = None  # frees the operands of the one before
-            self._bench = what, Bench(task.operation, task.problem, self.hardware, l2=task.l2)
-        return self._bench[1]
-
     def close(self) -> None:
-        self._bench = None
+        self._bench.drop()
 
 
 def environment(driver: str) -> Environment:

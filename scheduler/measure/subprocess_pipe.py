@@ -19,6 +19,7 @@ from scheduler.measure.protocol import Announcement, Message, decode, encode
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LAST_WORDS_BYTES = 8192
+LONGEST_MESSAGE_BYTES = 2**26
 KILLED_WITHIN_S = 30.0  # a driver may keep a process that hangs on its device for seconds after the kill
 
 Limit = Callable[[str], float | None]
@@ -90,6 +91,8 @@ class Child:
         """
         assert self._process.stdin is not None
         step = first
+        if line := self._line(0.0):  # it would be taken for the answer
+            raise EOFError(f"the process said before it was asked {line[:60]!r}")
         with contextlib.suppress(OSError):  # it is gone: reading tells
             self._process.stdin.write(encode(message))
         while True:
@@ -101,7 +104,10 @@ class Child:
             if not line:
                 raise EOFError(f"the process ended in {step}: {self._last_words()}")
             ended(step, time.monotonic() - started)
-            reply = decode(line)
+            try:
+                reply = decode(line)
+            except ValueError as error:  # a candidate found the pipe, and wrote to it
+                raise EOFError(f"the process said in {step} {error}") from None
             if not isinstance(reply, Announcement):
                 return reply
             step = reply.step
@@ -134,6 +140,8 @@ class Child:
         while b"\n" not in self._unread:
             left_s = math.inf if until is None else until - time.monotonic()
             if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
+                if self._process.poll() is not None and not ready.poll(0):  # who it left behind may hold its pipe
+                    return b""
                 if left_s <= WAKE_S:
                     return None
                 continue
@@ -141,6 +149,8 @@ class Child:
             if not read:
                 return b""
             self._unread += read
+            if len(self._unread) > LONGEST_MESSAGE_BYTES and b"\n" not in read:
+                self._unread += b"\n"
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 

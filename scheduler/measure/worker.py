@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 from scheduler.core import hardware as chips
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.records import L2, Failure, Outcome, Stage
-from scheduler.measure.bench import Bench, Step, first_line
+from scheduler.measure.bench import Bench, Step
+from scheduler.measure.bench_at_hand import BenchAtHand
+from scheduler.measure.blame import first_line
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.protocol import (
     Announcement,
@@ -41,14 +44,20 @@ OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY", re.IGNORECASE)
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # libraries print to standard output; the answers keep it to themselves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is then one that a candidate raised
+    # Candidates, and what they call, print and may read: requests and answers have files of their own.
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    own = os.getpid()
 
     def say(message: Message) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a candidate forked, and both processes came here
         answers.write(encode(message))
         answers.flush()
 
-    first = sys.stdin.readline()
+    first = requests.readline()
     if not first:
         return
     hello = decode(first)
@@ -60,13 +69,13 @@ def main() -> None:
         say(Unable(first_line(error)))
         return
     say(Ready(target))
-    service = _Service(target, Gpu("", hello.uuid, "", 0), lambda step: say(Announcement(step)))
+    service = _Service(target, Gpu("", hello.uuid, "", 0, bus=hello.bus), lambda step: say(Announcement(step)))
     with shared_in(hello.programs):
-        _serve(service, say)
+        _serve(service, requests, say)
 
 
-def _serve(service: _Service, say: Callable[[Message], None]) -> None:
-    for line in sys.stdin:
+def _serve(service: _Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
+    for line in requests:
         reply: Reply
         try:
             request = decode(line)
@@ -74,7 +83,7 @@ def _serve(service: _Service, say: Callable[[Message], None]) -> None:
             reply = service.answer(request)
         except CandidateFailed as failed:  # as the task wanted
             reply = Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-        except Exception:  # the parent raises it: a defect, with its whole trace
+        except BaseException:  # the parent raises it: a defect, with its whole trace
             reply = Defect(traceback.format_exc())
         say(reply)
         if isinstance(reply, Answer) and reply.fatal:
@@ -86,22 +95,16 @@ class _Service:
 
     def __init__(self, target: Target, gpu: Gpu, announce: Callable[[Step], None]) -> None:
         self._target, self._gpu, self._announce = target, gpu, announce
-        self._bench: Bench | None = None
-        self._what: tuple[str, str, L2] | None = None
-        self._used = False
+        self._bench = BenchAtHand(self._made)
 
     def answer(self, request: Request) -> Answer:
         try:
-            outcome = self._do(request)
-            if isinstance(outcome, Failure) and outcome.stage == "verify" and self._used:
-                # A candidate before this one may have written into the operands: only a fresh bench proves it wrong.
-                self._bench = None
-                outcome = self._do(request)
+            what = request.operation, request.problem, request.l2
+            outcome = self._bench.ask(what, lambda bench: _asked(bench, request))
         except jax.errors.JaxRuntimeError as error:  # outside of any candidate's compilation or run
             lost = first_line(error)
             stage: Stage = "memory" if OUT_OF_MEMORY.search(lost) else "worker"
             return Answer(Failure(stage, lost), retryable=True, fatal=lost)
-        self._used = True
         if not isinstance(outcome, Failure):
             return Answer(outcome)
         if OUT_OF_MEMORY.search(outcome.detail):
@@ -110,31 +113,18 @@ class _Service:
             return Answer(outcome, retryable=outcome.stage == "compile", fatal=why)
         return Answer(outcome)
 
-    def _do(self, request: Request) -> Outcome | None:
-        what = request.operation, request.problem, request.l2
-        if self._bench is None or self._what != what:
-            self._announce("prepare")
-            self._bench, self._used = None, False  # frees the operands of the one before
-            operation = load(request.operation)
-            self._bench = Bench(
-                operation,
-                operation.problem.from_canonical(request.problem),
-                chips.describe(self._target),
-                l2=request.l2,
-                exclusive=self._gpu.exclusive,
-                announce=self._announce,
-            )
-            self._what = what
-        bench, backend, schedule, repetitions = self._bench, request.backend, request.schedule, request.repetitions
-        match request.do:
-            case "measure":
-                return bench.measure(
-                    backend, schedule, repetitions, incumbent_s=request.incumbent_s, raising=request.raising
-                )
-            case "again":
-                return bench.again(backend, schedule, repetitions)
-            case "confirm":
-                return bench.confirm(backend, schedule)
+    def _made(self, what: tuple[str, str, L2]) -> Bench:
+        name, problem, l2 = what
+        self._announce("prepare")
+        operation = load(name)
+        return Bench(
+            operation,
+            operation.problem.from_canonical(problem),
+            chips.describe(self._target),
+            l2=l2,
+            exclusive=self._gpu.exclusive,
+            announce=self._announce,
+        )
 
     def _device_error(self) -> str | None:
         """Why nothing runs on the device any more, or None: an illegal access ends a CUDA context for good."""
@@ -146,6 +136,19 @@ class _Service:
             except jax.errors.JaxRuntimeError as error:
                 return first_line(error)
         return None
+
+
+def _asked(bench: Bench, request: Request) -> Outcome | None:
+    backend, schedule, repetitions = request.backend, request.schedule, request.repetitions
+    match request.do:
+        case "measure":
+            return bench.measure(
+                backend, schedule, repetitions, incumbent_s=request.incumbent_s, raising=request.raising
+            )
+        case "again":
+            return bench.again(backend, schedule, repetitions)
+        case "confirm":
+            return bench.confirm(backend, schedule)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,8 @@ class WorkerProcess:
             if self._abandoned or self._child is None:
                 self.abandon()
                 raise WorkerError("the worker processes were stopped")
-            hello = protocol.Hello(self._gpu.uuid, "cuda" if self._gpu.index else "cpu", self._programs)
+            platform = "cuda" if self._gpu.index else "cpu"
+            hello = protocol.Hello(self._gpu.uuid, platform, self._gpu.bus, self._programs)
             reply = self._child.ask(hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
         except (EOFError, TimeoutError) as error:
             raise WorkerError(f"a worker process did not start: {error}") from error
@@ -161,5 +162,12 @@ class WorkerProcess:
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": os.pathsep.join(path or _here() for path in sys.path),
         }
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone
+        return ""

@@ -22,7 +22,7 @@ from scheduler.prediction.validation import recheck
 from scheduler.search.settled import settled
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store, shipped
-from search_spaces import load
+from search_spaces import load, load_known
 from search_spaces.errors import DeclarationError
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -117,12 +117,13 @@ class Result:
         return tuple(lost for lost in self.record.failed if lost.own)
 
 
-def parse(text: str) -> list[Task | Malformed]:
+def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
     """The tasks of a job written in TOML.
 
-    At the top: `operation` (a name that `search_spaces.load` takes) and what all problems share: `budget`, `seconds`,
-    `backends` (names with commas, or "pallas"), and a table `[fields]`. Then one table `[[problem]]` each, with its
-    fields and, where it differs, its own `operation`, `budget`, `seconds` or `backends`.
+    At the top: `operation` (its name; ``package.module:NAME`` or ``file.py:NAME`` only where `own` names it, too) and
+    what all problems share: `budget`, `seconds`, `backends` (names with commas, or "pallas"), and a table `[fields]`.
+    Then one table `[[problem]]` each, with its fields and, where it differs, its own `operation`, `budget`, `seconds`
+    or `backends`.
 
     Raises:
       ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
@@ -141,8 +142,15 @@ def parse(text: str) -> list[Task | Malformed]:
     if not isinstance(fields, dict):
         raise ValueError(f"the fields that problems share are a table [fields], not {fields!r}")
     if isinstance(shared := job.get("operation"), str):
-        load(shared)  # misspelt here, it is wrong for every problem
-    return [_task(job, fields, table) for table in problems]
+        _operation(shared, own)  # misspelt here, it is wrong for every problem
+    return [_task(job, fields, table, own) for table in problems]
+
+
+def _operation(name: str, own: Sequence[str]) -> Operation[Any]:
+    try:
+        return load(name) if name in own else load_known(name)
+    except ValueError as error:
+        raise ValueError(f"{error} (--own {name})" if ":" in name and name not in own else str(error)) from None
 
 
 def part(of: Sequence[T], text: str) -> list[T]:
@@ -330,7 +338,9 @@ def _before(
 _SETTINGS = ("operation", "budget", "seconds", "backends")
 
 
-def _task(job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any]) -> Task | Malformed:
+def _task(
+    job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any], named: Sequence[str]
+) -> Task | Malformed:
     settings = {**job, **{name: value for name, value in table.items() if name in _SETTINGS}}
     own = {name: value for name, value in table.items() if name not in _SETTINGS}
     text = " ".join(f"{name}={value}" for name, value in own.items())
@@ -339,7 +349,7 @@ def _task(job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str,
         if not isinstance(name, str):
             raise ValueError('no operation: write operation = "matmul" (or yours) at the top of the job')
         text = f"{name} {text}"
-        operation = load(name)
+        operation = _operation(name, named)
         known = [*(field.name for field in dataclasses.fields(operation.problem)), *_SETTINGS]
         for field, value in (both := {**fields, **own}).items():
             if field not in known:

@@ -19,7 +19,7 @@ from scheduler.model.feasibility import illegal, onchip_bytes
 from scheduler.prediction import predict, validation
 from scheduler.search import final_comparison, finalists
 from scheduler.search.final_comparison import Result
-from search_spaces import load
+from search_spaces import load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -84,7 +84,7 @@ def reverify(
 
     Args:
       records: to verify; those of other chips than the runner's cannot be.
-      operation: theirs; None loads each by its name.
+      operation: theirs; None is each by its name, of those here or loaded before.
       runner: where they run; by default one is started for all of them and closed at the end.
       options: of a runner that is started here.
       within: by which share the winner may be slower than the fastest and still hold.
@@ -96,7 +96,7 @@ def reverify(
     with contextlib.ExitStack() as stack:
         for record in records:
             try:
-                named = operation or load(record.key.operation)
+                named = operation or load_known(record.key.operation)
             except ValueError as error:
                 yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
                 continue

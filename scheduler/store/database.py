@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from scheduler.core.errors import StoreError
+from scheduler.store import postgres
 from scheduler.store.schema import OLDEST, SERIAL, VERSION
 
 CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
@@ -198,7 +199,7 @@ class Database:
         """Turn what a database or a file system raises into a `StoreError` with advice."""
         try:
             yield
-        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError) as error:
+        except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
             reason = getattr(error, "orig", None) or error
             raise StoreError(f"{self.location} cannot be {verb} ({reason}): {_advice(reason, self._path)}") from error
 
@@ -215,7 +216,7 @@ def _url(url: str | Path) -> sa.URL:
 
 def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
     if url.get_backend_name() != "sqlite":
-        return sa.create_engine(url, poolclass=sa.NullPool)
+        return postgres.engine(url)
     if path is None:
         # isolation_level None: Python's sqlite3 begins no transactions on its own, the listener below does.
         settings = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None, "check_same_thread": False}

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.records import Environment, Key, Record, Trial
+from scheduler.store import patience
+from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
@@ -36,7 +38,7 @@ class Cache:
         if not shared_only:
             if (record := self._put.get(key)) is not None:
                 yield "this process", record
-            elif (record := self._try(lambda store: store.get(key), self._user)) is not None:
+            elif (record := self._patiently(lambda store: store.get(key))) is not None:
                 yield "the user's cache", record
         if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
             yield "the shipped cache.db", record
@@ -45,10 +47,13 @@ class Cache:
         """Every record of an operation on a chip; the user's own in place of the shipped of the same problem."""
         self._open()
         found: dict[Key, Record] = {}
-        for store in (self._shipped, *(() if shared_only else (self._user,))):
-            read = self._try(lambda store: list(store.records(operation=operation, hardware=hardware)), store) or []
-            found |= {record.key: record for record in read}
+
+        def read(store: Store) -> list[Record]:
+            return list(store.records(operation=operation, hardware=hardware))
+
+        found |= {record.key: record for record in self._try(read, self._shipped) or ()}
         if not shared_only:
+            found |= {record.key: record for record in self._patiently(read) or ()}
             found |= {key: r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)}
         return list(found.values())
 
@@ -65,9 +70,9 @@ class Cache:
         self._open()
         return self._try(lambda store: store.get(key), self._user) or self._put.get(key)
 
-    def lease(self, key: Key, owner: str, seconds: float) -> str:
+    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
         self._open()
-        return self._write(lambda store: store.lease(key, owner, seconds)) or owner
+        return self._write(lambda store: store.lease(key, owner, seconds, silent=silent)) or Lease(owner, 0.0)
 
     def release(self, key: Key, owner: str) -> None:
         self._write(lambda store: store.release(key, owner))
@@ -119,6 +124,12 @@ class Cache:
             warn_once(f"{error} (calls go on without it)")
             return None
 
+    def _patiently(self, use: Callable[[Store], T]) -> T | None:
+        """What the user's own store answers a call, which does not wait for long."""
+        if self._user is None or patience.given_up(self._user.location):
+            return None
+        return self._try(lambda store: patience.patiently(store.location, lambda: use(store)), self._user)
+
     def _try(self, use: Callable[[Store], T], store: Store | None) -> T | None:
         if store is None:
             return None
@@ -126,7 +137,7 @@ class Cache:
             return use(store)
         except StoreError as error:
             # One warning, and no second attempt at each call; but one bad record leaves the others readable.
-            if store is self._user and not isinstance(error, MalformedRecord):
+            if store is self._user and not isinstance(error, MalformedRecord | patience.TooLong):
                 self._user = None
             warn_once(f"{error} (calls go on without it)")
             return None

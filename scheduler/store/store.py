@@ -5,7 +5,7 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,15 +16,14 @@ import platformdirs
 import sqlalchemy as sa
 
 from scheduler.core import codec
-from scheduler.core.errors import MalformedRecord
+from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.identity import schedule_to_text, versioned
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
-from scheduler.store import text_files
+from scheduler.store import rows, text_files
 from scheduler.store.database import CACHE_VARIABLE, Database
+from scheduler.store.lease import Lease
 from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
 from search_spaces import aliases
-
-_log = logging.getLogger(__name__)
 
 
 class Store:
@@ -203,31 +202,38 @@ class Store:
         """
         query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == 0)
         query = query if operation is None else query.where(TRIALS.c.operation == operation)
-        rows = ((Key(*row[:3]), *row[3:]) for row in sorted(tuple(row) for row in self._database.select(query)))
+        keyed = ((Key(*row[:3]), *row[3:]) for row in rows.by_key(self._database.select(query), self.location))
         found: dict[Key, list[Trial]] = {}
-        for key, trial in self._decoded_trials(rows):
+        for key, trial in self._decoded_trials(keyed):
             found.setdefault(key, []).append(trial)
         return found
 
-    def lease(self, key: Key, owner: str, seconds: float) -> str:
-        """Takes or renews the lease of `key`: for so many seconds `owner` is the one that tunes it.
+    def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
+        """Takes or renews the lease of `key`: `owner` is the one that tunes it.
+
+        Args:
+          seconds: for which it counts to versions of this program that go by the clock.
+          silent: a lease of another that was seen not to be renewed: it is taken over, if it is the same still.
 
         Returns:
-          who holds it now: `owner`, unless another took it before and it has not expired. A store in memory or opened
-          read-only is shared with nobody, and there whoever asks holds it.
+          the one that holds now: of `owner`, unless another took it before. A store in memory or opened read-only is
+          shared with nobody, and there whoever asks holds it.
 
         Raises:
           StoreError: the cache cannot be written.
         """
+        taken = Lease(owner, time.time() + seconds)
         if not self._database.shared:
-            return owner
-        now = time.time()
-        insert = self._database.insert(LEASES).values(**vars(key), owner=owner, expires_s=now + seconds)
-        free = sa.or_(LEASES.c.owner == owner, LEASES.c.expires_s < now)
-        taken = {name: insert.excluded[name] for name in ("owner", "expires_s")}
+            return taken
+        insert = self._database.insert(LEASES).values(**vars(key), **vars(taken))
+        free = LEASES.c.owner == owner
+        if silent is not None:
+            free |= (LEASES.c.owner == silent.owner) & (LEASES.c.expires_s == silent.expires_s)
+        new = {name: insert.excluded[name] for name in vars(taken)}
         with self._database.write() as connection:
-            connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=taken, where=free))
-            return str(connection.execute(sa.select(LEASES.c.owner).where(*_is(LEASES, key))).scalar_one())
+            connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=new, where=free))
+            held = connection.execute(sa.select(LEASES.c.owner, LEASES.c.expires_s).where(*_is(LEASES, key))).one()
+        return Lease(*held)
 
     def release(self, key: Key, owner: str) -> None:
         """Gives the lease of `key` back, where `owner` holds it.
@@ -255,7 +261,7 @@ class Store:
             *(SCHEDULES.c[name] == value for name, value in wanted.items() if value is not None)
         )
         # Sorted here because every database sorts text by rules of its own.
-        return self._decoded(sorted(tuple(row) for row in self._database.select(query)))
+        return self._decoded(rows.by_key(self._database.select(query), self.location))
 
     def keys(self, *, operation: str | None = None) -> list[Key]:
         """Every key that has a record or a trial, sorted.
@@ -267,7 +273,7 @@ class Store:
         for table in (SCHEDULES, TRIALS):
             query = sa.select(*(table.c[name] for name in KEY)).distinct()
             query = query if operation is None else query.where(table.c.operation == operation)
-            found.update(Key(*row) for row in self._database.select(query))
+            found.update(Key(*row) for row in rows.by_key(self._database.select(query), self.location))
         return sorted(found, key=lambda key: (key.operation, key.hardware, key.problem))
 
     def put_calibration(self, calibration: Calibration) -> None:
@@ -305,35 +311,44 @@ class Store:
             *(CONSTANTS.c[name] == value for name, value in wanted.items() if value is not None)
         )
         found: list[Calibration] = []
-        for *names, line in sorted(tuple(row) for row in self._database.select(query)):
+        for *names, line in rows.by_key(self._database.select(query), self.location):
             try:
                 found.append(codec.calibration_from_text(line))
             except ValueError as error:
-                _log.warning("%s: constants of %s are skipped, malformed (%s)", self.location, " ".join(names), error)
+                rows.say_once(f"{self.location}: constants of {' '.join(names)} are skipped, malformed ({error})")
         return found
 
     def close(self) -> None:
         self._database.close()
 
-    def _decoded_trials(self, rows: Iterable[tuple[Key, int, str]]) -> Iterator[tuple[Key, Trial]]:
-        for key, number, line in rows:
+    def _decoded_trials(self, found: Iterable[tuple[Key, int, str]]) -> Iterator[tuple[Key, Trial]]:
+        for key, number, line in found:
             try:
                 yield key, codec.trial_from_text(line)
             except ValueError as error:
-                _log.warning("%s: trial %s of %s is skipped, it is malformed (%s)", self.location, number, key, error)
+                rows.say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
 
-    def _decoded(self, rows: list[tuple[Any, ...]]) -> Iterator[Record]:
-        for *names, line in rows:
+    def _decoded(self, found: list[tuple[Any, ...]]) -> Iterator[Record]:
+        for *names, line in found:
             key = Key(*names)
             try:
                 yield _checked(key, line)
             except ValueError as error:
-                _log.warning("%s: the record of %s is skipped, it is malformed (%s)", self.location, key, error)
+                rows.say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
 
 
 def default_url() -> str:
-    """A user's own cache: `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL), else a file in the cache directory."""
-    return os.environ.get(CACHE_VARIABLE) or str(platformdirs.user_cache_path("tile-scheduler", False) / "cache.db")
+    """A user's own cache: `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL), else a file in the cache directory.
+
+    Raises:
+      StoreError: it is not set, and this user has no directory.
+    """
+    if given := os.environ.get(CACHE_VARIABLE):
+        return given
+    with contextlib.suppress(RuntimeError):
+        if (place := platformdirs.user_cache_path("tile-scheduler", False)).is_absolute():
+            return str(place / "cache.db")
+    raise StoreError(f"this user has no home, and so no cache: set {CACHE_VARIABLE} to a file")
 
 
 def shipped() -> Store | None:

@@ -60,7 +60,7 @@ def attention(
         most = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         e = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isfinite(most), most, 0.0)), 0.0)
         total = jnp.sum(e, axis=-1, keepdims=True)
-        any_seen = total > 0
+        any_seen = total != 0  # NaN among logits stays NaN
         total = jnp.where(any_seen, total, 1.0)
         out = jnp.einsum("gqk,kd->gqd", e / total, v, precision=lax.Precision.HIGHEST)
         lse = jnp.where(any_seen, jnp.where(any_seen, most, 0.0) + jnp.log(total), -jnp.inf)

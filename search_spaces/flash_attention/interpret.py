@@ -70,7 +70,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
                 jnp.zeros((s.block_q, p.value_dim)),
             )
             most, total, out = lax.fori_loop(0, steps, step, jax.tree.map(jnp.float32, start))
-            sees = total > 0
+            sees = total != 0  # NaN among logits stays NaN
             total = jnp.where(sees, total, 1.0)
             out_ref[0, :, 0] = jnp.where(sees[:, None], out / total[:, None], 0.0).astype(out_ref.dtype)
             lse_ref[0, 0] = jnp.where(sees, most + jnp.log(total), -jnp.inf)

@@ -122,7 +122,7 @@ class SplitCombine:
         if not output:
             return None, lse
         o = functools.reduce(operator.add, [read(0, rank, 1) * weights[rank] for rank in ranks])
-        return jnp.where(total > 0, o / total, 0.0), lse
+        return jnp.where(total != 0, o / total, 0.0), lse  # NaN among logits stays NaN
 
     def _load(
         self,
@@ -217,7 +217,7 @@ def combine(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     weights = [jnp.exp2(lse[split] - m) for split in splits]
     total = functools.reduce(operator.add, weights)
     whole = functools.reduce(operator.add, [out[split] * weights[split] for split in splits])
-    return jnp.where(total > 0, whole / total, 0.0), m + jnp.log2(total)
+    return jnp.where(total != 0, whole / total, 0.0), m + jnp.log2(total)
 
 
 def natural(lse: jax.Array) -> jax.Array:

@@ -77,7 +77,7 @@ class OnlineSoftmax:
           there: ``bool[64]``, which rows count; None where all do.
         """
         total = state.total.sum(axis=1)
-        some = total > 0
+        some = total != 0  # NaN among logits stays NaN
         if there is not None:
             some = some & there
         inverse = jnp.where(some, 1.0 / total, 0.0)

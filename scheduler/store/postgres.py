@@ -1,0 +1,61 @@
+"""PostgreSQL as a shared store: no connection, statement or lock is waited for without end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from typing import Any
+
+import sqlalchemy as sa
+
+CONNECT_S = 5
+STATEMENT_MS, LOCK_MS, IDLE_MS = 15_000, 10_000, 60_000
+# A server that is stopped in the middle answers nothing, its own limits among it, and its host says that all is well.
+LONGEST_S = 60.0
+
+# What the URL says wins. Per host: a name may have several addresses, and each is tried.
+_CONNECTION = {
+    "connect_timeout": CONNECT_S,
+    "keepalives_idle": 30,
+    "tcp_user_timeout": 15_000,
+    # Poolers (PgBouncer) give each transaction another connection, which knows no statement of the one before.
+    "prepare_threshold": None,
+}
+# For a transaction alone, again for poolers; as a start-up parameter they would refuse it.
+_LIMITS = (
+    f"SELECT set_config('statement_timeout', '{STATEMENT_MS}', true), set_config('lock_timeout', '{LOCK_MS}', true), "
+    f"set_config('idle_in_transaction_session_timeout', '{IDLE_MS}', true)"
+)
+
+
+def engine(url: sa.URL) -> sa.Engine:
+    """Connects anew for each use: a connection that is carried across a fork answers two processes."""
+    ours = url.get_driver_name() == "psycopg"
+    settings = {name: value for name, value in _CONNECTION.items() if ours and name not in url.query}
+    made = sa.create_engine(url, poolclass=sa.NullPool, connect_args=settings)
+    if ours:
+        sa.event.listen(made, "connect", _watch)
+        sa.event.listen(made, "close", _leave)
+        if "options" not in url.query:
+            sa.event.listen(made, "begin", lambda connection: connection.exec_driver_sql(_LIMITS))
+    return made
+
+
+def _watch(connection: Any, record: Any) -> None:
+    timer = threading.Timer(LONGEST_S, _hang_up, (connection,))
+    timer.daemon = True
+    timer.start()
+    record.info["watch"] = timer
+
+
+def _leave(connection: Any, record: Any) -> None:
+    if (timer := record.info.pop("watch", None)) is not None:
+        timer.cancel()
+
+
+def _hang_up(connection: Any) -> None:
+    """Ends a connection under whoever waits for an answer, as a server that goes away would."""
+    with contextlib.suppress(Exception), socket.socket(fileno=os.dup(connection.pgconn.socket)) as own:
+        own.shutdown(socket.SHUT_RDWR)

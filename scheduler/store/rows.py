@@ -1,0 +1,29 @@
+"""Rows as a database gives them: in order, and what nobody can read of them said once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+def by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
+    """Sorted by the three columns of text that they are known by, the same for every database.
+
+    A row in which one of these is no text is skipped with a warning: SQLite keeps whatever it is given.
+    """
+    found = [tuple(row) for row in rows]
+    known = [row for row in found if all(isinstance(name, str) for name in row[:3])]
+    if strange := len(found) - len(known):
+        say_once(f"{location}: {strange} rows are skipped, what they are known by is no text")
+    return sorted(known, key=lambda row: row[:3])
+
+
+def say_once(message: str) -> None:
+    """A warning, the first time that a process meets it: rows are read again and again."""
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)
