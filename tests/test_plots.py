@@ -342,6 +342,21 @@ def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, sta
     assert (ended, sentence in said) == (status, True), said
 
 
+def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
+    scheduler.tune("matmul", {"m": 256, "n": 128, "k": 128, "dtype": "float32"}, budget=3)
+    status, said = told("gains", "--out", tmp_path / "g.svg")
+    assert (status, "NVIDIA H200 (132 cores, 140 GiB) has the most records; --hardware names another (cpu" in said) == (
+        0,
+        True,
+    )
+    assert told("gains", "--hardware", "cpu", "--out", tmp_path / "c.svg")[0] == 0
+    assert "XLA's time over ours, cpu: 1 problem" in words((tmp_path / "c.svg").read_text())
+    for what in ("landscape", "best-so-far", "time-breakdown", "tiles", "predictions", "block-sizes"):
+        status, said = told(what, "matmul", "m=256", "n=128", "k=128", "dtype=float32", "--out", tmp_path / "x.svg")
+        assert status == 0, said
+
+
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch, records):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not plots.available()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,7 @@ from scheduler.cli.arguments import (
     wanted_by,
 )
 from scheduler.cli.stores import ask_stores
-from scheduler.cli.terminal import output
+from scheduler.cli.terminal import output, say
 from scheduler.core.errors import NothingToDraw
 
 if TYPE_CHECKING:
@@ -130,11 +131,12 @@ def _records(operation: str | None, fields: Sequence[str], hardware: str | None)
             found.setdefault(record.key, record)
     if not found:
         raise NothingToDraw("nothing of that is stored or shipped; tile-scheduler list shows what is")
-    if hardware is None and len(chips := {record.key.hardware for record in found.values()}) > 1:
-        raise NothingToDraw(
-            f"these are of several chips, and a picture is of one: --hardware, of {', '.join(sorted(chips))}"
-        )
-    return list(found.values())
+    chips = collections.Counter(key.hardware for key in found)
+    (most, _), *others = chips.most_common()
+    if others:
+        rest = ", ".join(chip for chip, _ in others)
+        say(f"a picture is of one chip: {most} has the most records; --hardware names another ({rest})")
+    return [record for record in found.values() if record.key.hardware == most]
 
 
 def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str | None) -> Case:

@@ -11,7 +11,8 @@ from scheduler.core.errors import NothingToDraw
 from scheduler.core.quantities import digits
 from scheduler.core.records import Measurement
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import Theme, drawing, figure, label_lines, time_unit
+from scheduler.inspect.plots.axes import label_lines, time_unit
+from scheduler.inspect.plots.style import Theme, drawing, figure
 from scheduler.prediction import predict
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ def best_so_far(case: Case, *, dark: bool = False) -> Figure:
         lines["best"] = (best, f"best {digits(best)} {unit}", look.ours)
         for name in [name for name, (value, *_) in lines.items() if name != "best" and value <= _SHOWN * best]:
             axes.axhline(lines[name][0], color=lines[name][2], lw=1.6, ls="--" if name == "predicted" else "-")
+        _, top = axes.get_ylim()
+        if (lowest := min(height for height, *_ in lines.values())) < best:
+            axes.set_ylim(lowest - 0.08 * (top - lowest), top)
         label_lines(axes, [line for line in lines.values() if line[0] <= _SHOWN * best])
         axes.set(xlabel="trial", ylabel=f"time of one launch, {unit}")
         axes.grid(axis="y")

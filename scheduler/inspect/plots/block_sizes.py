@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from scheduler.core.errors import NothingToDraw
 from scheduler.inspect.case import Best, Case
-from scheduler.inspect.plots.style import Theme, drawing, figure, plain_log
+from scheduler.inspect.plots.axes import plain_log
+from scheduler.inspect.plots.style import Theme, drawing, figure
 from scheduler.model.cost import arithmetic_intensity
 from scheduler.model.feasibility import illegal
 from scheduler.model.traffic import block_count, column

@@ -14,7 +14,8 @@ import numpy as np
 
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.records import Record
-from scheduler.inspect.plots.style import Theme, drawing, figure, ratio_axis
+from scheduler.inspect.plots.axes import ratio_axis
+from scheduler.inspect.plots.style import Theme, drawing, figure
 from search_spaces import spelled
 
 if TYPE_CHECKING:

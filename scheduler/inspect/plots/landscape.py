@@ -12,7 +12,8 @@ from scheduler.core.quantities import digits
 from scheduler.inspect import landscape as landscapes
 from scheduler.inspect.case import Case
 from scheduler.inspect.landscape import Landscape
-from scheduler.inspect.plots.style import Theme, drawing, figure, time_unit
+from scheduler.inspect.plots.axes import time_unit
+from scheduler.inspect.plots.style import Theme, drawing, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,8 @@ from scheduler.core.errors import NothingToDraw
 from scheduler.core.records import Measurement, Trial
 from scheduler.inspect.bound import GROUPS, bounds
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import Theme, cloud, drawing, figure, legend_right, plain_log
+from scheduler.inspect.plots.axes import cloud, legend_right, plain_log
+from scheduler.inspect.plots.style import Theme, drawing, figure
 from search_spaces.space import Columns
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import numpy as np
 
 from scheduler.core.errors import NothingToDraw
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import Theme, drawing, figure, plain_log
+from scheduler.inspect.plots.axes import plain_log
+from scheduler.inspect.plots.style import Theme, drawing, figure
 from scheduler.model.cost import CostModel
 
 if TYPE_CHECKING:

@@ -70,8 +70,8 @@ def tiles(case: Case, *, backend: str | None = None, dark: bool = False) -> Figu
     waves = math.ceil(len(plan.order) / plan.at_once)
     subtitle = (
         f"{case.text(best)}. "
-        f"{len(plan.order)} tiles in {waves} wave{'s' * (waves > 1)} of {plan.at_once}; "
-        f"the {first} tiles of the first need these distinct blocks a step: {shared}"
+        f"{len(plan.order)} tile{'s' * (len(plan.order) > 1)} in {waves} wave{'s' * (waves > 1)} of {plan.at_once}; "
+        f"wave 1 needs these distinct blocks a step: {shared}"
     )
     with drawing(dark) as look:
         made = figure(f"Tiles of {case.operation.name}, in the order in which they are taken", look, subtitle=subtitle)

@@ -12,7 +12,8 @@ import numpy as np
 from scheduler.core.quantities import digits
 from scheduler.inspect.bound import GROUPS, group_of
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import Theme, drawing, figure, legend_right, time_unit
+from scheduler.inspect.plots.axes import legend_right, time_unit
+from scheduler.inspect.plots.style import Theme, drawing, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
