@@ -383,7 +383,8 @@ def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, gr
     corner = """
         return (async () => {
           const images = [...document.querySelectorAll("article:target img")];
-          while (images.some((image) => !image.naturalWidth)) await new Promise((done) => setTimeout(done, 10));
+          while (images.some((image) => !image.src)) await new Promise((done) => setTimeout(done, 10));
+          await Promise.all(images.map((image) => image.decode()));
           return images.map((image) => {
             const canvas = new OffscreenCanvas(20, 20).getContext("2d");
             canvas.drawImage(image, 0, 0, 20, 20);

@@ -64,4 +64,4 @@ def report(
     text = page.page(records, cut_short, origin, drawn)
     with file_errors(out):
         out.write_text(text, encoding="utf-8")
-    say(f"wrote {len(rows)} records to {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    say(f"wrote {len(rows)} record{'' if len(rows) == 1 else 's'} to {out} ({out.stat().st_size / 1e6:.1f} MB)")

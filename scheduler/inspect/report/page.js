@@ -90,13 +90,15 @@
     URL.revokeObjectURL(image.src);
     image.src = URL.createObjectURL(new Blob([drawn], { type: "image/svg+xml" }));
   };
-  const draw = (all) => {
+  const unpacked = new Set();
+  const draw = () => {
     for (const image of document.querySelectorAll("article:target img, details[open] img")) {
-      if (all || !image.src) unpack(image);
+      if (!unpacked.has(image)) unpack(image);
+      unpacked.add(image);
     }
   };
-  dark.addEventListener("change", () => draw(true));
-  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => draw(false));
+  dark.addEventListener("change", () => unpacked.forEach(unpack));
+  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => draw());
 
   let from = 0;
   let listed = !document.querySelector("article:target");
@@ -105,7 +107,7 @@
     const open = document.querySelector("article:target");
     listed = !open;
     step();
-    draw(false);
+    draw();
     scrollTo(0, open ? 0 : from);
     document.title = open ? open.querySelector("h2").textContent : document.querySelector("h1").textContent;
   });
@@ -130,5 +132,5 @@
   }
   form.hidden = false;
   filter();
-  addEventListener("load", () => { step(); draw(false); });  // only now is it known which record an address names
+  addEventListener("load", () => { step(); draw(); });  // only now is it known which record an address names
 }

@@ -33,8 +33,9 @@ FEW = (plots.landscape, plots.best_so_far)
 ALL = (*FEW, plots.time_breakdown, plots.tiles, plots.block_sizes)
 # Those in which all that depends on the ground is of the theme's own colours, which the page exchanges for a dark one.
 EXCHANGED = (*FEW, plots.gains, plots.roofline)
-# So few are drawn before another process has imported what it needs.
+# So few are drawn before another process has imported what it needs; each of those takes some 300 MB.
 _AT_ONCE = 4
+_PROCESSES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def drawn(records: Sequence[Told], *, every: bool = False) -> Pictures:
             context = multiprocessing.get_context("spawn")  # JAX has threads, and a fork of it may hang
             # Ctrl-C reaches all of a terminal's processes: this one ends the others.
             pool = concurrent.futures.ProcessPoolExecutor(
-                min(workers, len(jobs)), context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+                min(workers, _PROCESSES), context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
             )
             stack.callback(pool.shutdown, cancel_futures=True)
             mapped = pool.map(_of_record, jobs, chunksize=4)
