@@ -5,23 +5,21 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import sqlalchemy as sa
 
 from scheduler.core import codec
-from scheduler.core.errors import MalformedRecord, StoreError
+from scheduler.core.errors import MalformedRecord
 from scheduler.core.identity import schedule_to_text, versioned
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
 from scheduler.store import rows, text_files
-from scheduler.store.database import CACHE_VARIABLE, Database
+from scheduler.store.database import Database
 from scheduler.store.lease import Lease
+from scheduler.store.place import default_url as default_url
 from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
 from search_spaces import aliases
 
@@ -335,20 +333,6 @@ class Store:
                 yield _checked(key, line)
             except ValueError as error:
                 rows.say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
-
-
-def default_url() -> str:
-    """A user's own cache: `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL), else a file in the cache directory.
-
-    Raises:
-      StoreError: it is not set, and this user has no directory.
-    """
-    if given := os.environ.get(CACHE_VARIABLE):
-        return given
-    with contextlib.suppress(RuntimeError):
-        if (place := platformdirs.user_cache_path("tile-scheduler", False)).is_absolute():
-            return str(place / "cache.db")
-    raise StoreError(f"this user has no home, and so no cache: set {CACHE_VARIABLE} to a file")
 
 
 def shipped() -> Store | None:
