@@ -85,6 +85,7 @@ def headline(results: Mapping[str, Result]) -> list[str]:
     )
     rows = results["rows-nvidia-h200"]["rows"]
     ratios = [row["final_vs_xla"] for row in rows]
+    attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
     products = results["matmul-nvidia-h200"]["rows"]
     measured = {f"{row.get('operation', 'matmul')} {row['problem']}": row for row in (*products, *rows)}
     return [
@@ -103,6 +104,11 @@ def headline(results: Mapping[str, Result]) -> list[str]:
             f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(ratios)} problems",
             f"{statistics.geometric_mean(ratios):.3f}",
             f"{min(ratios):.3f}",
+        ),
+        line(
+            f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems",
+            f"{statistics.geometric_mean(attention):.3f}",
+            f"{min(attention):.3f}",
         ),
         "",
         *text(

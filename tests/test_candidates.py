@@ -40,6 +40,13 @@ def test_xla_stays_where_its_logits_fit_a_cache():
     assert "xla" in backends(FLASH_ATTENTION, FlashAttentionProblem(32, 1, 4096, 32, 4, 128))[0]
 
 
+def test_cudnn_is_tried_before_the_models_order():
+    runner, problem = SimpleNamespace(hardware=H200), square(FlashAttentionProblem, 1024)
+    every = allowed_backends(FLASH_ATTENTION, None)
+    found = collect(FLASH_ATTENTION, problem, runner, allowed=every, budget=4, known=(), near=())
+    assert [found.of[index].backend for index in found.seeds] == ["cudnn"]
+
+
 def test_xla_stays_where_no_kernel_competes_or_kernels_are_interpreted():
     long = square(FlashAttentionProblem, 16384)
     assert backends(FLASH_ATTENTION, long, allowed=frozenset({"xla"}))[0] == {"xla"}

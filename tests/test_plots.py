@@ -142,21 +142,24 @@ def test_light_and_dark_differ_in_colours_alone(records):
 def test_gains_are_the_times_of_the_records(records):
     for record in records:
         gain = Gain.of(record)
-        xla = record.library_entry
-        if xla is None:
-            assert gain is None
+        xla, cudnn = (record.best(frozenset({name})) for name in ("xla", "cudnn"))
+        if ("cudnn" in record.versions and cudnn is None) or not (xla or cudnn):
+            assert gain is None, "what cuDNN was not tried for is compared with nobody"
             continue
-        assert gain.final * record.winner.measurement.median_s == pytest.approx(xla.measurement.median_s)
-        assert gain.beaten == (record.winner == xla and gain.searched is not None)
+        library = min((one for one in (xla, cudnn) if one), key=lambda one: one.measurement.median_s)
+        assert gain.library == ("cuDNN" if library is cudnn else "XLA")
+        assert gain.final * record.winner.measurement.median_s == pytest.approx(library.measurement.median_s)
+        assert gain.beaten == (record.winner == library and gain.searched is not None)
     answered = [record for record in records if record.winner.backend == "xla"]
     assert answered, "what XLA wins is shipped as well"
+    assert {gain.library for gain in map(Gain.of, records) if gain} == {"XLA", "cuDNN"}
 
 
 @pytest.mark.parametrize("count", [1, 14, 200])
 def test_gains_are_drawn_of_one_and_of_many(records, count):
-    some = (records * 2)[:count] if count > 20 else [record for record in records if record.library_entry][:count]
+    some = (records * 2)[:count] if count > 20 else [record for record in records if Gain.of(record)][:count]
     said = words(plots.svg(plots.gains(some)))
-    assert f"{len([r for r in some if r.library_entry])} problem" in said[-2] + said[-1] + " ".join(said)
+    assert f"{len([r for r in some if Gain.of(r)])} problem" in said[-2] + said[-1] + " ".join(said)
 
 
 def test_nothing_stands_above_the_roofline_of_cold_operands(records):

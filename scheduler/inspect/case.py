@@ -17,7 +17,7 @@ from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.pruning import prune
-from search_spaces import load
+from search_spaces import load_known
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -155,7 +155,7 @@ def of_record(record: Record, trials: Sequence[Trial] = (), operation: Operation
     """
     chip = chips.identified(record.key.hardware)
     try:
-        operation = operation or load(record.key.operation)
+        operation = operation or load_known(record.key.operation)
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError:
         return None
@@ -171,7 +171,7 @@ def of_recording(path: Path, operation: Operation[Any] | None = None, record: Re
     """
     sweep, trials = replay.read(path)
     latest = {point_of(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
-    operation = operation or load(sweep.operation)
+    operation = operation or load_known(sweep.operation)
     problem = operation.problem.from_canonical(sweep.problem)
     return Case(operation, problem, chips.swept(sweep), record, tuple(latest.values()), swept=True)
 
@@ -187,7 +187,7 @@ def of_replay(path: Path, operation: Operation[Any] | None = None, *, budget: in
     from scheduler.store.store import Store
 
     runner, store = replay.Replay(path), Store(":memory:")
-    operation = operation or load(runner.sweep.operation)
+    operation = operation or load_known(runner.sweep.operation)
     problem = operation.problem.from_canonical(runner.sweep.problem)
     record = tune(operation, problem, budget=budget, seed=seed, store=store, runner=runner)
     return Case(operation, problem, runner.hardware, record, tuple(store.last_trials(record.key)))

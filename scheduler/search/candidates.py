@@ -40,7 +40,8 @@ class Candidates:
     Attributes:
       of: the candidates, the library's programs first, unless they are `OUT_OF_REACH`: whatever ends the search early,
         there is something to compare with. Others are named by their place here.
-      seeds: the winners of similar problems, the nearest problem's first.
+      seeds: vendors' programs, which are to be beaten as the library's are, and the winners of similar problems, the
+        nearest problem's first.
       size: schedules of the whole spaces, before any rule.
       dropped: reason -> how many of these it removed.
       versions: backend -> kernel version, of every backend that competes.
@@ -98,7 +99,9 @@ def collect(
         dropped.update(f"{c.backend}: cannot win, by the bytes that it moves" for c in beyond)
         candidates = [c for c in candidates if c not in beyond]
     place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
-    seeds = [place[which] for which in dict.fromkeys(won) if which in place]
+    vendors = {kernel.backend for kernel in operation.kernels if kernel.vendor}
+    first = [*(versioned(c) for c in candidates if c.backend in vendors), *won]
+    seeds = [place[which] for which in dict.fromkeys(first) if which in place]
     return Candidates(candidates, seeds, size, dropped, versions)
 
 
