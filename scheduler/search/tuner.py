@@ -234,8 +234,8 @@ class _Tuning:
 
         candidates, trials = self.candidates.of, self.trials.ended
         known = {index: time_of(trial) for index, trial in trials.items()}
-        budget = max(self.budget, len(known) + (0 not in known))
         programs = [index for index, candidate in enumerate(candidates) if candidate.library]
+        budget = max(self.budget, len(known) + any(index not in known for index in programs[:1]))
         first = list(dict.fromkeys([*programs, *self.candidates.seeds]))
         whole = [candidate.whole() for candidate in candidates]
         search = Search(whole, budget=budget, seed=seed, first=first, known=known, patience=PATIENCE)
@@ -255,12 +255,10 @@ class _Tuning:
         tell(next(reversed(trials.values()), None))
         with Threads[int, Outcome](self.runner.slots, self.runner.close) as threads:
             while True:
-                # The first trial, of a library's program, is taken in any case: there must be an answer.
-                late = (
-                    seconds is not None
-                    and bool(threads.running or 0 in trials)
-                    and time.perf_counter() - started > seconds
-                )
+                # The first trial, of a library's program where one takes part, is taken in any case: there must be an
+                # answer.
+                begun = threads.running or (programs[0] in trials if programs else trials)
+                late = seconds is not None and bool(begun) and time.perf_counter() - started > seconds
                 while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
                 if not threads.running:
