@@ -81,6 +81,12 @@ def test_a_cluster_of_all_splits_saves_the_second_launch(split_kv, cluster, laun
     assert found.launches[0] == launches
 
 
+def test_keys_that_32_bit_indices_do_not_reach_are_refused():
+    kernel = decode.MosaicGpuFlashDecoding()
+    assert kernel.supports(dataclasses.replace(LLAMA, batch=8, kv_len=131072), TARGET) is None
+    assert "32-bit" in kernel.supports(dataclasses.replace(LLAMA, batch=64, kv_len=131072), TARGET)
+
+
 def check(problem, schedule, *args):
     args = args or problem.inputs(seed=0)
     with gpu_interpreter():

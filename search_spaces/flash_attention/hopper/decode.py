@@ -24,7 +24,7 @@ from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSc
 from search_spaces.flash_attention.hopper.decode_space import choices, rules, too_many_rows
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.limits import MAX_INDEX, WGMMA_ROWS
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
@@ -39,6 +39,8 @@ def supports(p: FlashAttentionProblem, target: Target) -> str | None:
         return f"multiplies bfloat16 and float16, not {p.dtype}"
     if p.head_dim % 16 or p.value_dim % 16 or max(p.head_dim, p.value_dim) > 256:
         return f"wants heads of multiples of 16, up to 256, not of {p.head_dim} and {p.value_dim}"
+    if max(x.size for x in p.operands()) > MAX_INDEX:
+        return "an array has more elements than 32-bit indices reach"
     return too_many_rows(p)
 
 

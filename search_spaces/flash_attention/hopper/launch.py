@@ -50,7 +50,7 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
             if columns > MOST_HEAD_DIM:
                 return f"needs a {name} of at most {MOST_HEAD_DIM}, which {columns} is not"
         if max(x.size for x in (*p.qkv(), p.out())) > MAX_INDEX:
-            return "indexes arrays of fewer than 2^31 elements"
+            return "an array has more elements than 32-bit indices reach"
         return None
 
     def space(self, problem: FlashAttentionProblem, target: Target) -> Space[FlashAttentionSchedule]:
