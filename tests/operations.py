@@ -357,7 +357,7 @@ class CrowdedProblem(NotedProblem):
     def others(self) -> bool:
         """Whether another process that traced a kernel of this problem is there."""
         self.note()
-        others = [int(path.name) for path in Path(self.place).iterdir() if int(path.name) != os.getpid()]
+        others = {path.name for path in Path(self.place).iterdir() if path.name.isdecimal()} - {str(os.getpid())}
         return any(Path(f"/proc/{pid}").exists() for pid in others)
 
 

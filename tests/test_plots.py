@@ -93,7 +93,7 @@ def test_the_pictures_of_the_documents_are_drawn_from_what_is_shipped(records, d
 
 
 def test_pictures_of_the_documents_are_small_and_the_wheel_has_none():
-    assert all(path.stat().st_size < 150_000 for path in KEPT.iterdir())
+    assert all(path.stat().st_size < 200_000 for path in KEPT.iterdir())
     wheel = re.search(r"only-include = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
     assert "docs" not in wheel
 
@@ -107,7 +107,8 @@ def test_every_picture_of_the_command_line_is_kept():
 
 
 def test_pictures_in_one_page_share_no_id_and_say_what_they_are(records):
-    svgs = [plots.svg(plots.gains(records[:count], dark=dark)) for count in (1, 3, 60) for dark in (False, True)]
+    compared = [record for record in records if Gain.of(record)]
+    svgs = [plots.svg(plots.gains(compared[:count], dark=dark)) for count in (1, 3, 60) for dark in (False, True)]
     svgs.append(plots.svg(plots.roofline([cases.of_record(records[0])])))
     ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in svgs]
     assert len(set.union(*ids)) == sum(map(len, ids))

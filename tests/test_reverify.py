@@ -191,9 +191,10 @@ def test_records_of_other_chips_and_unknown_operations_are_told_apart():
     other = record(key=dataclasses.replace(record().key, hardware="NVIDIA H200 (132 cores, 140 GiB)"))
     first, second = reverify([record(), other], operation=PACED, runner=Told())
     assert (first.state, second.state) == ("holds", "elsewhere")
-    (unknown,) = reverify([record()], runner=Told())
+    foreign = record(key=dataclasses.replace(record().key, operation="never_loaded"))
+    (unknown,) = reverify([foreign], runner=Told())
     assert unknown.state == "broken"
-    assert "no operation 'paced'" in unknown.reason
+    assert "no operation 'never_loaded'" in unknown.reason
     assert "--operation file.py:NAME" in unknown.reason
 
 

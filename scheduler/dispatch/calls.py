@@ -77,14 +77,19 @@ def _compile(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
         return _compiled[key]
     function = _function(called, how)
     function.__name__ = f"tuned_{called.operation.name}"
-    try:
-        hash(key)
-    except TypeError as error:
-        raise TypeError(f"parameters of {called.operation.name} are part of the compiled program: {error}") from None
+    _require_hashable(called.operation, key)
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
     compiled = _compiled[key] = jax.jit(function)
     return compiled
+
+
+def _require_hashable(operation: Operation[Any], values: Any) -> None:
+    """Raises a TypeError where they hold what cannot be part of a compiled program: an array, for one."""
+    try:
+        hash(values)
+    except TypeError as error:
+        raise TypeError(f"parameters of {operation.name} are part of the compiled program: {error}") from None
 
 
 def _frozen(value: Any) -> Any:
@@ -110,6 +115,7 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
             result = bound.answer()  # first: what JAX refuses, it refuses in its own words
             dispatch.leave_to_library(operation, options, bound.reason)
             return result
+        _require_hashable(operation, bound.params)
         result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
         return result if bound.restore is None else bound.restore(*as_tuple(result))
 

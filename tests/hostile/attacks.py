@@ -11,8 +11,8 @@ import code_in_text
 import damage
 import gpu_kernels
 import hostile_rows
-import problems
 import random_calls
+import random_problems
 import surroundings
 from attack import Attack, Run, Tried
 
@@ -47,7 +47,7 @@ ATTACKS = (
     Attack("places", "no home and no directory to stand in fail no call and no command", surroundings.places, 2, 13),
     *(
         Attack(maker.__name__.removeprefix("a_").replace("_", "-"), "random problems agree with float64",
-               functools.partial(problems.tries, maker), 6, 500, one_jax=False)
+               functools.partial(random_problems.tries, maker), 6, 500, one_jax=False)
         for maker in random_calls.MAKERS
     ),
     Attack("gpu-kernels", "random problems of the Hopper kernels, interpreted, agree with float64",

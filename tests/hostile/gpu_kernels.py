@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from attack import Tried, seeded
-from problems import _differs
+from random_problems import _differs
 
 from scheduler.model.feasibility import illegal
 from search_spaces import load

@@ -14,7 +14,7 @@ def case(attack):
     return pytest.param(attack, marks=marks, id=f"{attack.name}: {attack.claim}".replace(" ", "_"))
 
 
-@pytest.mark.parametrize("attack", map(case, ATTACKS))
+@pytest.mark.parametrize("attack", [case(attack) for attack in ATTACKS])
 def test_although_it_is_attacked(attack, monkeypatch):
     # Workers, and what else is started, look for modules where this process does.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parents[1]), str(HERE.parent), str(HERE)]))
