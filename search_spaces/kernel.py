@@ -45,7 +45,8 @@ class Kernel(abc.ABC, Generic[P, S]):
       backend: what JAX calls it: "mosaic_gpu", "xla", ...
       version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
       library: this is the XLA implementation, the answer to beat: a program or two, nothing to prune.
-      vendor: this calls a library of the chip's vendor (cuDNN): with XLA's, what "pallas" leaves out.
+      vendor: the library of the chip's vendor that this calls ("cuDNN"), "" for none: with XLA's, what "pallas" leaves
+        out.
       verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
         not measured is never taken from it (see `verified`).
     """
@@ -53,7 +54,7 @@ class Kernel(abc.ABC, Generic[P, S]):
     backend: ClassVar[str]
     version: ClassVar[int] = 1
     library: ClassVar[bool] = False
-    vendor: ClassVar[bool] = False
+    vendor: ClassVar[str] = ""
     verified_on: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -83,17 +83,6 @@ def _recorded(recordings: Sequence[Path], own: Operation[Any] | None) -> Iterato
 
 def _case(key: Key, own: Operation[Any] | None) -> Any:
     """The problem and the chip of a key, None where one of them is not known here."""
-    from scheduler.core import hardware as chips
-    from scheduler.inspect.case import Case
-    from search_spaces import OPERATIONS, load
+    from scheduler.inspect import case
 
-    chip = chips.identified(key.hardware)
-    operation = own if own is not None and own.name == key.operation else None
-    if operation is None and key.operation in OPERATIONS:
-        operation = load(key.operation)
-    if operation is None or chip is None:
-        return None
-    try:
-        return Case(operation, operation.problem.from_canonical(key.problem), chip)
-    except ValueError:  # a problem of another version of the operation
-        return None
+    return case.of_key(key, own if own is not None and own.name == key.operation else None)

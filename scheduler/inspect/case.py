@@ -11,7 +11,7 @@ from scheduler.core import hardware as chips
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import point_of
-from scheduler.core.records import Measurement, Record, Schedule, Trial, choice_text
+from scheduler.core.records import Key, Measurement, Record, Schedule, Trial, choice_text
 from scheduler.measure import replay
 from scheduler.model.constants import model_of
 from scheduler.model.cost import CostModel
@@ -153,13 +153,19 @@ def of_record(record: Record, trials: Sequence[Trial] = (), operation: Operation
     Args:
       operation: the record's, where it is one of a user's own; else it is loaded by its name.
     """
-    chip = chips.identified(record.key.hardware)
+    case = of_key(record.key, operation)
+    return None if case is None else dataclasses.replace(case, record=record, trials=tuple(trials))
+
+
+def of_key(key: Key, operation: Operation[Any] | None = None) -> Case | None:
+    """That of which nothing was measured; None, and `operation`, as of `of_record`."""
+    chip = chips.identified(key.hardware)
     try:
-        operation = operation or load_known(record.key.operation)
-        problem = operation.problem.from_canonical(record.key.problem)
+        operation = operation or load_known(key.operation)
+        problem = operation.problem.from_canonical(key.problem)
     except ValueError:
         return None
-    return None if chip is None else Case(operation, problem, chip, record, tuple(trials))
+    return None if chip is None else Case(operation, problem, chip)
 
 
 def of_recording(path: Path, operation: Operation[Any] | None = None, record: Record | None = None) -> Case:

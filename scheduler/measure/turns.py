@@ -69,9 +69,8 @@ def require(name: str) -> None:
 def _of_device(bus: str) -> Path | None:
     """The file of the kernel's that stands for a device, or None where it shows none."""
     domain, _, rest = bus.lower().partition(":")
-    file = (
-        PCI_DEVICES / f"{domain[-4:]}:{rest}" / "vendor"
-    )  # the driver writes eight digits of a domain, the kernel four
+    # The driver writes eight digits of a domain, the kernel four.
+    file = PCI_DEVICES / f"{domain[-4:]}:{rest}" / "vendor"
     return file if file.is_file() else None
 
 

@@ -22,7 +22,7 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
 
     backend = "cudnn"
     version = 1
-    vendor = True
+    vendor = "cuDNN"
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:

@@ -21,7 +21,7 @@ class CudnnFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, CudnnSch
 
     backend = "cudnn"
     version = 1
-    vendor = True
+    vendor = "cuDNN"
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:

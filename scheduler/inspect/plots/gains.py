@@ -74,9 +74,7 @@ def _libraries(record: Record) -> dict[str, str]:
         kernels = load_known(record.key.operation).kernels
     except ValueError:
         return named
-    return named | {
-        kernel.backend: {"cudnn": "cuDNN"}.get(kernel.backend, kernel.backend) for kernel in kernels if kernel.vendor
-    }
+    return named | {kernel.backend: kernel.vendor for kernel in kernels if kernel.vendor}
 
 
 def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
