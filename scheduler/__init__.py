@@ -15,21 +15,37 @@ if TYPE_CHECKING:
         target,
         tune,
         tuned,
-        tuned_matmul,
-        tuned_rms_norm,
         tuned_silu_and_mul,
         tuned_softmax,
     )
     from scheduler.attention import tuned_flash_attention
-    from scheduler.core.errors import CacheMiss, IllegalSchedule, NoCandidate, SchedulerError, StoreError, WorkerError
+    from scheduler.core.errors import (
+        CacheMiss,
+        IllegalSchedule,
+        NoCandidate,
+        PlanError,
+        SchedulerError,
+        StoreError,
+        WorkerError,
+    )
+    from scheduler.core.plan import Plan
     from scheduler.decorator import autotune
+    from scheduler.functions.optimize import optimize
+    from scheduler.functions.plan import plan
+    from scheduler.functions.problems import problems
+    from scheduler.functions.tune_function import tune_function
+    from scheduler.gated_matmul import tuned_gated_matmul
+    from scheduler.matmul import tuned_matmul
     from scheduler.measure.replay import Replay
+    from scheduler.norms import tuned_rms_norm
     from scheduler.store.store import Store
 
 __all__ = [
     "CacheMiss",
     "IllegalSchedule",
     "NoCandidate",
+    "Plan",
+    "PlanError",
     "Replay",
     "SchedulerError",
     "Store",
@@ -37,12 +53,17 @@ __all__ = [
     "WorkerError",
     "__version__",
     "autotune",
+    "optimize",
+    "plan",
     "predict",
+    "problems",
     "reload",
     "target",
     "tune",
+    "tune_function",
     "tuned",
     "tuned_flash_attention",
+    "tuned_gated_matmul",
     "tuned_matmul",
     "tuned_rms_norm",
     "tuned_silu_and_mul",
@@ -51,12 +72,20 @@ __all__ = [
 
 tile_scheduler.warn()
 
-_ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "SchedulerError", "StoreError", "WorkerError")
+_ERRORS = ("CacheMiss", "IllegalSchedule", "NoCandidate", "PlanError", "SchedulerError", "StoreError", "WorkerError")
 _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "autotune": "scheduler.decorator",
+    "optimize": "scheduler.functions.optimize",
+    "problems": "scheduler.functions.problems",
+    "Plan": "scheduler.core.plan",
+    "plan": "scheduler.functions.plan",
+    "tune_function": "scheduler.functions.tune_function",
     "Replay": "scheduler.measure.replay",
     "Store": "scheduler.store.store",
     "tuned_flash_attention": "scheduler.attention",
+    "tuned_gated_matmul": "scheduler.gated_matmul",
+    "tuned_matmul": "scheduler.matmul",
+    "tuned_rms_norm": "scheduler.norms",
 }
 
 

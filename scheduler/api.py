@@ -1,4 +1,4 @@
-"""The public calls: ``tuned_matmul`` and its siblings, ``tuned`` for any operation, and what steers them."""
+"""The public calls: those of row-wise operations, ``tuned`` for any operation, and what steers them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ from scheduler.prediction.predict import Answer
 from scheduler.prediction.predict import predict as predict_for
 from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load, run_by
-from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import Problem
-from search_spaces.rms_norm import RMS_NORM
-from search_spaces.rms_norm.problem import EPS
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
 from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE
@@ -35,69 +32,6 @@ if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 Backends = str | Sequence[str]
-
-
-def tuned_matmul(
-    a: Any,
-    b: Any,
-    *,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    bias: Any = None,
-    activation: epilogue.Activation | None = None,
-    residual: Any = None,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> jax.Array:
-    """``activation(jnp.matmul(a, b) + bias) + residual`` by the best known schedule for its shapes on this chip.
-
-    What is None is left out. Sums, bias, activation and residual are computed in float32 (in float64 and in complex
-    numbers where operands are that, in integers where all are), and rounded once, to the dtype of the result.
-    Where something follows the product, a search also times the program that users write, which rounds after each step;
-    it answers where that was measured to be the fastest (``schedule={"program": "float32"}`` or ``backends="pallas"``
-    leaves it out).
-
-    Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
-    tuned calls too. On a mesh outside of manual axes XLA answers, as it does for empty operands, where `precision`
-    names an algorithm, and for operands other than two of one float32, bfloat16 or float16 dtype; or of one
-    float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the sums and `preferred_element_type` is one of the
-    former (for int8: int32, bfloat16 or float32). Why, the logger `scheduler` says (DEBUG); whoever leaves XLA out by
-    `backends`, or gives a `schedule`, gets an error that says it. Under a derivative an activation is a pass of its own
-    over float32 sums, and the backward pass keeps its slope. To policies of `jax.checkpoint` a product is a dot.
-
-    Args:
-      a: ``[..., m, k]`` or ``[k]``.
-      b: ``[..., k, n]`` or ``[k]``; leading axes broadcast.
-      transpose_a: `a` is ``[..., k, m]``: read in that layout, not copied, where the hardware can.
-      transpose_b: `b` is ``[..., n, k]``.
-      precision: as in `jnp.matmul`; None follows `jax.default_matmul_precision`.
-      preferred_element_type: dtype of the result; None is the operands'.
-      bias: ``[n]`` (``[]`` where `b` is 1-D), added to each row. One for each element of a batch: `jax.vmap`.
-      activation: "relu", "gelu" (its tanh form, the default of `jax.nn.gelu`) or "silu".
-      residual: of the shape of the result.
-      on_miss: where no schedule is stored: "model" answers with the cost model's first choice, "tune" searches now and
-        stores what it finds, "xla" answers with XLA, "error" raises. None is TILE_SCHEDULER_ON_MISS, or else "model".
-        Where kernels cannot be asked at all there is nothing to store, and no miss.
-      backends: "pallas" (all but XLA), a backend's name or several; None allows all.
-      schedule: field -> value of the schedule to use, or an instance of a schedule type; overrides what is stored. It
-        is one of the problem that remains when leading axes are folded into m, n or the batch; backward products do
-        without it.
-
-    Returns:
-      ``[..., m, n]``, without the axes that a 1-D operand lacks.
-
-    Raises:
-      TypeError, ValueError: as `jnp.matmul`; an unknown policy, backend or activation; a bias or residual of another
-        shape, or that the dtype of the result cannot hold.
-      CacheMiss: nothing is stored and `on_miss` is "error"; names the command that would fill the cache.
-      NoCandidate: `backends` leaves XLA out and nothing else can answer, with the reason.
-      IllegalSchedule: `schedule` cannot run, with the reason.
-    """
-    how = (on_miss, backends, schedule, transpose_a, transpose_b, precision, preferred_element_type, activation)
-    return calls.answer(_MATMUL, how, a, b, bias, residual)
 
 
 @overload
@@ -155,39 +89,6 @@ def tuned_softmax(
     return calls.answer(called, (on_miss, backends, schedule, axis), x)
 
 
-def tuned_rms_norm(
-    x: Any,
-    weight: Any,
-    *,
-    eps: float = EPS,
-    on_miss: OnMiss | None = None,
-    backends: Backends | None = None,
-    schedule: Any = None,
-) -> jax.Array:
-    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule.
-
-    It is computed in float32, and rounded once.
-
-    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for a weight that is neither of the dtype
-    of `x` nor float32, for arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of
-    manual axes.
-
-    Args:
-      x: ``[..., columns]``.
-      weight: ``[columns]``, of the dtype of `x` or float32.
-      eps: keeps rows of zeros finite; a number, no array.
-      on_miss, backends, schedule: as in `tuned_matmul`.
-
-    Returns:
-      An array of the shape and dtype of `x`.
-
-    Raises:
-      ValueError: `weight` is not as long as a row.
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
-    """
-    return calls.answer(_RMS_NORM, (on_miss, backends, schedule, float(eps)), x, weight)
-
-
 def tuned_silu_and_mul(
     x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None
 ) -> jax.Array:
@@ -197,8 +98,8 @@ def tuned_silu_and_mul(
     ``jax.nn.silu(gate) * up`` is, where that program of XLA's was measured to be the fastest
     (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it out).
 
-    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for arrays other than float32, bfloat16
-    or float16, for empty ones, and on a mesh outside of manual axes.
+    Works where `tuned_matmul` works; its gradient is a tuned call, too ("silu_and_mul_backward"). XLA also answers for
+    arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
 
     Args:
       x: ``[..., 2 * d]``; the first half of the last axis is the gate.
@@ -359,8 +260,6 @@ def _operation_of(given: Any) -> Operation[Any]:
 
 
 _functions: tuple[tuple[Any, Operation[Any]], ...] = (
-    (tuned_matmul, MATMUL),
-    (tuned_rms_norm, RMS_NORM),
     (tuned_silu_and_mul, SILU_AND_MUL),
     (tuned_softmax, SOFTMAX),
 )
@@ -373,10 +272,5 @@ def _typed(value: Any) -> str:
     return jnp.dtype(value).name if isinstance(value, type) else str(value)
 
 
-_MATMUL = calls.Signature(
-    MATMUL,
-    ("transpose_a", "transpose_b", "precision", "preferred_element_type", "activation"),
-    last=("bias", "residual"),
-)
 _SOFTMAX, _SOFTMAX_WITH_LSE = calls.Signature(SOFTMAX, ("axis",)), calls.Signature(SOFTMAX_WITH_LSE, ("axis",))
-_RMS_NORM, _SILU_AND_MUL = calls.Signature(RMS_NORM, ("eps",)), calls.Signature(SILU_AND_MUL)
+_SILU_AND_MUL = calls.Signature(SILU_AND_MUL)

@@ -46,7 +46,11 @@ tile_scheduler.warn()
 _OWN = {
     "matmul": "search_spaces.matmul:MATMUL",
     "rms_norm": "search_spaces.rms_norm:RMS_NORM",
+    "add_rms_norm": "search_spaces.add_rms_norm:ADD_RMS_NORM",
     "silu_and_mul": "search_spaces.silu_and_mul:SILU_AND_MUL",
+    "silu_and_mul_jvp": "search_spaces.silu_and_mul_jvp:SILU_AND_MUL_JVP",
+    "silu_and_mul_backward": "search_spaces.silu_and_mul_backward:SILU_AND_MUL_BACKWARD",
+    "gated_matmul": "search_spaces.gated_matmul:GATED_MATMUL",
     "softmax": "search_spaces.softmax:SOFTMAX",
     "softmax_with_lse": "search_spaces.softmax_with_lse:SOFTMAX_WITH_LSE",
     "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",
@@ -76,20 +80,25 @@ def load(name: str) -> Operation[Any]:
       ValueError: there is none of that name; the message says what was looked for and names those shipped here.
     """
     place = _OWN.get(name, name)
-    module_name, _, attribute = place.rpartition(":")
-    if not module_name:
+    if not place.rpartition(":")[0]:
         raise ValueError(
             f"no operation {name!r} (here: {', '.join(_OWN)}; your own: package.module:NAME or file.py:NAME)"
         )
     try:
-        module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        operation = run_by(value := getattr(module, attribute))
+        operation = run_by(value := value_of(place))
     except Exception as error:  # whatever a user's file raises; one bad problem of a job must not stop the others
         raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {error}") from error
     if operation is None:
         raise ValueError(f"{name!r} is a {type(value).__name__}, not an Operation, nor a function that runs one")
     _loaded[operation.name] = operation
     return operation
+
+
+def value_of(place: str) -> Any:
+    """What ``package.module:NAME`` or ``path/to/file.py:NAME`` names; raises what the module raises."""
+    module_name, _, attribute = place.rpartition(":")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    return getattr(module, attribute)
 
 
 def run_by(value: Any) -> Operation[Any] | None:

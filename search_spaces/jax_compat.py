@@ -168,7 +168,12 @@ def writing_over(run: Callable[..., Any]) -> Any:
 
 
 def device_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
-    """Kernel time of each of `repetitions` calls through CUPTI, in seconds, summed over the kernels of a call.
+    """Kernel time of each of `repetitions` calls in seconds, all of its kernels: see `device_kernels`."""
+    return [sum(seconds for _, seconds in kernels) for kernels in device_kernels(call, repetitions)]
+
+
+def device_kernels(call: Callable[[], Any], repetitions: int) -> list[list[tuple[str, float]]]:
+    """The kernels that each of `repetitions` calls runs, in their order, by name, and seconds of each, through CUPTI.
 
     CUPTI stays attached between calls (attaching takes longer than measuring), so a process that uses this can use no
     other profiler.
@@ -191,7 +196,8 @@ def device_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
     if not kernels or len(kernels) % repetitions:
         raise RuntimeError(f"CUPTI recorded {len(kernels or ())} kernels in {repetitions} calls")
     each = len(kernels) // repetitions
-    return [sum(ms for _, ms in kernels[i * each : (i + 1) * each]) * 1e-3 for i in range(repetitions)]
+    timed = [(str(name), ms * 1e-3) for name, ms in kernels]
+    return [timed[i * each : (i + 1) * each] for i in range(repetitions)]
 
 
 def cuda_wanted() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
@@ -37,6 +37,21 @@ class Bound(Generic[P]):
 
 
 @dataclasses.dataclass(frozen=True)
+class Posed(Generic[P]):
+    """What an equation of a jaxpr poses, known by shapes alone.
+
+    Attributes:
+      problem: what it poses.
+      operands: ``operands(*inputs)`` are those of the problem, of the equation's own.
+      restore: ``restore(*results)`` is the equation's result, of the problem's.
+    """
+
+    problem: P
+    operands: Callable[..., tuple[Any, ...]]
+    restore: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Unbound:
     """A call that no problem describes, which only the library answers.
 
@@ -56,7 +71,8 @@ class Operation(Generic[P]):
     The rules that follow are in terms of `call`, which makes a tuned call: ``call(problem, *args)`` of this operation,
     ``call(operation, problem, *args, **params)`` of another, tuned and cached under that one's name. What belongs to
     the results (they themselves, tangents, cotangents) is one array, or a tuple where `Problem.result` is a tuple.
-    A tangent or cotangent that is zero is None, given or returned.
+    A tangent or cotangent that is zero is None, given or returned. ``call.params`` are the params of the call by their
+    names, for a formula of the rule's own or another operation.
 
     Attributes:
       name: as a cache and a command line spell it.
@@ -74,9 +90,14 @@ class Operation(Generic[P]):
       vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. These two are
         a `jax.custom_vjp`: forward mode raises that one's TypeError, zero cotangents are given as arrays of zeros, and
         what `vjp_fwd` calls of its own operation has the library kernel's derivative (for a Hessian).
-        ``call.params`` are the params of the call by their names, for the other operation that `vjp_bwd` may call.
+        ``call.params`` has `vjp_params`, too.
       front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it; options are
         keyword-only. Default: see `bind`.
+      equations: JAX's primitives whose equations the operation can answer: ``posed(*inputs, stored=None, **params)`` ->
+        `Posed`, or why it cannot, in words. `inputs` have shapes and dtypes; `stored` has, of each input and of the
+        result, the order in which its axes lie in memory, None where that is their own.
+      recognise: ``recognise(node)`` -> `Recognised` where an equation of a graph (`search_spaces.recognise`) is the
+        last of several that compute what the operation does, else None. What is not there must not be recognised.
 
     Raises:
       ValueError: no library kernel or two, two kernels of one backend, or rules that exclude each other.
@@ -93,6 +114,8 @@ class Operation(Generic[P]):
     vjp_fwd: Callable[..., Any] | None = None
     vjp_bwd: Callable[..., Any] | None = None
     front_end: Callable[..., Bound[P] | Unbound] | None = None
+    equations: Mapping[Any, Callable[..., Posed[P] | str]] = dataclasses.field(default_factory=dict)
+    recognise: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         libraries = [kernel.backend for kernel in self.kernels if kernel.library]

@@ -12,6 +12,9 @@ from postgres_server import server
 # kernels runs theirs, and it hangs where those that wait at barriers take all.
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
+# What calls miss is noted in the background; only tests that look for it have that.
+os.environ["TILE_SCHEDULER_MISSES"] = "off"
+
 # A shell that starts a command in the background has it ignore SIGINT, and so all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,6 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
     monkeypatch.delenv("TILE_SCHEDULER_ON_MISS", raising=False)
+    monkeypatch.delenv("TILE_SCHEDULER_PLAN", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 

@@ -273,3 +273,20 @@ def test_a_fused_call_on_a_mesh_goes_to_xla(kind):
     np.testing.assert_allclose(
         gradient, jax.grad(lambda bias: formula(X, W, bias, RESIDUAL).sum())(BIAS), rtol=1e-4, atol=1e-3
     )
+
+
+def test_products_of_an_optimized_function_are_xlas_on_a_mesh_and_kernels_inside_shard_map():
+    on = NamedSharding(mesh(AxisType.Auto), P("x"))
+    whole = scheduler.optimize(lambda a, b: a @ b, backends="interpret", keep="tuned")
+    x = jax.device_put(X, on)
+    np.testing.assert_allclose(whole(x, W), X @ W, rtol=1e-4, atol=1e-4)
+    (decided,) = whole.decisions
+    assert decided.kept == "plain"
+    assert any("mesh" in reason for reason in decided.left)
+
+    inside = jax.shard_map(lambda a, b: a @ b, mesh=mesh(AxisType.Auto), in_specs=(P("x"), P()), out_specs=P("x"))
+    local = scheduler.optimize(inside, backends="interpret", keep="tuned")
+    np.testing.assert_allclose(local(x, W), X @ W, rtol=1e-4, atol=1e-4)
+    (decided,) = local.decisions
+    assert decided.kept == "tuned"
+    assert [each.problem.m for each in decided.replaced] == [8]

@@ -53,10 +53,13 @@ def check_onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, schedule: Any
 
 def interpret(
     kernel: Kernel[Any, Any], problem: Problem, schedule: Any, *, cores: int, detect_races: bool = False
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """What the kernel computes on a chip of so few cores, interpreted on the CPU, and the right answer."""
+) -> tuple[Any, Any]:
+    """What the kernel computes on a chip of so few cores, interpreted on the CPU, and the right answer.
+
+    Each is a float32 array, or a tuple of them where the problem has several results.
+    """
     target = dataclasses.replace(H200.target, cores=cores)
     args = problem.inputs(seed=0)
     with gpu_interpreter(detect_races=detect_races):
         actual = jax.jit(lambda *args: kernel.run(problem, schedule, target, *args))(*args)
-    return np.asarray(actual, np.float32), np.asarray(problem.reference(*args), np.float32)
+    return jax.tree.map(lambda x: np.asarray(x, np.float32), (actual, problem.reference(*args)))

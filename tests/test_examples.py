@@ -17,11 +17,14 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("example", "says"),
     [
+        ("plan", "the step's result is the same"),
         ("quickstart", "the gradient has shape (256, 128)"),
         ("own_kernel", "it differentiates"),
         ("autotuned_kernel", "they differentiate"),
         ("attention", "the gradient is right"),
         ("rows", "silu_and_mul: right"),
+        ("unmodified_model", "by a kernel: matmul"),
+        ("problems", "6 problems, posed 84 times in a step"),
     ],
 )
 def test_an_example_runs_and_prints_what_it_learned(example, says):

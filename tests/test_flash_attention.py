@@ -13,6 +13,7 @@ from scheduler import tuned, tuned_flash_attention
 from scheduler.core import hardware
 from scheduler.core.backends import named_backends
 from scheduler.dispatch import dispatch
+from scheduler.model.cost import CostModel
 from search_spaces import Library, Target
 from search_spaces.attention import xla
 from search_spaces.attention.interpret import InterpretedAttention
@@ -424,3 +425,30 @@ def test_no_number_among_logits_stays_no_number(backends):
     assert jnp.isnan(lse[0, :, 3]).all()
     assert int(jnp.isnan(out).sum()) == out[0, 3].size
     assert int(jnp.isnan(lse).sum()) == lse[0, :, 3].size
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 64])
+def test_every_seed_draws_lengths_that_are_half_of_the_longest_together(batch):
+    problem = FlashAttentionProblem(batch, 300, 1000, 2, 2, 64, q_lengths=True, kv_lengths=True)
+    drawn = [np.asarray(problem.random_lengths(seed)) for seed in range(4)]
+    for q, kv in drawn:
+        assert q.min() >= 1
+        assert kv.max() <= 1000
+        assert abs(kv.sum() - batch * 500) <= batch
+        assert abs(q.sum() - batch * 150) <= batch
+        assert np.all(np.abs(q / 300 - kv / 1000) < 0.01)  # as padding leaves them
+    assert batch == 1 or len({tuple(kv) for _, kv in drawn}) == 4
+
+
+@pytest.mark.parametrize("operation", [FLASH_ATTENTION, FLASH_ATTENTION_BACKWARD], ids=lambda op: op.name)
+def test_no_time_is_implausible_that_sequences_of_half_the_length_allow(operation):
+    chip = hardware.find("NVIDIA H200")
+    whole = operation.problem(64, 128, 16384, 32, 4, 128)
+    short = dataclasses.replace(whole, kv_lengths=True)
+    floors = [CostModel(chip).lower_bound(problem) for problem in (whole, short)]
+    assert floors[1] == pytest.approx(floors[0] / 2, rel=0.05)
+    kernel = operation.kernel("mosaic_gpu")
+    for problem, floor in zip((whole, short), floors, strict=True):
+        points, _ = kernel.space(problem, chip.target).legal()
+        least = CostModel(chip).floor(kernel.footprint(problem, points, chip.target))
+        assert 0.9 * floor <= least.min() <= 1.6 * floor  # clocks rise in bursts

@@ -41,8 +41,23 @@ def posed(**fields):
         (posed(head_dim=192, causal=True, dtype="float16"), dataclasses.replace(SCHEDULE, do_stages=2)),
         (posed(head_dim=192, head_dim_v=128, lse_cotangent=True), PLAIN),
         (posed(head_dim=64, head_dim_v=256), SCHEDULE),
+        (posed(batch=2, q_len=129, kv_len=77, heads=2, kv_heads=1, causal=True), SCHEDULE),
+        (posed(q_len=77, kv_len=131, head_dim=192, head_dim_v=128), dataclasses.replace(PLAIN, do_stages=2)),
     ],
-    ids=["plain", "ragged", "short", "grouped", "window", "lengths", "softcap", "d192", "latent", "wide_values"],
+    ids=[
+        "plain",
+        "ragged",
+        "short",
+        "grouped",
+        "window",
+        "lengths",
+        "softcap",
+        "d192",
+        "latent",
+        "wide_values",
+        "odd",
+        "odd_d192",
+    ],
 )
 def test_gradients_agree_with_the_reference(problem, schedule):
     assert KERNEL.supports(problem, H200.target) is None

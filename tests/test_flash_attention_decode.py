@@ -11,7 +11,7 @@ import pytest
 from search_spaces import Columns
 from search_spaces.flash_attention.hopper import FlashDecodingSchedule, decode
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE, gpu_interpreter
 from search_spaces.problem import as_tuple
 
 TARGET = hopper.H200.target
@@ -51,6 +51,16 @@ def test_onchip_bytes_are_what_lowering_asks_for(problem):
         assert asked == found.onchip_bytes[index], schedule
 
 
+@pytest.mark.skipif(not HAS_UNTILED_SWIZZLE, reason="this JAX swizzles tiles of 8 rows only")
+def test_keys_that_8_does_not_divide_are_not_copied():
+    problem = dataclasses.replace(LLAMA, kv_len=3001)
+    points, _ = space(problem).legal()
+    schedule = FlashDecodingSchedule(**points.row(0))
+    assert "stablehlo.pad" not in lower(problem, schedule).as_text()
+    copied, of_even = (decode.footprint(p, points, TARGET).copied_bytes for p in (problem, LLAMA))
+    np.testing.assert_array_equal(copied, of_even)
+
+
 def test_a_few_heads_are_split_over_all_cores_and_many_are_not():
     points, _ = space(LLAMA).legal()
     ctas = LLAMA.kv_heads * points.split_kv
@@ -69,9 +79,12 @@ def test_ctas_that_fill_one_core_and_half_of_another_are_left_out():
 
 
 def test_clusters_combine_all_splits_or_eight_of_them():
-    points, _ = space(LLAMA).legal()
-    cluster, split_kv = points.cluster, points.split_kv
-    assert np.all((cluster == 1) | (cluster == split_kv) | (cluster == 8))
+    few = dataclasses.replace(LLAMA, kv_len=1024, kv_heads=4)
+    for problem in (LLAMA, few):
+        points, _ = space(problem).legal()
+        cluster, split_kv = points.cluster, points.split_kv
+        assert np.all((cluster == 1) | (cluster == split_kv) | (cluster == 8))
+        assert np.all((cluster <= 2) | (2 * problem.kv_heads * split_kv <= TARGET.cores))  # a GPC has room for few
     assert np.any((cluster == 8) & (split_kv > 8))
 
 
@@ -117,6 +130,9 @@ CASES = [
         by(split_kv=2),
     ),
     (dataclasses.replace(SMALL, return_lse=False), by(split_kv=4, cluster=2)),
+    (dataclasses.replace(SMALL, kv_len=201, head_dim=128), by(128, 2, 2)),
+    (dataclasses.replace(SMALL, q_len=9, kv_len=77, head_dim=256, head_dim_v=96, causal=True), by()),
+    (dataclasses.replace(SMALL, kv_len=5), by()),
 ]
 
 

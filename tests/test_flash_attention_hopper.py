@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 
 import hopper
 import jax
@@ -15,7 +16,7 @@ from search_spaces.flash_attention.hopper import FlashAttentionSchedule, MosaicG
 from search_spaces.flash_attention.hopper.tile_order import TileOrder
 from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem as Problem
-from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, HAS_UNTILED_SWIZZLE, gpu_interpreter
 
 KERNEL, TARGET = MosaicGpuFlashAttention(), hopper.H200.target
 SCHEDULE = FlashAttentionSchedule(
@@ -129,6 +130,21 @@ def test_a_user_s_defaults_for_types_do_not_reach_into_the_kernel():
         jax.config.update("jax_enable_x64", before)
 
 
+@pytest.mark.skipif(not HAS_UNTILED_SWIZZLE, reason="this JAX swizzles tiles of 8 rows only")
+@pytest.mark.parametrize("fields", [{}, {"causal": True}, {"head_dim": 256}, {"kv_len": 3000}], ids=str)
+def test_lengths_that_8_does_not_divide_are_neither_padded_nor_cut_out(fields):
+    problem = dataclasses.replace(Problem(5, 3001, 3001, 16, 16, 128), **fields)
+    space = KERNEL.space(problem, TARGET)
+    points, _ = space.legal()
+    footprint = KERNEL.footprint(problem, points, TARGET)
+    fitting = points.take(footprint.onchip_bytes <= hopper.H200.onchip_bytes)
+    around = hopper.lower(KERNEL, problem, next(space.schedules(fitting))).as_text()
+    assert around.count("custom_call @mosaic_gpu") == 1
+    assert not re.findall(r"stablehlo\.(pad|slice|concatenate|dynamic_slice)", around)
+    assert not np.any(footprint.copied_bytes)
+    assert np.all(footprint.launches == 1)
+
+
 CASES = {  # name: problem, schedule, cores, lengths
     "one tile for each CTA": (Problem(1, 128, 192, 2, 1, 64), SCHEDULE, 4, ()),
     "one block of keys": (Problem(1, 64, 64, 3, 1, 64), PERSISTENT, 2, ()),
@@ -187,6 +203,31 @@ CASES = {  # name: problem, schedule, cores, lengths
         2,
         ([140, 70, 0], [0, 130, 200]),
     ),
+    "77 queries and keys, in a window, grouped": (
+        Problem(2, 77, 77, 4, 2, 128, window_left=20, window_right=9, return_lse=True),
+        PERSISTENT,
+        3,
+        (),
+    ),
+    "129 queries and keys, causal, two boxes a copy": (
+        Problem(2, 129, 129, 2, 1, 128, causal=True, return_lse=True),
+        dataclasses.replace(SCHEDULE, consumers=2, block_kv=48, epi_tile_n=128, order="longest_first"),
+        2,
+        (),
+    ),
+    "129 queries and keys, of which some count": (
+        Problem(3, 129, 129, 1, 1, 96, q_lengths=True, kv_lengths=True, causal=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, epi_tile_n=96),
+        2,
+        ([129, 70, 0], [1, 0, 129]),
+    ),
+    "fewer keys than a tile of 8 rows has": (Problem(1, 3, 5, 2, 1, 80, 64, dtype="float16"), SCHEDULE, 2, ()),
+    "early rescale, odd lengths, the result in parts": (
+        Problem(1, 129, 201, 1, 1, 256),
+        dataclasses.replace(PERSISTENT, consumers=2, epi_tile_n=64),
+        1,
+        (),
+    ),
     "capped logits, values of another width": (
         Problem(1, 128, 200, 1, 1, 128, 64, softcap=True),
         dataclasses.replace(PERSISTENT, epi_tile_n=32),
@@ -231,7 +272,7 @@ def test_logits_are_scaled_by_any_number(scale):
 
 
 @interpreted_only
-@pytest.mark.parametrize("name", ["persistent", "three consumers"])
+@pytest.mark.parametrize("name", ["persistent", "three consumers", "77 queries and keys, in a window, grouped"])
 def test_no_race_is_found(name, capfd):
     _compare(*CASES[name], detect_races=True)
     out = capfd.readouterr()

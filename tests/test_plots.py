@@ -348,7 +348,8 @@ def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, sta
 
 def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
-    scheduler.tune("matmul", {"m": 256, "n": 128, "k": 128, "dtype": "float32"}, budget=3)
+    here = scheduler.Store(str(tmp_path / "cache.db"))
+    scheduler.tune("matmul", {"m": 256, "n": 128, "k": 128, "dtype": "float32"}, budget=3, store=here)
     status, said = told("gains", "--out", tmp_path / "g.svg")
     assert (status, "NVIDIA H200 (132 cores, 140 GiB) has the most records; --hardware names another (cpu" in said) == (
         0,

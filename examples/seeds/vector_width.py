@@ -2,8 +2,8 @@
 
     python examples/seeds/vector_width.py [--hardware h200] [--plot bandwidth.svg]
 
-Widths, sectors and times are those of the shipped kernel (`search_spaces/silu_and_mul/hopper.py`) by its footprint and
-the cost model; where a Hopper GPU is here, times are measured as well.
+Widths, sectors and times are those of the shipped kernel (`search_spaces/rowwise/hopper/halves.py`) by its footprint
+and the cost model; where a Hopper GPU is here, times are measured as well.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from scheduler.measure import timer
 from scheduler.model.constants import model_of
 from scheduler.model.traffic import block_count
 from search_spaces import Columns
+from search_spaces.rowwise.hopper.halves import SiluSchedule
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
-from search_spaces.silu_and_mul.hopper import SiluSchedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from scheduler.cli import inspecting, measuring, plotting, reporting, storing
+from scheduler.cli import (
+    extracting,
+    inspecting,
+    measuring,
+    misses,
+    plotting,
+    reporting,
+    storing,
+    tuning,
+    verifying,
+)
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
 from scheduler.core.threads import left_behind
@@ -74,10 +84,12 @@ app = typer.Typer(
 
 
 _COMMANDS: Mapping[str, Callable[..., None]] = {
-    "tune": measuring.tune,
+    "tune": tuning.tune,
+    "extract": extracting.extract,
     "sweep": measuring.sweep,
     "calibrate": measuring.calibrate,
-    "verify": measuring.verify,
+    "verify": verifying.verify,
+    "misses": misses.misses,
     "list": inspecting.list_,
     "show": inspecting.show,
     "explain": inspecting.explain,

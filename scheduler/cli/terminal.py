@@ -25,6 +25,11 @@ def console_here() -> Console:
     return Console(highlight=False, width=None if has_width else 120)
 
 
+def console_beside() -> Console:
+    """Of standard error, for a person, where standard output is for a file."""
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
+
+
 def output(*what: RenderableType) -> None:
     """Sentences and tables, folded between words to the width of the console."""
     console = console_here()

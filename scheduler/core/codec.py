@@ -88,7 +88,7 @@ def record_from_text(line: str) -> Record:
     Raises:
       ValueError: `line` is no record; the message leads to the value that is missing or wrong.
     """
-    return _record(_json(line))
+    return _record(parsed(line))
 
 
 def trial_to_text(trial: Trial) -> str:
@@ -109,7 +109,7 @@ def trial_to_text(trial: Trial) -> str:
 
 def trial_from_text(line: str) -> Trial:
     """The inverse of `trial_to_text`; raises as `record_from_text` does."""
-    return _trial(_json(line))
+    return _trial(parsed(line))
 
 
 def again_to_text(trial: Trial) -> str:
@@ -119,7 +119,7 @@ def again_to_text(trial: Trial) -> str:
 
 def is_again(line: str) -> bool:
     """Whether a line of a recording is of its second pass."""
-    fields = _json(line)
+    fields = parsed(line)
     return isinstance(fields, dict) and fields.get("again") is True
 
 
@@ -135,7 +135,7 @@ def sweep_to_text(sweep: Sweep) -> str:
 
 def sweep_from_text(line: str) -> Sweep:
     """The inverse of `sweep_to_text`; raises as `record_from_text` does."""
-    return _sweep(_json(line))
+    return _sweep(parsed(line))
 
 
 def calibration_to_text(calibration: Calibration) -> str:
@@ -149,12 +149,12 @@ def calibration_to_text(calibration: Calibration) -> str:
 
 def calibrations_from_text(text: str) -> tuple[Calibration, ...]:
     """The calibrations of a list in JSON; raises as `record_from_text` does."""
-    return list_of(_calibration)(_json(text))
+    return list_of(_calibration)(parsed(text))
 
 
 def calibration_from_text(line: str) -> Calibration:
     """The inverse of `calibration_to_text`; raises as `record_from_text` does."""
-    return _calibration(_json(line))
+    return _calibration(parsed(line))
 
 
 def _sorted(values: Mapping[str, T]) -> dict[str, T]:
@@ -167,7 +167,7 @@ def _line(fields: Mapping[str, object], check: Check[object]) -> str:
     return line
 
 
-def _json(line: str) -> object:
+def parsed(line: str) -> object:
     if not isinstance(line, str):  # SQLite keeps in a column of text whatever it is given
         raise ValueError(f"text is wanted, found {type(line).__name__}")
     try:
@@ -227,7 +227,7 @@ def _label(value: object) -> str:
         return text(value)
 
 
-_BY_NAME: Mapping[str, Check[Any]] = {
+BY_NAME: Mapping[str, Check[Any]] = {
     "problem": _problem,
     "backend": _backend,
     "library": _backend,
@@ -239,12 +239,12 @@ _BY_NAME: Mapping[str, Check[Any]] = {
     "key": made_already,
     "outcome": made_already,
 }
-_KEY = maker(Key, _BY_NAME)
-_RECORD = maker(Record, _BY_NAME, optional=("confidence", "excluded", "stopped", "failed", "library"))
-_TRIAL = maker(Trial, _BY_NAME)
-_SWEEP = maker(Sweep, _BY_NAME, optional=("again", "rounds", "library"))
-_CALIBRATION = maker(Calibration, _BY_NAME)
-_OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, _BY_NAME), "measurement": maker(Measurement, _BY_NAME)}
+_KEY = maker(Key, BY_NAME)
+_RECORD = maker(Record, BY_NAME, optional=("confidence", "excluded", "stopped", "failed", "library"))
+_TRIAL = maker(Trial, BY_NAME)
+_SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))
+_CALIBRATION = maker(Calibration, BY_NAME)
+_OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": maker(Measurement, BY_NAME)}
 
 
 def _record(value: object) -> Record:

@@ -48,6 +48,10 @@ class MalformedRecord(StoreError):
     """A record that a cache holds and that cannot be read; all others can."""
 
 
+class PlanError(SchedulerError):
+    """A plan that cannot be read, was changed by hand, or differs between the processes of one job."""
+
+
 class UnknownChip(SchedulerError):
     """A chip of whose architecture nothing is known."""
 

@@ -1,15 +1,18 @@
-"""Whose code an exception comes from: a library's, a kernel's, a user's or this program's."""
+"""Whose code a frame is, or an exception comes from: a library's, a kernel's, a user's or this program's."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Owner = Literal["library", "scheduler", "search_spaces", "user"]
+# File, line and function.
+Place = tuple[str, int, str]
 
 _ROOT = Path(__file__).parents[2]
 _INSTALLED = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
@@ -42,6 +45,38 @@ def calls(error: BaseException) -> Iterator[Call]:
             yield Call(code.co_filename, line, code.co_name, owner)
 
 
+def asked_by(places: Iterable[Place]) -> Call | None:
+    """The first of these places that is in a user's code; None where none is.
+
+    What is installed, a library of models say, comes after what is not.
+
+    Args:
+      places: the innermost first.
+    """
+    installed = None
+    for file, line, function in places:
+        if owner_of(file) == "user":
+            call = Call(file, line, function, "user")
+            if not _is_installed(file):
+                return call
+            installed = installed or call
+    return installed
+
+
+def traced(traceback: Any) -> Iterator[Place]:
+    """The calls under which JAX traced that of which it keeps this; None is of nothing."""
+    if traceback is not None:
+        for code, instruction in zip(*traceback.raw_frames(), strict=True):
+            first_line, *_ = traceback.code_addr2location(code, instruction)  # as JAX itself asks
+            yield code.co_filename, first_line, code.co_name
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    return any(Path(file).is_relative_to(place) for place in _INSTALLED)
+
+
+@functools.lru_cache(maxsize=4096)
 def owner_of(file: str) -> Owner:
     """Whose code a file is; code without a file, which begins with "<", counts as a library's."""
     path = Path(file)

@@ -49,6 +49,26 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True)
+class Miss:
+    """A problem that calls posed and no record answered.
+
+    Attributes:
+      key: what its record would be stored under.
+      lowered: how often such a call was lowered, and answered by a prediction, by the library or by an error.
+      first, last: when, in UTC, as in `Environment.date`.
+      line: of the user's code that asked last, as ``file:line``; "" where no file is known.
+      place: the name under which another process can `load` the operation; "" where its own name, or none, will do.
+    """
+
+    key: Key
+    lowered: int
+    first: str
+    last: str
+    line: str = ""
+    place: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Measurement:
     """Times of one schedule, in seconds.
 

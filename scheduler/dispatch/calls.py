@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler.dispatch import dispatch
+from scheduler.dispatch import dispatch, planned
 from scheduler.dispatch.primitive import tuned_call
 from search_spaces.operation import Operation, Unbound
 from search_spaces.problem import as_tuple
@@ -22,6 +22,7 @@ MOST_COMPILED = 1024
 
 # JAX traces and compiles anew where it differs, in the functions that a user has jitted, too.
 target: Any = jax.make_user_context("")
+in_plan = planned.plan
 # What a caller asked for -> the jitted function that answers it. JAX keeps that function's compiled versions by shapes,
 # dtypes, placement and default precision, so that an answer found once costs one look-up here and a call of `jax.jit`.
 _compiled: dict[Any, Callable[..., Any]] = {}
@@ -58,7 +59,7 @@ def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
         if isinstance(x, tracer):
             return _function(called, how)(*arrays)
     try:
-        compiled = _compiled[called, how, target.value]
+        compiled = _compiled[called, how, target.value, in_plan.value]
     except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
         compiled = _compile(called, how)
     return compiled(*arrays)
@@ -72,7 +73,7 @@ def forget() -> None:
 def _compile(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
     """The jitted function that answers such calls, remembered."""
     how = tuple(map(_frozen, how))
-    key = called, how, target.value
+    key = called, how, target.value, in_plan.value
     with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for the answer to refuse
         return _compiled[key]
     function = _function(called, how)
@@ -104,7 +105,14 @@ def _frozen(value: Any) -> Any:
 def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
     on_miss, backends, schedule, *values = how
     operation, last = called.operation, called.last
-    options = dispatch.options(operation, on_miss=on_miss, backends=backends, schedule=schedule, target=target.value)
+    options = dispatch.options(
+        operation,
+        on_miss=on_miss,
+        backends=backends,
+        schedule=schedule,
+        target=target.value,
+        plan=planned.in_force(),
+    )
 
     def call(*arrays: Any) -> Any:
         arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)

@@ -27,8 +27,10 @@ from scheduler.core.errors import (
 )
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
-from scheduler.core.records import Schedule, schedule_text
+from scheduler.core.records import Key, Schedule, schedule_text
 from scheduler.core.threads import Threads
+from scheduler.dispatch import missed, planned
+from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
 from scheduler.model import constants
 from scheduler.model.feasibility import illegal
@@ -60,6 +62,7 @@ class Options:
       backends: the kernels that may answer; None allows all.
       schedule: field -> value of the schedule to use whatever is stored, or None.
       target: the chip to answer for, by its driver's name; "" is the one that runs the call.
+      plan: what answers in place of stores and the model, or None.
       generation: how often answers have been forgotten: a raised one makes JAX trace and lower again.
     """
 
@@ -67,17 +70,19 @@ class Options:
     backends: frozenset[str] | None = None
     schedule: tuple[tuple[str, Choice], ...] | None = None
     target: str = ""
+    plan: InForce | None = None
     generation: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What runs, and why, in words."""
+    """What runs, and why, in words; and the question that no record answered, where it was none."""
 
     kernel: Kernel[Any, Any]
     schedule: Any
     target: Target
     reason: str
+    missed: Key | None = None
 
 
 def options(
@@ -87,6 +92,7 @@ def options(
     backends: str | Sequence[str] | None = None,
     schedule: Any = None,
     target: str = "",
+    plan: InForce | None = None,
 ) -> Options:
     """A caller's words, checked. `schedule` is a mapping, its items, or an instance of a kernel's schedule type.
 
@@ -109,6 +115,7 @@ def options(
         backends=among,
         schedule=items,
         target=target,
+        plan=plan,
         generation=_answers.generation,
     )
 
@@ -163,6 +170,7 @@ def reload() -> None:
     """
     global _answers
     constants.forget()
+    planned.forget()
     with _replacing:
         old, _answers = _answers, _Answers(_answers.generation + 1)
     old.cache.close()
@@ -184,6 +192,12 @@ class _Answers:
         self.guard = threading.Lock()
 
     def decide(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
+        decision = self._decision(operation, problem, platform, options)
+        if decision.missed is not None:
+            missed.note(self.cache, operation, decision.missed)
+        return decision
+
+    def _decision(self, operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
         key = (operation, problem, platform, options)
         if (known := self.decisions.get(key)) is not None:
             return known
@@ -233,6 +247,11 @@ class _Deciding:
             return self._given(hardware, dict(self.options.schedule))
         if self.options.backends == frozenset({self.operation.library.backend}):
             return self._decision(hardware, self.operation.library.backend, {}, "no other backend is allowed")
+        if self.options.plan is not None:
+            strict, among = self.options.on_miss == "error", self.options.backends
+            return self._decision(
+                hardware, *planned.answer(self.options.plan, self.operation, self.problem, hardware, among, strict)
+            )
         stored = self._stored(hardware)
         return stored if isinstance(stored, Decision) else self._missed(hardware, stored)
 
@@ -265,8 +284,9 @@ class _Deciding:
         return useless
 
     def _missed(self, hardware: Hardware, useless: str) -> Decision:
-        policy = self.options.on_miss
+        policy, key = self.options.on_miss, key_of(self.operation, self.problem, hardware)
         if policy == "error":
+            missed.note(self.cache, self.operation, key)
             end_load()  # the command loads the script that made this call
             why = f" ({useless})" if useless else ""
             raise CacheMiss(
@@ -274,7 +294,8 @@ class _Deciding:
             )
         if policy == "xla":
             _say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
-            return self._decision(hardware, self.operation.library.backend, {}, "nothing stored, and on_miss='xla'")
+            library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
+            return self._decision(hardware, library, {}, reason, missed=key)
         if policy == "tune" and not self.options.target:  # a chip that is not here cannot be measured
             return self._tuned(hardware)
         return self._predicted(hardware)
@@ -294,7 +315,8 @@ class _Deciding:
         _say_once(
             f"{self._question(hardware)}: no schedule is stored; the model answers {found.backend}: {found.reason}"
         )
-        return self._decision(hardware, found.backend, found.schedule, found.reason)
+        key = key_of(self.operation, self.problem, hardware)
+        return self._decision(hardware, found.backend, found.schedule, found.reason, missed=key)
 
     def _tuned(self, hardware: Hardware) -> Decision:
         from scheduler.search import tuner
@@ -323,10 +345,12 @@ class _Deciding:
             raise SchedulerError(f"{self._question(hardware)}: tuned, and yet nothing can be served: {found}")
         return self._decision(hardware, found.backend, found.schedule, "measured now")
 
-    def _decision(self, hardware: Hardware, backend: str, schedule: Schedule, reason: str) -> Decision:
+    def _decision(
+        self, hardware: Hardware, backend: str, schedule: Schedule, reason: str, *, missed: Key | None = None
+    ) -> Decision:
         kernel = self.operation.kernel(backend)
         space = kernel.space(self.problem, hardware.target)
-        return Decision(kernel, space.decode(schedule), hardware.target, reason)
+        return Decision(kernel, space.decode(schedule), hardware.target, reason, missed)
 
     def _question(self, hardware: Hardware) -> str:
         return f"{self.operation.name} {self.problem} on {hardware.kind}"

@@ -151,7 +151,7 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
     """The call with the operation's own backward pass: a `jax.custom_vjp`, with what that means for forward mode."""
     kernels_params = _of_kernels(operation, params)
     call = _caller(operation, problem, kernels_params, options)
-    call.params = dict(params)  # type: ignore[attr-defined]
+    call.params = dict(params)  # type: ignore[attr-defined]  # those that no kernel gets, too
     forward, backward = operation.vjp_fwd, operation.vjp_bwd
     assert forward is not None
     assert backward is not None
@@ -207,6 +207,7 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
         own = options if posed == problem else dataclasses.replace(options, schedule=None)
         return _bind(operation, posed, params, own, *arrays)
 
+    call.params = dict(params)  # type: ignore[attr-defined]
     return call
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import threading
 import warnings
 from pathlib import Path
 
@@ -13,35 +13,59 @@ from scheduler.core.errors import SchedulerError
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import jax_compat
 
+_guard = threading.Lock()
+# What was found to be the same everywhere, in the order in which it was asked: the plans' digests, "" for no plan.
+_agreed: list[str] = []
 
-@functools.cache
-def require_one_code() -> None:
-    """Processes of one job choose alike only with the same code, constants and shipped records: compared once.
+
+def require_one_code(plan: str = "") -> None:
+    """Processes of one job choose alike only by the same: compared once for each plan, and once without any.
+
+    Without a plan that is code, constants and shipped records; with one, code and the plan.
+
+    Args:
+      plan: the digest of the one that answers here; "" for none.
 
     Raises:
-      SchedulerError: this process has others than process 0.
+      SchedulerError: this process has another than process 0.
     """
-    own = _digest()
-    try:
-        first = jax_compat.value_of_first_process("digest", own)
-    except RuntimeError as error:
-        warnings.warn(f"cannot tell whether all processes choose the same schedules: {error}", RuntimeWarning, 2)
-        return
-    if own != first:
-        raise SchedulerError(
-            f"process {jax.process_index()} has other code or other shipped records than process 0 and could choose "
-            "another schedule; install the same tile-scheduler and the same jax everywhere"
+    with _guard:
+        if plan in _agreed:
+            return
+        own = f"{plan} {_digest_of_code() if plan else _digest()}"
+        try:
+            first = jax_compat.value_of_first_process(f"digest/{len(_agreed)}", own)
+        except RuntimeError as error:
+            warnings.warn(f"cannot tell whether all processes choose the same schedules: {error}", RuntimeWarning, 2)
+            first = own
+        if first != own:
+            raise SchedulerError(f"process {jax.process_index()} {_difference(plan, first.partition(' ')[0])}")
+        _agreed.append(plan)
+
+
+def _difference(own: str, first: str) -> str:
+    if own == first:
+        what = "code" if own else "code or other shipped records"
+        return (
+            f"has other {what} than process 0 and could choose another schedule; install the same tile-scheduler and "
+            "the same jax everywhere"
         )
+    here, there = (f"by the plan {plan}" if plan else "without a plan" for plan in (own, first))
+    return f"answers {here}, and process 0 {there}; give all processes the same plan"
 
 
 def _digest() -> str:
     """Of all that decides an answer which is neither the user's own nor measured now."""
     from scheduler.store import store
 
+    shipped = store.shipped()
+    return _digest_of_code(*([Path(shipped.location)] if shipped else []))
+
+
+def _digest_of_code(*others: Path) -> str:
     packages = [Path(__file__).parents[1], Path(search_spaces_file).parent]
     files = sorted(file for package in packages for file in package.rglob("*.py"))
-    shipped = store.shipped()
     digest = hashlib.sha256(jax.__version__.encode())
-    for file in [*files, *([Path(shipped.location)] if shipped else [])]:
+    for file in [*files, *others]:
         digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import tile_scheduler
 from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
 from scheduler.core.hardware import GIB, Hardware
+from scheduler.dispatch import missed
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.measure.gpu import Gpu
 from scheduler.store.database import CACHE_VARIABLE
@@ -52,6 +54,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     yield Finding("packages", "note" if "missing" in versions else "ok", versions)
     yield from _caches()
     yield from _on_miss()
+    yield from _misses()
     gpu = Gpu.query(device)
     if gpu is None:
         yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
@@ -125,6 +128,16 @@ def _on_miss() -> Iterator[Finding]:
         yield Finding("on a miss", "broken", f"{error}; every call fails")
     else:
         yield Finding("on a miss", "ok", f"{policy} (of {', '.join(ON_MISS)}; set {ENVIRONMENT} for another)")
+
+
+def _misses() -> Iterator[Finding]:
+    """Whether what calls miss is noted, and how much was."""
+    if not missed.noted():
+        yield Finding("misses", "ok", f"they are not noted: {missed.ENVIRONMENT} says so")
+        return
+    with contextlib.suppress(StoreError):  # it was said of the cache
+        count = len(Store(default_url()).misses.all())
+        yield Finding("misses", "ok", f"{count} noted (tile-scheduler misses); {missed.ENVIRONMENT}=off notes none")
 
 
 def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding]:

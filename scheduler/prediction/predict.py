@@ -40,6 +40,7 @@ class Answer:
       library_s: the same of the library's answer, seconds.
       reason: why this one, in words.
       neighbour: the similar problem whose record corrects the model; "" where there was none.
+      ranked: False where its kernel declares no footprint: its time is then unknown, and the library's stands for it.
     """
 
     backend: str
@@ -48,6 +49,7 @@ class Answer:
     library_s: float
     reason: str
     neighbour: str = ""
+    ranked: bool = True
 
 
 def explain(
@@ -120,13 +122,13 @@ def predict(
         if found is None:
             raise NoCandidate(f"no kernel of {operation.name} can do {problem} on {hardware.kind}: {_words(refused)}")
         reason = f"the top prediction{found.words}"
-        return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
+        return _answer(found, library_s, reason)
     # What a neighbour's record corrects, the model need not be feared for.
     wanted = MODEL_GAIN * (1 - min(best.weight, found.weight if found is not None else 0.0))
     if found is not None and found.predicted_s <= (1 - wanted) * library_s:
         gain = library_s / found.predicted_s
         reason = f"the model expects {gain:.2f}x the library's speed{found.words}"
-        return Answer(found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour)
+        return _answer(found, library_s, reason)
     least = f"less than {wanted:.0%}" if wanted >= 0.005 else "no gain"
     reason = f"the model expects {least} over the library" if found is not None else _words(refused)
     return Answer(library.backend, {}, library_s, library_s, reason or "the library is the only kernel", best.neighbour)
@@ -164,6 +166,13 @@ class _Choice:
     neighbour: str = ""
     words: str = ""
     weight: float = 0.0
+    ranked: bool = True
+
+
+def _answer(found: _Choice, library_s: float, reason: str) -> Answer:
+    return Answer(
+        found.backend, found.schedule, found.predicted_s, library_s, reason, found.neighbour, ranked=found.ranked
+    )
 
 
 def _choose(
@@ -202,9 +211,11 @@ def _choose(
             chosen, predicted_s, words = first.schedule, first.predicted_s, f" (its times corrected by those of {at})"
         else:
             chosen, predicted_s, words = entry.schedule, here, f" (with the schedule of {at})"
-        return _Choice(first.backend, chosen, predicted_s * error, str(neighbour.problem), words, neighbour.weight)
+        near_by = str(neighbour.problem)
+        weight, ranked = neighbour.weight, pruned.ranked
+        return _Choice(first.backend, chosen, predicted_s * error, near_by, words, weight, ranked)
     words = "" if pruned.ranked else ", the first of its schedules, as it declares no footprint to rank them by"
-    return _Choice(first.backend, first.schedule, first.predicted_s, words=words)
+    return _Choice(first.backend, first.schedule, first.predicted_s, words=words, ranked=pruned.ranked)
 
 
 def _predicted(

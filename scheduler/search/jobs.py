@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from scheduler.core.backends import named_backends
@@ -40,6 +40,7 @@ class Task:
       budget: trials.
       seconds: stop proposing trials after so many seconds; None sets no limit.
       backends: kernels to try beside the library; None tries all.
+      count: how often the function that the job is for poses the problem.
     """
 
     operation: Operation[Any]
@@ -47,6 +48,7 @@ class Task:
     budget: int = BUDGET
     seconds: float | None = None
     backends: frozenset[str] | None = None
+    count: int = 1
 
     def __str__(self) -> str:
         return f"{self.operation.name} {self.problem}"
@@ -123,7 +125,7 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
     At the top: `operation` (its name; ``package.module:NAME`` or ``file.py:NAME`` only where `own` names it, too) and
     what all problems share: `budget`, `seconds`, `backends` (names with commas, or "pallas"), and a table `[fields]`.
     Then one table `[[problem]]` each, with its fields and, where it differs, its own `operation`, `budget`, `seconds`
-    or `backends`.
+    or `backends`; and `count`, which says how often a function poses it, where that is no field of the problem.
 
     Raises:
       ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
@@ -181,7 +183,7 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
 
 
 def run(
-    tasks: Sequence[Task | Malformed],
+    tasks: Iterable[Task | Malformed],
     *,
     store: Store,
     runner: Runner | None = None,
@@ -350,7 +352,9 @@ def _task(
             raise ValueError('no operation: write operation = "matmul" (or yours) at the top of the job')
         text = f"{name} {text}"
         operation = _operation(name, named)
-        known = [*(field.name for field in dataclasses.fields(operation.problem)), *_SETTINGS]
+        fields_of = [field.name for field in dataclasses.fields(operation.problem)]
+        count = 1 if "count" in fields_of else own.pop("count", 1)
+        known = [*fields_of, *_SETTINGS, "count"]
         for field, value in (both := {**fields, **own}).items():
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
@@ -362,6 +366,7 @@ def _task(
             budget=_positive("budget", settings.get("budget", BUDGET), int),
             seconds=None if (s := settings.get("seconds")) is None else _positive("seconds", s, int, float),
             backends=parse_backends(operation, settings.get("backends")),
+            count=_positive("count", count, int),
         )
     except ValueError as error:
         return Malformed(text, str(error))

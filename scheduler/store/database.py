@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from scheduler.core.errors import StoreError
 from scheduler.store import postgres
-from scheduler.store.schema import OLDEST, SERIAL, VERSION
+from scheduler.store.schema import OLDEST, READABLE, SERIAL, VERSION
 
 CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
 BUSY_TIMEOUT_S = 30
@@ -51,6 +51,7 @@ class Database:
         self.readonly = readonly
         self._migrations = migrations
         self._ready = False
+        self._schema = len(migrations)
         self.location = str(url)
         self._path: Path | None = None
         with self._errors("opened"):
@@ -103,6 +104,13 @@ class Database:
             with self._engine.connect() as connection:
                 return connection.execute(query).all()
 
+    def schema(self) -> int:
+        """The version of the schema that is read: today's, unless an older one may only be read."""
+        with self._turn, self._errors("read"):
+            if not self._missing():
+                self._prepare()
+            return self._schema
+
     def empty(self) -> bool:
         """Whether there is no file yet."""
         with self._errors("read"):
@@ -145,7 +153,7 @@ class Database:
         only_read = self.readonly or (self._path is not None and _frozen(self._path))
         with self._engine.connect() as connection:
             version = self._version(connection)
-        if version < today:
+        if version < today and not (only_read and version >= READABLE):
             if only_read:
                 raise StoreError(
                     f"{self.location} has schema {version}, and only a writer may bring it to schema {today}: set "
@@ -160,7 +168,8 @@ class Database:
             )
         if self._path is not None and not only_read:
             _set_journal(self._engine, self._path)
-        self._ready = True
+        self._schema = version
+        self._ready = version == today or self.readonly  # what is frozen now may be written later, and migrated
 
     def _migrate(self) -> int:
         """Bring the schema to today's version in one transaction; the version it has then."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.records import Environment, Key, Record, Trial
-from scheduler.store import patience
+from scheduler.core.records import Environment, Key, Miss, Record, Trial
+from scheduler.store import noting, patience
 from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
@@ -91,6 +91,12 @@ class Cache:
     def finish(self, key: Key) -> None:
         self._open()
         self._write(lambda store: store.finish(key))
+
+    def note(self, miss: Miss) -> None:
+        """Keeps it in the user's own store, soon; what that store refuses is lost, and nothing is said of it."""
+        self._open()
+        if self._user is not None and not self._unwritable and not patience.given_up(self._user.location):
+            noting.note(self._user, miss)
 
     def close(self) -> None:
         with self._guard:

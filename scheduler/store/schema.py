@@ -22,6 +22,9 @@ LEASES = sa.table("leases", *map(sa.column, ("operation", "hardware", "problem",
 CONSTANTS = sa.table(
     "constants", *map(sa.column, ("hardware", "operation", "backend", "kernel_version", "date", "calibration"))
 )
+MISSES = sa.table(
+    "misses", *map(sa.column, ("operation", "hardware", "problem", "lowered", "first", "last", "line", "place"))
+)
 KEY = ("operation", "hardware", "problem")
 KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
@@ -66,7 +69,18 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
              kernel_version BIGINT NOT NULL, date TEXT NOT NULL, calibration TEXT NOT NULL,
              PRIMARY KEY (hardware, operation, backend))""",
     ),
+    (
+        # What calls posed and no record answered: how often it was lowered, when, from which line, and where its
+        # operation is defined.
+        """CREATE TABLE misses (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             lowered BIGINT NOT NULL, first TEXT NOT NULL, last TEXT NOT NULL, line TEXT NOT NULL, place TEXT NOT NULL,
+             PRIMARY KEY (operation, hardware, problem))""",
+    ),
 )
+# What may only be read answers from this schema on as it is: all that came since are tables, which it lacks.
+READABLE = 4
+MISSES_SINCE = 5
 VERSION = sa.table("schema_version", sa.column("version"))
 # Tables of every schema since the first: a database that has these is one of ours.
 OLDEST = frozenset({"schema_version", "schedules", "trials"})

@@ -19,6 +19,7 @@ from scheduler.core.records import Calibration, Environment, Failure, Key, Measu
 from scheduler.store import rows, text_files
 from scheduler.store.database import Database
 from scheduler.store.lease import Lease
+from scheduler.store.misses import Misses
 from scheduler.store.place import default_url as default_url
 from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
 from search_spaces import aliases
@@ -41,6 +42,7 @@ class Store:
     Attributes:
       location: the path or URL, without a password, for messages.
       in_memory: what it holds goes with this object.
+      misses: what calls asked for and no record answered.
 
     Raises:
       StoreError: a URL that is none, or a kind of database or a driver that is missing.
@@ -51,6 +53,7 @@ class Store:
     ) -> None:
         self._database = Database(url, readonly=readonly, migrations=migrations)
         self.location, self.in_memory = self._database.location, self._database.in_memory
+        self.misses = Misses(self._database)
 
     def require_writable(self) -> None:
         """Asks before much is spent on what is then to be written here.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.problem import Problem
+from search_spaces.problem import Problem, nbytes
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Gemma 2's cap of attention logits (arXiv:2408.00118, table 1): with what a search measures where logits are capped.
@@ -111,6 +111,28 @@ class AttentionProblem(Problem):
         return int(np.maximum(end - first, 0).sum())
 
     @property
+    def q_share(self) -> float:
+        """Of the queries, those that `random_lengths` leave: timed sequences are half as long as the longest."""
+        return 0.5 if self.q_lengths else 1.0
+
+    @property
+    def kv_share(self) -> float:
+        """Likewise of the keys."""
+        return 0.5 if self.kv_lengths else 1.0
+
+    @property
+    def pair_share(self) -> float:
+        """Of the pairs, at least those that `random_lengths` leave: the mean of a square is no less than that."""
+        one = self.q_share * self.kv_share
+        return 0.25 if one < 1 and (self.right, self.left) != (None, None) else one
+
+    @property
+    def bytes_moved(self) -> float:
+        """Of keys, values and queries those that the lengths leave."""
+        q, *kv = map(nbytes, self.qkv())
+        return super().bytes_moved - (1 - self.q_share) * q - (1 - self.kv_share) * sum(kv)
+
+    @property
     def library_bytes_moved(self) -> float:
         """XLA writes logits in float32, reads them, writes probabilities in the dtype, and reads those."""
         itemsize = int(jnp.dtype(self.dtype).itemsize)
@@ -150,11 +172,14 @@ class AttentionProblem(Problem):
         return Lengths(given[0] if self.q_lengths else None, given[-1] if self.kv_lengths else None)
 
     def random_lengths(self, seed: int) -> tuple[jax.Array, ...]:
-        """From 1 to all."""
-        keys = jax.random.split(jax.random.key(seed), 2)
+        """From 1 to all; two sequences after each other are as long as one, so that each seed is as much work.
+
+        An odd one is half as long. A sequence's share of queries and of keys is the same, as padding leaves it.
+        """
+        share = jax.random.uniform(jax.random.key(seed), (self.batch // 2,))
+        shares = jnp.concatenate([jnp.stack([share, 1 - share], axis=1).ravel(), jnp.full(self.batch % 2, 0.5)])
         most = [n for n, given in ((self.q_len, self.q_lengths), (self.kv_len, self.kv_lengths)) if given]
-        pairs = zip(keys, most, strict=False)
-        return tuple(jax.random.randint(key, (self.batch,), 1, n + 1, jnp.int32) for key, n in pairs)
+        return tuple(jnp.clip(jnp.ceil(shares * n).astype(jnp.int32), 1, n) for n in most)
 
     def neighbour(self) -> Problem | None:
         q_len, kv_len = (n - less if n > 8 else n for n, less in ((self.q_len, 1), (self.kv_len, 3)))

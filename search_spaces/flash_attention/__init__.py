@@ -1,6 +1,6 @@
 """Flash attention forward: ``FLASH_ATTENTION``, its problem and its kernels."""
 
-from search_spaces.flash_attention import front_end, rules
+from search_spaces.flash_attention import front_end, recognise, rules
 from search_spaces.flash_attention.cudnn import CudnnFlashAttention
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.interpret import InterpretedFlashAttention
@@ -24,6 +24,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_fwd=rules.vjp_fwd,
     vjp_bwd=rules.vjp_bwd,
     front_end=front_end.bind,
+    recognise=recognise.recognise,
 )
 
 __all__ = ["FLASH_ATTENTION", "FlashAttentionProblem"]

@@ -74,7 +74,7 @@ class FlashAttentionProblem(AttentionProblem):
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.batch * self.heads * self.visible_pairs * (self.head_dim + self.value_dim)
+        return 2.0 * self.batch * self.heads * self.pair_share * self.visible_pairs * (self.head_dim + self.value_dim)
 
     def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
         """Rounding of the result, and that of probabilities to its dtype before they are multiplied.

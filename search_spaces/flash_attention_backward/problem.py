@@ -87,7 +87,8 @@ class FlashAttentionBackwardProblem(AttentionProblem):
     @property
     def flops(self) -> float:
         """Of five products, as FlashAttention counts: what recomputes more does not do more."""
-        return 2.0 * self.batch * self.heads * self.visible_pairs * (3 * self.head_dim + 2 * self.value_dim)
+        pairs = self.batch * self.heads * self.pair_share * self.visible_pairs
+        return 2.0 * pairs * (3 * self.head_dim + 2 * self.value_dim)
 
     @property
     def library_bytes_moved(self) -> float:

@@ -63,6 +63,10 @@ class SmemTile(abc.ABC):
         """Of the tile in one of several stages some rows, or some columns: as many as whole swizzled rows hold."""
 
     @abc.abstractmethod
+    def columns_of(self, ref: Any, columns: Any) -> Any:
+        """Of one tile some columns: as many as whole swizzled rows hold."""
+
+    @abc.abstractmethod
     def load(self, ref: Any, *, transposed: bool) -> jax.Array:
         """All of it, in the layout of wgmma's accumulators; or its transpose, in the transposed layout."""
 
@@ -88,6 +92,9 @@ class Tiled(SmemTile):
 
     def part(self, smem: Any, stage: Any, rows: Any, columns: Any) -> Any:
         return smem.at[stage, rows, columns]
+
+    def columns_of(self, ref: Any, columns: Any) -> Any:
+        return ref.at[:, columns]
 
     def load(self, ref: Any, *, transposed: bool) -> jax.Array:
         layout = plgpu.Layout.WGMMA_TRANSPOSED if transposed else plgpu.Layout.WGMMA
@@ -120,8 +127,14 @@ class Untiled(SmemTile):
     def part(self, smem: Any, stage: Any, rows: Any, columns: Any) -> Any:
         if columns == slice(None):
             return smem.at[stage, :, rows, :]
+        return smem.at[stage, self._boxes_of(columns)]
+
+    def columns_of(self, ref: Any, columns: Any) -> Any:
+        return ref.at[self._boxes_of(columns)]
+
+    def _boxes_of(self, columns: Any) -> Any:
         width = self.shape[-1]
-        return smem.at[stage, pl.ds(lax.div(columns.start, width), columns.size // width)]
+        return pl.ds(lax.div(columns.start, width), columns.size // width)
 
     def load(self, ref: Any, *, transposed: bool) -> jax.Array:
         return untiled_swizzled.load(ref, self.swizzle, transposed=transposed)

@@ -52,7 +52,7 @@ def wgmma(
     operand = plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
 
     def meaning(acc: jax.Array, a: Any, b: Any) -> jax.Array:
-        a, b = _matrix(a[...]), _matrix(b[...])
+        a, b = matrix(a[...]), matrix(b[...])
         plgpu.commit_smem()  # These were read by threads, other than by wgmma: copies must come after.
         a, b = a.T if transpose_a else a, b.T if transpose_b else b
         return acc + jnp.dot(a, b, preferred_element_type=acc.dtype)
@@ -63,7 +63,7 @@ def wgmma(
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
     def start(_: Any, acc: Any, a: Any, b: Any) -> Any:
-        a, b = _core_matrices(a), _core_matrices(b)
+        a, b = core_matrices(a), core_matrices(b)
         a = mgpu.memref_transpose(a, TRANSPOSED) if transpose_a else a
         b = mgpu.memref_transpose(b, TRANSPOSED) if transpose_b else b
         # Nothing touches the accumulators between one wgmma and the next, so they need no fence.
@@ -83,7 +83,7 @@ def load(tile: Any, swizzle: int, *, transposed: bool) -> jax.Array:
     rows, columns = tile.shape[1], tile.shape[0] * tile.shape[2]
 
     def meaning(tile: Any) -> jax.Array:
-        return _matrix(tile[...]).T if transposed else _matrix(tile[...])
+        return matrix(tile[...]).T if transposed else matrix(tile[...])
 
     @mosaic_gpu_code(
         meaning,
@@ -93,7 +93,7 @@ def load(tile: Any, swizzle: int, *, transposed: bool) -> jax.Array:
         ),
     )
     def load_tile(_: Any, tile: Any) -> Any:
-        matrices = _core_matrices(tile)
+        matrices = core_matrices(tile)
         matrices = mgpu.memref_transpose(matrices, TRANSPOSED) if transposed else matrices
         return mgpu.FragmentedArray.load_tiled(matrices, swizzle=swizzle, layout=layout.to_mgpu())
 
@@ -215,7 +215,7 @@ def _layout(transposed: bool) -> Any:
 
 
 def _store(tile: Any, value: Any, swizzle: int, transposed: bool) -> None:
-    matrices = _core_matrices(tile)
+    matrices = core_matrices(tile)
     value.store_tiled(mgpu.memref_transpose(matrices, TRANSPOSED) if transposed else matrices, swizzle=swizzle)
 
 
@@ -260,12 +260,12 @@ def _store_if(address: Any, value: Any, condition: Any) -> None:
     )
 
 
-def _core_matrices(boxes: Any) -> Any:
+def core_matrices(boxes: Any) -> Any:
     """``[rows / 8, boxes, 8, width]`` of ``[boxes, rows, width]``."""
     return mgpu.memref_transpose(mgpu.memref_unfold(boxes, 1, (None, 8)), (1, 0, 2, 3))
 
 
-def _matrix(boxes: jax.Array) -> jax.Array:
+def matrix(boxes: jax.Array) -> jax.Array:
     """``[rows, columns]``, as an array lies in device memory, of boxes."""
     return boxes.swapaxes(0, 1).reshape(boxes.shape[1], -1)
 

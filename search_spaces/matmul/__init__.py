@@ -1,6 +1,8 @@
 """The matrix product: ``MATMUL``, its problem and its kernels."""
 
-from search_spaces.matmul import front_end, rules
+from jax import lax
+
+from search_spaces.matmul import from_dot_general, front_end, rules
 from search_spaces.matmul.hopper import MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.problem import MatmulProblem
@@ -15,6 +17,7 @@ MATMUL = Operation(
     transpose=rules.transpose,
     batch=rules.batch,
     front_end=front_end.bind,
+    equations={lax.dot_general_p: from_dot_general.posed},
 )
 
 __all__ = ["MATMUL", "MatmulProblem"]

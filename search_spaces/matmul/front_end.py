@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,9 +12,10 @@ import numpy as np
 from jax import lax
 
 from search_spaces.front_end import unposed, weakly_typed
-from search_spaces.matmul import rules, xla
+from search_spaces.matmul import rules, several_results, xla
 from search_spaces.matmul.problem import MatmulProblem, Operands
 from search_spaces.operation import Bound, Unbound
+from search_spaces.problem import Arrays
 
 
 def bind(
@@ -28,6 +30,7 @@ def bind(
     bias: Any = None,
     activation: Any = None,
     residual: Any = None,
+    split_sizes: Sequence[int] | str | None = None,
 ) -> Bound[MatmulProblem] | Unbound:
     """A call of `scheduler.tuned_matmul`, whose arguments these are.
 
@@ -36,29 +39,48 @@ def bind(
       out_dtype: `preferred_element_type` as the problem names it.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
+    several = "" if split_sizes is None else several_results.spelled(split_sizes)
+    sizes = None if split_sizes is None else several_results.numbers(several)
+    if sizes is not None and residual is not None:
+        raise ValueError("residual and split_sizes exclude each other: add it to the results, which are several")
     if follows:
         how = {
             "transpose_a": transpose_a,
             "transpose_b": transpose_b,
             "out_dtype": wanted or "",
             "activation": activation,
+            "split_sizes": several,
         }
         p = MatmulProblem.of(a, b, *follows, precision=_rounding(precision) or precision, **how)
         return Bound(p, (a, b, *follows))
     operands = Operands(a, b, bias, residual)
-    posed = _problem(operands, transpose_a, transpose_b, precision, wanted, activation)
+    posed = _problem(operands, transpose_a, transpose_b, precision, wanted, activation, several)
     if isinstance(posed, str):
 
-        def answer() -> jax.Array:
+        def answer() -> Arrays:
             swapped = operands._replace(a=_swapped(a, transpose_a, "a"), b=_swapped(b, transpose_b, "b"))
-            return xla.matmul(swapped, precision=precision, preferred_element_type=wanted, activation=activation)
+            c = xla.matmul(swapped, precision=precision, preferred_element_type=wanted, activation=activation)
+            return c if sizes is None else _cut(c, sizes, b)
 
         return Unbound(posed, answer)
     return _folded(posed, operands)
 
 
+def _cut(c: jax.Array, sizes: tuple[int, ...], b: jax.Array) -> tuple[jax.Array, ...]:
+    if b.ndim == 1:
+        raise ValueError(f"split_sizes={several_results.spelled(sizes)} wants columns, which a b of one axis has not")
+    several_results.check(sizes, c.shape[-1])
+    return several_results.cut(c, sizes)
+
+
 def _problem(
-    operands: Operands, transpose_a: bool, transpose_b: bool, precision: Any, out_dtype: Any, activation: Any
+    operands: Operands,
+    transpose_a: bool,
+    transpose_b: bool,
+    precision: Any,
+    out_dtype: Any,
+    activation: Any,
+    split_sizes: str,
 ) -> MatmulProblem | str:
     """The problem of one matrix of each operand, or why there is none. Of what `jnp.matmul` refuses, some words."""
     a, b, bias, residual = operands
@@ -94,6 +116,7 @@ def _problem(
             bias="" if bias is None else str(bias.dtype),
             activation=activation or "",
             residual="" if residual is None else str(residual.dtype),
+            split_sizes=split_sizes,
         )
     except ValueError as error:
         return str(error)
@@ -115,10 +138,20 @@ def _folded(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
         if x is not None
     ]
     args, dims = zip(*given, strict=True)
+
+    def shaped(*results: jax.Array) -> Arrays:
+        if not p.split_sizes:
+            return results[0].reshape(shape)
+        return tuple(c.reshape(*shape[:-1], n) for c, n in zip(results, p.columns, strict=True))
+
     if not any(many):
-        return Bound(p, args, lambda c: c.reshape(shape))
+        return Bound(p, args, shaped)
     wider = rules.widened(p, args, dims)
-    return Bound(wider.problem, wider.operands, lambda c: jnp.moveaxis(wider.split(c), wider.dim, 0).reshape(shape))
+    return Bound(
+        wider.problem,
+        wider.operands,
+        lambda *results: shaped(*(jnp.moveaxis(wider.split(c), wider.dim, 0) for c in results)),
+    )
 
 
 def _result_shape(a: jax.Array, b: jax.Array, m: int, n: int) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import Kernel, Target
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
-from search_spaces.space import Columns, Space
+from search_spaces.problem import Arrays, nbytes
+from search_spaces.space import Columns, Space, cdiv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,9 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
         return Space(
             InterpretSchedule,
             choices={
-                "tile_m": _tiles(p.m),
-                "tile_n": _tiles(p.n),
-                "tile_k": _tiles(p.k),
+                "tile_m": tile_extents(p.m),
+                "tile_n": tile_extents(p.n),
+                "tile_k": tile_extents(p.k),
                 "minor": ("m", "n"),
             },
             rules={
@@ -51,17 +52,17 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
                 ),
                 # An interpreted grid step costs about a millisecond whatever it computes.
                 "at most 4096 grid steps": lambda s: (
-                    _cdiv(p.m, s.tile_m) * _cdiv(p.n, s.tile_n) * _cdiv(p.k, s.tile_k)
-                    <= max(4096, _steps_of_largest_tiles(p))
+                    cdiv(p.m, s.tile_m) * cdiv(p.n, s.tile_n) * cdiv(p.k, s.tile_k)
+                    <= max(4096, _steps_of_largesttile_extents(p))
                 ),
             },
         )
 
     def footprint(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Footprint:
         p, s = problem, schedules
-        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
-        rows, columns = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n)
-        steps = _cdiv(p.k, s.tile_k)
+        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.whole.dtype.itemsize
+        rows, columns = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n)
+        steps = cdiv(p.k, s.tile_k)
         a, b = (p.m / rows) * (p.k / steps) * itemsize, (p.k / steps) * (p.n / columns) * itemsize
         bias = p.n / columns * _itemsize(p.bias)
         residual = (p.m / rows) * (p.n / columns) * _itemsize(p.residual)
@@ -89,16 +90,19 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
             minor=np.where(s.minor == "m", 1, 2),
             group=np.where(s.minor == "m", rows, columns),
             axes=("batch", "m", "n"),
+            # Several results are cut out of one.
+            copied_bytes=2.0 * nbytes(p.whole) if p.split_sizes else 0.0,
+            launches=1 + len(p.columns) if p.split_sizes else 1,
         )
 
     def run(
         self, problem: MatmulProblem, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any
-    ) -> jax.Array:
+    ) -> Arrays:
         p, s = problem, schedule
         args = tuple(x.reshape((p.batch, -1, x.shape[-1])) for x in args)
         a_axes = (1, 0) if p.transpose_a else (0, 1)
         b_axes = (1, 0) if p.transpose_b else (0, 1)
-        rows, columns, steps = _cdiv(p.m, s.tile_m), _cdiv(p.n, s.tile_n), _cdiv(p.k, s.tile_k)
+        rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
         precision = p.lax_precision
 
         def body(*refs: Any) -> None:
@@ -112,8 +116,8 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
 
             # What lies beyond the edge of k is not zero but undefined, and 0 * NaN is NaN: mask both operands.
             left = p.k - step * s.tile_k
-            a_tile = _mask(a_ref[...], axis=a_axes[1], extent=left)
-            b_tile = _mask(b_ref[...], axis=b_axes[0], extent=left)
+            a_tile = masked(a_ref[...], axis=a_axes[1], extent=left)
+            b_tile = masked(b_ref[...], axis=b_axes[0], extent=left)
             acc_ref[...] += lax.dot_general(
                 a_tile,
                 b_tile,
@@ -148,15 +152,11 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
                 *([result_tile] if p.residual else []),
             ],
             out_specs=result_tile,
-            out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.result().dtype),
+            out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.whole.dtype),
             scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), p.acc_dtype)],
             interpret=True,
         )(*args)
-        return c.reshape(p.result().shape)
-
-
-def _cdiv(a: Any, b: Any) -> Any:
-    return -(-a // b)
+        return p.cut(c.reshape(p.whole.shape))
 
 
 def _itemsize(dtype: str) -> int:
@@ -164,14 +164,15 @@ def _itemsize(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize if dtype else 0
 
 
-def _tiles(extent: int) -> tuple[int, ...]:
+def tile_extents(extent: int) -> tuple[int, ...]:
     """Powers of two up to the extent, from 16 to 512, and the extent itself where it is smaller."""
     return tuple(sorted({min(extent, tile) for tile in (16, 32, 64, 128, 256, 512)}))
 
 
-def _steps_of_largest_tiles(p: MatmulProblem) -> int:
-    return int(np.prod([_cdiv(extent, _tiles(extent)[-1]) for extent in (p.m, p.n, p.k)]))
+def _steps_of_largesttile_extents(p: MatmulProblem) -> int:
+    return int(np.prod([cdiv(extent, tile_extents(extent)[-1]) for extent in (p.m, p.n, p.k)]))
 
 
-def _mask(tile: jax.Array, axis: int, extent: Any) -> jax.Array:
+def masked(tile: jax.Array, axis: int, extent: Any) -> jax.Array:
+    """Zeros along `axis` from `extent` on."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, axis) < extent, tile, jnp.zeros_like(tile))

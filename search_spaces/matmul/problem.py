@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces.matmul import epilogue
-from search_spaces.problem import Problem, TakeRows, Tolerance
+from search_spaces.matmul import epilogue, several_results
+from search_spaces.problem import Arrays, Problem, TakeRows, Tolerance, nbytes
 
 _FLOATS = ("bfloat16", "float16", "float32")
 # Operands' dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: they are for the
@@ -59,6 +60,8 @@ class MatmulProblem(Problem):
       bias: dtype of the bias, stored ``[batch, n]``; "" is none.
       activation: a name in `epilogue.ACTIVATIONS`; "" is none.
       residual: dtype of the residual, stored as the result is; "" is none.
+      split_sizes: columns of each result, "4096+1024+1024", where the columns come in several arrays side by side; ""
+        is one array. It goes with no residual, which would have to come in several arrays, too.
     """
 
     m: int
@@ -73,6 +76,7 @@ class MatmulProblem(Problem):
     bias: str = ""
     activation: str = ""
     residual: str = ""
+    split_sizes: str = ""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "batch"):
@@ -94,7 +98,13 @@ class MatmulProblem(Problem):
             raise ValueError(
                 f"{self.dtype} operands take no bias, activation or residual: their accumulators are to be scaled first"
             )
+        if self.split_sizes and self.residual:
+            raise ValueError(f"residual={self.residual} with split_sizes={self.split_sizes}: add it to the results")
         # One problem has one spelling, or a cache would hold it twice.
+        if self.split_sizes:
+            sizes = several_results.numbers(self.split_sizes)
+            several_results.check(sizes, self.n)
+            object.__setattr__(self, "split_sizes", several_results.spelled(sizes))
         if self.out_dtype == self.dtype:
             object.__setattr__(self, "out_dtype", "")
         if self.dtype != "float32" and self.precision != "default":
@@ -112,6 +122,7 @@ class MatmulProblem(Problem):
         out_dtype: Any = "",
         precision: str = "default",
         activation: str | None = None,
+        split_sizes: str = "",
     ) -> MatmulProblem:
         """From operands in the layout of `operands`; a bias, a residual or both follow `a` and `b`, in this order."""
         if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[:-2] != b.shape[:-2]:
@@ -142,6 +153,7 @@ class MatmulProblem(Problem):
             transpose_b=transpose_b,
             precision=precision,
             activation=activation or "",
+            split_sizes=split_sizes,
             **dtypes,
         )
 
@@ -164,18 +176,45 @@ class MatmulProblem(Problem):
         return dataclasses.replace(self, bias="", activation="", residual="")
 
     @property
+    def joined(self) -> MatmulProblem:
+        """The same product with all columns in one array."""
+        return dataclasses.replace(self, split_sizes="")
+
+    @property
     def unrounded(self) -> MatmulProblem:
-        """The accumulators in float32, for an epilogue that is applied elsewhere."""
-        return dataclasses.replace(self.plain, out_dtype="float32")
+        """The accumulators in float32, in one array, for an epilogue that is applied elsewhere."""
+        return dataclasses.replace(self.plain.joined, out_dtype="float32")
 
     @property
     def fused(self) -> bool:
         """Whether the product has an epilogue."""
         return bool(self.bias or self.activation or self.residual)
 
-    def result(self) -> jax.ShapeDtypeStruct:
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Of each result, as they lie side by side."""
+        return several_results.numbers(self.split_sizes) if self.split_sizes else (self.n,)
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """All columns in one array."""
         lead = (self.batch,) if self.batch > 1 else ()
         return jax.ShapeDtypeStruct((*lead, self.m, self.n), jnp.dtype(self.out_dtype or self.dtype))
+
+    @property
+    def results_start(self) -> int:
+        """The largest number of columns of which all results but the first start at a multiple; 0 of a single one."""
+        return math.gcd(*self.columns[:-1])
+
+    def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
+        if not self.split_sizes:
+            return self.whole
+        *rows, _ = self.whole.shape
+        return tuple(jax.ShapeDtypeStruct((*rows, n), self.whole.dtype) for n in self.columns)
+
+    def cut(self, whole: Any) -> Any:
+        """The results, as `result` has them, of an array of all columns."""
+        return several_results.cut(whole, self.columns) if self.split_sizes else whole
 
     @property
     def acc_dtype(self) -> Any:
@@ -194,9 +233,10 @@ class MatmulProblem(Problem):
     def lax_precision(self) -> lax.Precision:
         return lax.Precision(self.precision)
 
-    def reference(self, *args: jax.Array) -> jax.Array:
+    def reference(self, *args: jax.Array) -> Arrays:
         a, b = (x.astype(jnp.float32) for x in args[:2])
-        return self.apply_epilogue(lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST), args)
+        acc = lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST)
+        return self.cut(self.apply_epilogue(acc, args))
 
     def apply_epilogue(self, acc: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
         """The epilogue of accumulators ``[batch, m, n]``, in their dtype, with what the whole operands `args` add."""
@@ -225,13 +265,26 @@ class MatmulProblem(Problem):
         def odd_below(extent: int, less: int) -> int:
             return (extent - less) // 2 * 2 - 1 if extent > 8 else extent
 
-        # Different steps down, so that no axis passes for another.
-        below = dataclasses.replace(self, m=odd_below(self.m, 0), n=odd_below(self.n, 2), k=odd_below(self.k, 4))
+        # Different steps down, so that no axis passes for another; of several results the last one's columns.
+        *others, last = self.columns
+        columns = (*others, odd_below(last, 2))
+        below = dataclasses.replace(
+            self,
+            m=odd_below(self.m, 0),
+            n=sum(columns),
+            k=odd_below(self.k, 4),
+            split_sizes=self.split_sizes and several_results.spelled(columns),
+        )
         return None if below == self else below
 
     @property
     def flops(self) -> float:
         return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def library_bytes_moved(self) -> float:
+        """Several results are copies of parts of one, which a product writes."""
+        return self.bytes_moved + 2.0 * (nbytes(self.whole) if self.split_sizes else 0)
 
     @property
     def arithmetic(self) -> str:
@@ -252,7 +305,7 @@ class MatmulProblem(Problem):
         3.3.2), of 32 products each. Those of int8 are exact, and in float32, in which answers are compared, they are so
         up to 2^24: `inputs` stay below.
         """
-        out = 2.0**-23 if self.out_dtype == "int32" else float(jnp.finfo(self.result().dtype).eps)
+        out = 2.0**-23 if self.out_dtype == "int32" else float(jnp.finfo(self.whole.dtype).eps)
         product = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}.get(self.arithmetic, 0.0)
         accumulation = max(1.0, self.k / 16) * 2.0**-22
         if self.dtype.startswith("float8"):

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from search_spaces.matmul.problem import RESULTS, MatmulProblem
+from search_spaces.problem import Arrays
 
-Call = Callable[..., jax.Array]
+Call = Callable[..., Any]
 
 
-def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
+def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[Arrays, Arrays | None]:
     """The tangent is ``slope (da b + a db + dbias) + dresidual``: products without epilogue, and the rest for XLA.
 
     The slope of an activation needs what goes into it. So the product ends with its accumulators in float32, and its
     epilogue is a pass of its own: 8 more bytes of traffic for each element. To accumulate again would take 2 k
     operations for each, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward
     pass JAX keeps the slope, in the dtype of the result.
+
+    The tangents of several results are several. Where the epilogue is a pass of its own, that reads all columns in one
+    array, and cuts it.
     """
+    if p.split_sizes and p.activation:
+        whole, moved = jvp(call, p.joined, primals, tangents)
+        return p.cut(whole), None if moved is None else p.cut(moved)
     a, b, *_ = p.named(primals)
     da, db, dbias, dresidual = p.named(tangents)
-    out = p.result()
+    out = p.whole
     moving = ([] if da is None else [call(p.plain, da, b)]) + ([] if db is None else [call(p.plain, a, db)])
     if dbias is not None:  # in float32, so that a backward pass sums it over the rows in float32
         rows = dbias.astype(jnp.float32)[..., None, :]
-        moving.append(jnp.broadcast_to(rows, out.shape).astype(out.dtype))
+        moving.append(p.cut(jnp.broadcast_to(rows, out.shape).astype(out.dtype)))
     if p.activation and moving:
         acc = call(p.unrounded, a, b)
         result, slope = (
@@ -39,15 +46,21 @@ def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[jax.
         result = call(p, *primals)
     if dresidual is not None:
         moving.append(dresidual.astype(out.dtype))
-    return result, sum(moving[1:], moving[0]) if moving else None
+    return result, jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *moving) if moving else None
 
 
-def transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, args: Any) -> tuple[jax.Array | None, ...]:
+def transpose(call: Call, p: MatmulProblem, cotangent: Any, args: Any) -> tuple[jax.Array | None, ...]:
     """A bias gets the cotangent's sum over the rows, in float32, and a residual the cotangent.
+
+    Cotangents of several results are joined, zeros where there is none: for results of m x n, of which s products in a
+    row would otherwise each read and write what the one before it left of ``da``, m x k, that moves ``2 m n`` elements
+    in place of ``2 (s - 1) m k`` and ``2 k n`` (parts of `b`), and serves ``db``, too.
 
     Raises:
       NotImplementedError: with an activation it is linear in nothing but the residual.
     """
+    if p.split_sizes:
+        return transpose(call, p.joined, _joined(p, cotangent), args)
     a, b, bias, residual = p.named(args)
     if p.activation and any(x is None for x in (a, b, *([bias] if p.bias else []))):
         raise NotImplementedError(f"matmul {p} is linear in its residual alone: it has no transpose in other operands")
@@ -88,7 +101,14 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
     return None, product(p.n, p.k, p.m, dc, other, True, p.transpose_a)  # [n, k] = dcᵀ [n, m] @ a [m, k]
 
 
-def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
+def _joined(p: MatmulProblem, cotangents: Sequence[jax.Array | None]) -> jax.Array:
+    """What belongs to each result, side by side."""
+    column = next(jnp.zeros_like(ct[..., :1]) for ct in cotangents if ct is not None)
+    wanted = zip(cotangents, p.results(), strict=True)
+    return jnp.concatenate([jnp.broadcast_to(column, s.shape) if ct is None else ct for ct, s in wanted], axis=-1)
+
+
+def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
     """As one larger product (see `widened`).
 
     Where biases differ along what would join m, or where neither operand is batched, the epilogue is for XLA to
@@ -98,11 +118,11 @@ def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array
     if b_dim is None and (a_dim is None or bias_dim is not None):
         return _batch_apart(call, p, args, dims)
     wider = widened(p, args, dims)
-    return wider.split(call(wider.problem, *wider.operands)), wider.dim
+    return jax.tree.map(wider.split, call(wider.problem, *wider.operands)), wider.dim
 
 
 class Widened(NamedTuple):
-    """One product in place of several: its problem and operands, and where in its result, once split, they lie."""
+    """One product in place of several: its problem and operands, and where in each result, once split, they lie."""
 
     problem: MatmulProblem
     operands: tuple[jax.Array, ...]
@@ -114,7 +134,8 @@ def widened(p: MatmulProblem, args: Any, dims: Any) -> Widened:
     """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch.
 
     A residual goes with the result, repeated where it is not batched, and so does a bias along n. One of `a` and `b` is
-    batched, and a bias only where `b` is.
+    batched, and a bias only where `b` is. Along n several results of each would be many: they batch instead, and `a` is
+    repeated.
     """
     a, b, bias, residual = p.named(args)
     a_dim, b_dim, bias_dim, residual_dim = p.named(dims)
@@ -129,7 +150,7 @@ def widened(p: MatmulProblem, args: Any, dims: Any) -> Widened:
         wider = dataclasses.replace(p, m=size * p.m)
         a, residual = along(a, a_dim, lead + (1 if p.transpose_a else 0)), along(residual, residual_dim, lead)
         return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead, size), lead)
-    if a_dim is None:
+    if a_dim is None and not p.split_sizes:
         wider = dataclasses.replace(p, n=size * p.n)
         b, bias = along(b, b_dim, lead + (0 if p.transpose_b else 1)), along(bias, bias_dim, lead)
         residual = along(residual, residual_dim, lead + 1)
@@ -137,10 +158,10 @@ def widened(p: MatmulProblem, args: Any, dims: Any) -> Widened:
     batched = dataclasses.replace(p, batch=size * p.batch)
     first = [_with_axis(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
     operands = tuple(x.reshape(s.shape) for x, s in zip(first, batched.operands(), strict=True))
-    return Widened(batched, operands, lambda c: c.reshape(size, *p.result().shape), 0)
+    return Widened(batched, operands, lambda c: c.reshape(size, *p.whole.shape[:-1], c.shape[-1]), 0)
 
 
-def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
+def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
     """The accumulators by one product, in float32, and the epilogue as a pass over them."""
     a, b, *rest = args
     if dims[0] is None:
@@ -148,8 +169,8 @@ def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[ja
     else:
         acc, dim = batch(call, p.unrounded, (a, b), dims[:2])
 
-    def finish(acc: jax.Array, *rest: jax.Array) -> jax.Array:
-        return p.apply_epilogue(acc, (a, b, *rest)).astype(p.result().dtype)
+    def finish(acc: jax.Array, *rest: jax.Array) -> Arrays:
+        return p.cut(p.apply_epilogue(acc, (a, b, *rest)).astype(p.whole.dtype))
 
     return jax.vmap(finish, (dim, *dims[2:]))(acc, *rest), 0
 

@@ -13,30 +13,39 @@ from jax import lax
 from search_spaces.kernel import Library, LibraryKernel, Target
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem, Operands
+from search_spaces.problem import Arrays
 
 
 class XlaMatmul(LibraryKernel[MatmulProblem]):
-    """A product and its epilogue in float32; or also as users write that, rounded at each step."""
+    """A product and its epilogue in float32; or also as users write that, rounded at each step.
+
+    Several results are slices of one product. A product for each would be no other program: XLA makes one of them all,
+    and slices that.
+    """
 
     version = 1
 
     def programs(self, problem: MatmulProblem) -> tuple[str, ...]:
         return (Library.program, "plain") if problem.fused else (Library.program,)
 
-    def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> jax.Array:
-        out = problem.result().dtype
-        if schedule.program == "plain":
-            return _plain(problem, args).astype(out)
-        # Integers are accumulated as such, whatever they are then rounded to.
-        unrounded = problem.fused or problem.dtype == "int8"
-        acc = lax.dot_general(
-            args[0],
-            args[1],
-            problem.dimension_numbers,
-            precision=problem.lax_precision,
-            preferred_element_type=problem.acc_dtype if unrounded else out,
-        )
-        return problem.apply_epilogue(acc, args).astype(out)
+    def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Arrays:
+        return problem.cut(_product(problem.joined, schedule.program, args))
+
+
+def _product(problem: MatmulProblem, program: str, args: Sequence[jax.Array]) -> jax.Array:
+    out = problem.whole.dtype
+    if program == "plain":
+        return _plain(problem, args).astype(out)
+    # Integers are accumulated as such, whatever they are then rounded to.
+    unrounded = problem.fused or problem.dtype == "int8"
+    acc = lax.dot_general(
+        args[0],
+        args[1],
+        problem.dimension_numbers,
+        precision=problem.lax_precision,
+        preferred_element_type=problem.acc_dtype if unrounded else out,
+    )
+    return problem.apply_epilogue(acc, args).astype(out)
 
 
 def _plain(problem: MatmulProblem, args: Sequence[jax.Array]) -> jax.Array:
@@ -46,7 +55,7 @@ def _plain(problem: MatmulProblem, args: Sequence[jax.Array]) -> jax.Array:
         b,
         problem.dimension_numbers,
         precision=problem.lax_precision,
-        preferred_element_type=problem.result().dtype,
+        preferred_element_type=problem.whole.dtype,
     )
     with jax.numpy_dtype_promotion("standard"):  # a bias or a residual may be wider than the result
         if bias is not None:

@@ -1,7 +1,7 @@
 """The root-mean-square norm: ``RMS_NORM``, its problem and its kernels."""
 
 from search_spaces.operation import Operation
-from search_spaces.rms_norm import front_end
+from search_spaces.rms_norm import front_end, recognise
 from search_spaces.rms_norm.hopper import HopperRmsNorm
 from search_spaces.rms_norm.problem import RmsNormProblem
 from search_spaces.rowwise import rules
@@ -17,6 +17,7 @@ RMS_NORM = Operation[RmsNormProblem](
     params=("eps",),
     batch=rules.batch,
     front_end=front_end.bind,
+    recognise=recognise.recognise,
 )
 
 __all__ = ["RMS_NORM", "RmsNormProblem"]

@@ -13,6 +13,11 @@ from search_spaces.rowwise import front_end
 
 def bind(x: Any, weight: Any, *, eps: float = EPS) -> Bound[RmsNormProblem] | Unbound:
     """A call of `scheduler.tuned_rms_norm`, whose arguments these are."""
+    require_weight(x, weight)
+    return front_end.bind(RmsNormProblem, x, weight, eps=eps)
+
+
+def require_weight(x: Any, weight: Any) -> None:
+    """Raises a ValueError where `weight` is not as long as the rows of `x`."""
     if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
         raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")
-    return front_end.bind(RmsNormProblem, x, weight, eps=eps)

@@ -22,42 +22,46 @@ def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
     return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", answer)
 
 
-def bind(problem: type[RowProblem], x: Any, *shared: Any, **params: Any) -> Bound[Any] | Unbound:
-    """A row-wise operation on ``x[..., columns]`` and on what all rows share."""
-    posed = _problem(problem, x, *shared)
+def bind(problem: type[RowProblem], *arrays: Any, **params: Any) -> Bound[Any] | Unbound:
+    """A row-wise operation on ``x[..., columns]``, on what else is rows, of the same shape, and on what all share."""
+    posed = _problem(problem, *arrays)
     if isinstance(posed, str):
-        return Unbound(posed, lambda: formula(problem, x, *shared, **params))
-    shapes = [(*x.shape[:-1], *s.shape[1:]) for s in posed.results()]
+        return Unbound(posed, lambda: formula(problem, *arrays, **params))
+    by_row, shared = problem.apart(arrays)
+    leading, columns = by_row[0].shape[:-1], by_row[0].shape[-1]
+    shapes = [(*leading, *s.shape[1:]) for s in posed.results()]
 
     def restore(*results: jax.Array) -> Any:
         return posed.pack([out.reshape(shape) for out, shape in zip(results, shapes, strict=True)])
 
-    return Bound(posed, (x.reshape(-1, x.shape[-1]), *shared), restore, tuple(params.items()))
+    return Bound(posed, (*(x.reshape(-1, columns) for x in by_row), *shared), restore, tuple(params.items()))
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
     """The formula in float32, or float64 where an array is; rows are of the dtype of the first array, if that floats.
 
-    A second result, a statistic of each row, is not rounded.
+    A result that is a statistic of each row is not rounded.
     """
     arrays = tuple(jnp.asarray(x) for x in arrays)
     wide = jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
-    out = problem.compute(*(x.astype(wide) for x in arrays), **params)
-    rows, *statistics = as_tuple(out)
-    rows = rows.astype(arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide)
-    return (rows, *statistics) if isinstance(out, tuple) else rows
+    out = problem.compute_in(wide, *arrays, **params)
+    dtype = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide
+    results = [x.astype(dtype) if x.ndim == arrays[0].ndim else x for x in as_tuple(out)]
+    return tuple(results) if isinstance(out, tuple) else results[0]
 
 
 def _problem(problem: type[RowProblem], *arrays: Any) -> RowProblem | str:
     """The problem of all rows, or why there is none."""
-    x, *shared = arrays
-    if reason := unposed(dict(zip(("x", "weight"), arrays, strict=False))):
+    by_row, shared = problem.apart(arrays)
+    if reason := unposed(dict(zip((*problem.row_operands, "weight"), arrays, strict=False))):
         return reason
+    x = by_row[0]
     if not x.ndim:
         return "x is a scalar"
     if reason := weakly_typed(*arrays):
         return reason
     try:
-        return problem.of(jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype), *shared)
+        folded = (math.prod(x.shape[:-1]), x.shape[-1])
+        return problem.of(*(jax.ShapeDtypeStruct(folded, x.dtype) for x in by_row), *shared)
     except (TypeError, ValueError) as error:
         return str(error)

@@ -69,7 +69,7 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
 
         def body(*refs: Any) -> None:
             operands, outs = refs[: len(args)], refs[len(args) :]
-            results = p.compute(*(ref[...].astype(jnp.float32) for ref in operands), **params)
+            results = p.compute_in(jnp.float32, *(ref[...] for ref in operands), **params)
             for out, result in zip(outs, as_tuple(results), strict=True):
                 out[...] = result.astype(out.dtype)
 

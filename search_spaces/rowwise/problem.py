@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from search_spaces.problem import Problem, TakeRows, Tolerance
 
+T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -22,9 +23,12 @@ class RowProblem(Problem):
     """``out[rows, columns]``, each row of it from the same row of ``x``, computed in float32.
 
     Attributes:
+      row_operands: names of the operands that are rows, the first ones; all rows share the others.
       rows, columns: extents of the result, at least 1.
       dtype: of operands and result.
     """
+
+    row_operands: ClassVar[tuple[str, ...]] = ("x",)
 
     rows: int
     columns: int
@@ -40,8 +44,13 @@ class RowProblem(Problem):
 
     @staticmethod
     @abc.abstractmethod
-    def compute(*args: jax.Array, **params: Any) -> jax.Array:
+    def compute(*args: jax.Array, **params: Any) -> Any:
         """The formula, in the dtype of the operands, along their last axis."""
+
+    @classmethod
+    def compute_in(cls, dtype: Any, *args: jax.Array, **params: Any) -> Any:
+        """The formula in this dtype, of operands of their own dtypes; results are yet to be rounded."""
+        return cls.compute(*(x.astype(dtype) for x in args), **params)
 
     @classmethod
     def takes(cls, *dtypes: str) -> bool:
@@ -60,8 +69,8 @@ class RowProblem(Problem):
     def result(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
 
-    def reference(self, *args: jax.Array) -> jax.Array:
-        return self.compute(*(x.astype(jnp.float32) for x in args))
+    def reference(self, *args: jax.Array) -> Any:
+        return self.compute_in(jnp.float32, *args)
 
     @property
     def itemsize(self) -> int:
@@ -69,15 +78,25 @@ class RowProblem(Problem):
         return int(jnp.dtype(self.dtype).itemsize)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all operands that are rows."""
+        return len(self.row_operands) * self.columns * self.itemsize
+
+    @property
     def arithmetic(self) -> str:
         return "float32"
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[RowProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            x, *shared = args
-            return jnp.take(x, rows, axis=0), *shared
+            by_row, shared = self.apart(args)
+            return *(jnp.take(x, rows, axis=0) for x in by_row), *shared
 
         return dataclasses.replace(self, rows=len(rows)), take
+
+    @classmethod
+    def apart(cls, args: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+        """What belongs to operands that are rows, and to those that all rows share."""
+        return args[: len(cls.row_operands)], args[len(cls.row_operands) :]
 
     def neighbour(self) -> RowProblem | None:
         """Fewer rows, and columns that still divide into the same vectors but no longer into the same chunks."""

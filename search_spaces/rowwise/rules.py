@@ -17,12 +17,16 @@ Call = Callable[..., Any]
 
 def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int]:
     """Batched rows join the rows. An operand that all rows share and that is batched itself takes one call each."""
-    x, *shared = args
-    x_dim, *shared_dims = dims
+    (by_row, shared), (row_dims, shared_dims) = p.apart(args), p.apart(dims)
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
+
+    def joined(x: jax.Array, dim: int | None) -> jax.Array:
+        each = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+        return each.reshape(size * p.rows, -1)
+
     if all(dim is None for dim in shared_dims):
         many = dataclasses.replace(p, rows=size * p.rows)
-        out = call(many, jnp.moveaxis(x, x_dim, 0).reshape(size * p.rows, -1), *shared)
+        out = call(many, *map(joined, by_row, row_dims), *shared)
         return jax.tree.map(lambda x: x.reshape(size, p.rows, *x.shape[1:]), out), 0
     moved = tuple(jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True) if dim is not None)
 

@@ -1,20 +1,21 @@
 """SiLU of one half of each row times the other: ``SILU_AND_MUL``, its problem and its kernels."""
 
 from search_spaces.operation import Operation
-from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
+from search_spaces.rowwise.rules import batch
 from search_spaces.rowwise.xla import XlaRows
-from search_spaces.silu_and_mul import front_end
+from search_spaces.silu_and_mul import front_end, recognise, rules
 from search_spaces.silu_and_mul.hopper import HopperSiluAndMul
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
-# Derivatives are those of the library kernel: XLA's, of the formula.
 SILU_AND_MUL = Operation[SiluAndMulProblem](
     name="silu_and_mul",
     problem=SiluAndMulProblem,
     kernels=(HopperSiluAndMul(), InterpretedRows(), XlaRows(SiluAndMulProblem.compute)),
-    batch=rules.batch,
+    jvp=rules.jvp,
+    batch=batch,
     front_end=front_end.bind,
+    recognise=recognise.recognise,
 )
 
 __all__ = ["SILU_AND_MUL", "SiluAndMulProblem"]

@@ -6,7 +6,7 @@ from search_spaces.operation import Operation
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
-from search_spaces.softmax import front_end
+from search_spaces.softmax import front_end, recognise
 from search_spaces.softmax.hopper import HopperSoftmax
 from search_spaces.softmax.problem import SoftmaxProblem
 
@@ -17,6 +17,7 @@ SOFTMAX = Operation[SoftmaxProblem](
     kernels=(HopperSoftmax(), InterpretedRows(), XlaRows(jax.nn.softmax)),
     batch=rules.batch,
     front_end=front_end.bind,
+    recognise=recognise.recognise,
 )
 
 __all__ = ["SOFTMAX", "SoftmaxProblem"]

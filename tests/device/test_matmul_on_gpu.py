@@ -1,15 +1,12 @@
 """The GPU kernels of the matrix product, compiled and run: every sampled legal schedule is right."""
 
 import os
-import random
 import subprocess
 import sys
 
 import pytest
+from samples import of_each_part, parts_without_any
 
-from scheduler.measure.runner import Task
-from scheduler.model.cost import CostModel
-from scheduler.model.pruning import prune
 from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -80,26 +77,11 @@ PARTS = {
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_sampled_schedules_agree_with_the_reference(pool, all_right, problem):
-    kernel = MATMUL.kernel("mosaic_gpu")
-    if reason := kernel.supports(problem, pool.hardware.target):
-        pytest.skip(reason)
-    candidates = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
-    sample = []
-    for belongs in PARTS.values():
-        part = [candidate for candidate in candidates if belongs(candidate.schedule)]
-        sample += part[:4] + random.Random(0).sample(part, min(12, len(part)))
-    chosen = {str(candidate.schedule): candidate for candidate in sample}.values()
-    all_right([Task(MATMUL, problem, c.backend, c.schedule, 3) for c in chosen])
+    all_right(of_each_part(MATMUL, problem, pool.hardware, PARTS, first=4, others=12))
 
 
 def test_every_part_of_the_space_has_schedules_among_the_problems(pool):
-    missing = set(PARTS)
-    for problem in PROBLEMS:
-        kernel = MATMUL.kernel("mosaic_gpu")
-        if kernel.supports(problem, pool.hardware.target) is None:
-            candidates = prune(kernel, problem, pool.hardware, CostModel(pool.hardware)).candidates()
-            missing -= {name for name in missing if any(PARTS[name](c.schedule) for c in candidates)}
-    assert not missing
+    assert not parts_without_any(MATMUL, PROBLEMS, pool.hardware, PARTS)
 
 
 SAME_BITS = """

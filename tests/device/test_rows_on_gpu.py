@@ -7,11 +7,20 @@ import pytest
 from scheduler.measure.runner import Task
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
+from search_spaces.add_rms_norm import ADD_RMS_NORM, AddRmsNormProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
+from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
 from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
-OPERATIONS = {SoftmaxProblem: SOFTMAX, RmsNormProblem: RMS_NORM, SiluAndMulProblem: SILU_AND_MUL}
+OPERATIONS = {
+    SoftmaxProblem: SOFTMAX,
+    RmsNormProblem: RMS_NORM,
+    AddRmsNormProblem: ADD_RMS_NORM,
+    SiluAndMulProblem: SILU_AND_MUL,
+    SiluAndMulBackwardProblem: SILU_AND_MUL_BACKWARD,
+}
+ALONE = (SoftmaxProblem, RmsNormProblem, SiluAndMulProblem)
 EXTENTS = [
     (4096, 1024, "bfloat16"),
     (4096, 4096, "bfloat16"),
@@ -37,11 +46,39 @@ EXTENTS = [
     (133, 50264, "bfloat16"),
 ]
 WIDER = [RmsNormProblem(*extents, weight_dtype="float32") for extents in EXTENTS if extents[2] != "float32"]
+# Two operands and two results; by themselves: -k AddRmsNorm.
+ADDED = [
+    AddRmsNormProblem(*extents)
+    for extents in [
+        (16, 4096, "bfloat16"),
+        (4096, 4096, "bfloat16", "float32"),
+        (1001, 1000, "float32"),
+        (37, 4095, "float16"),
+        (300, 8192, "bfloat16"),
+        (301, 32768, "bfloat16"),
+        (133, 50257, "bfloat16", "float32"),
+        (67, 100000, "bfloat16"),
+        (9, 262145, "float16"),
+    ]
+]
+
+# A pass of three loads and two stores; by themselves: -k Backward.
+GRADIENTS = [
+    SiluAndMulBackwardProblem(*extents)
+    for extents in [
+        (4096, 14336, "bfloat16"),
+        (256, 14336, "float16"),
+        (1001, 1000, "float32"),
+        (37, 4095, "bfloat16"),
+        (5, 129, "float16"),
+        (301, 24577, "bfloat16"),
+    ]
+]
 
 
 @pytest.mark.parametrize(
     "problem",
-    [*(problem(*extents) for problem in OPERATIONS for extents in EXTENTS), *WIDER],
+    [*(problem(*extents) for problem in ALONE for extents in EXTENTS), *WIDER, *ADDED, *GRADIENTS],
     ids=lambda p: f"{type(p).__name__}({p})",
 )
 def test_sampled_schedules_agree_with_the_reference(pool, all_right, problem):

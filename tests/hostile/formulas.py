@@ -9,7 +9,8 @@ import numpy as np
 
 
 def matmul(xp: Any, a: Any, b: Any, bias: Any = None, residual: Any = None, *, transpose_a: bool = False,
-           transpose_b: bool = False, activation: str | None = None) -> Any:  # fmt: skip
+           transpose_b: bool = False, activation: str | None = None,
+           split_sizes: tuple[int, int] | None = None) -> Any:  # fmt: skip
     a = xp.swapaxes(a, -1, -2) if transpose_a else a
     b = xp.swapaxes(b, -1, -2) if transpose_b else b
     c = xp.matmul(a, b)
@@ -21,7 +22,8 @@ def matmul(xp: Any, a: Any, b: Any, bias: Any = None, residual: Any = None, *, t
         c = c / (1 + xp.exp(-c))
     elif activation == "gelu":
         c = c / 2 * (1 + xp.tanh(math.sqrt(2 / math.pi) * (c + 0.044715 * c**3)))
-    return c if residual is None else c + residual
+    c = c if residual is None else c + residual
+    return c if split_sizes is None else (c[..., : split_sizes[0]], c[..., split_sizes[0] :])
 
 
 def softmax(xp: Any, x: Any) -> Any:
@@ -37,6 +39,10 @@ def log_sum_exp(xp: Any, x: Any) -> Any:
 
 def rms_norm(xp: Any, x: Any, weight: Any, *, eps: float = 1e-6) -> Any:
     return x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def add_rms_norm(xp: Any, x: Any, residual: Any, weight: Any, *, eps: float = 1e-6) -> Any:
+    return rms_norm(xp, x + residual, weight, eps=eps), x + residual
 
 
 def silu_and_mul(xp: Any, x: Any) -> Any:

@@ -21,17 +21,21 @@ from search_spaces.attention.problem import AttentionProblem
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
 from search_spaces.problem import Problem, as_tuple
 
+OPERATIONS = ("matmul", "softmax", "rms_norm", "add_rms_norm", "silu_and_mul", "flash_attention")
 # Of two cores: every persistent kernel has several tiles for each.
 TARGET = dataclasses.replace(hopper.H200.target, cores=2)
 
 
 def a_matmul(draw: random.Random) -> Problem:
-    eights = [8 * draw.randint(1, 24) for _ in range(3)]
-    return load("matmul").problem(*eights, dtype=draw.choice(("bfloat16", "float16")), transpose_b=draw.random() < 0.5)
+    m, n, k = (8 * draw.randint(1, 24) for _ in range(3))
+    first = 32 * draw.randint(1, 5)
+    how = {"split_sizes": f"{first}+{n - first}"} if first < n and draw.random() < 0.3 else {}
+    dtype, transpose_b = draw.choice(("bfloat16", "float16")), draw.random() < 0.5
+    return load("matmul").problem(m, n, k, dtype=dtype, transpose_b=transpose_b, **how)
 
 
 def rows(draw: random.Random) -> Problem:
-    name = draw.choice(("softmax", "rms_norm", "silu_and_mul"))
+    name = draw.choice(("softmax", "rms_norm", "add_rms_norm", "silu_and_mul"))
     columns = draw.choice((draw.randint(1, 600), 8 * draw.randint(1, 300)))
     return load(name).problem(draw.randint(1, 9), columns, draw.choice(("bfloat16", "float16", "float32")))
 
@@ -57,7 +61,7 @@ def tries(seed: int, count: int) -> Tried:
 def _wrong(problem: Problem, draw: random.Random) -> str | None:
     kernels = [
         (operation, kernel)
-        for operation in map(load, ("matmul", "softmax", "rms_norm", "silu_and_mul", "flash_attention"))
+        for operation in map(load, OPERATIONS)
         if operation.problem is type(problem)
         for kernel in operation.kernels
         if kernel.backend.startswith("mosaic") and kernel.supports(problem, TARGET) is None
@@ -90,10 +94,13 @@ def _right(problem: Any, args: list[Any]) -> tuple[Any, ...]:
         return (found["out"], found["lse"]) if len(problem.results()) > 1 else (found["out"],)
     match type(problem).__name__:
         case "MatmulProblem":
-            return (formulas.matmul(np, *args, transpose_b=problem.transpose_b),)
+            right = formulas.matmul(np, *args, transpose_b=problem.transpose_b)
+            return tuple(np.split(right, np.cumsum(problem.columns)[:-1], axis=-1))
         case "SoftmaxProblem":
             return (formulas.softmax(np, *args),)
         case "RmsNormProblem":
             return (formulas.rms_norm(np, *args),)
+        case "AddRmsNormProblem":
+            return formulas.add_rms_norm(np, *args)
         case _:
             return (formulas.silu_and_mul(np, *args),)

@@ -83,6 +83,9 @@ def a_matmul(draw: random.Random, values: str) -> Call:
     options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     if fused:
         options["activation"] = draw.choice((None, "relu", "gelu", "silu"))
+    if n > 1 and "residual" not in named and draw.random() < 0.3:
+        first = draw.randint(1, n - 1)
+        options["split_sizes"] = (first, n - first)
     right = functools.partial(formulas.matmul, **options)
     if dtype == "float32":
         options["precision"] = draw.choice((None, "highest"))
@@ -112,6 +115,14 @@ def a_rms_norm(draw: random.Random, values: str) -> Call:
     options = {"eps": draw.choice((1e-6, 1e-5, 1.0))}
     right = functools.partial(formulas.rms_norm, **options)
     return Call("rms_norm", (x, drawn(draw, (columns,), wide)), (dtype, wide), options, right, {}, (True, False))
+
+
+def an_add_rms_norm(draw: random.Random, values: str) -> Call:
+    alone = a_rms_norm(draw, values)
+    (x, weight), (dtype, wide) = alone.arrays, alone.dtypes
+    right = functools.partial(formulas.add_rms_norm, **alone.options)
+    arrays = (x, drawn(draw, x.shape, dtype), weight)
+    return Call("add_rms_norm", arrays, (dtype, dtype, wide), alone.options, right, {}, (True, True, False))
 
 
 def a_silu_and_mul(draw: random.Random, values: str) -> Call:
@@ -193,5 +204,5 @@ def a_flash_attention_backward(draw: random.Random, values: str) -> Call:
     )  # fmt: skip
 
 
-MAKERS = (a_matmul, a_softmax, a_softmax_with_lse, a_rms_norm, a_silu_and_mul, a_flash_attention,
+MAKERS = (a_matmul, a_softmax, a_softmax_with_lse, a_rms_norm, an_add_rms_norm, a_silu_and_mul, a_flash_attention,
           a_flash_attention_backward)  # fmt: skip

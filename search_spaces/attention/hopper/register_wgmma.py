@@ -14,6 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from search_spaces.hopper import untiled_swizzled
 from search_spaces.jax_compat import issue_wgmma_of_registers, mosaic_gpu_code, plgpu
 
 
@@ -23,13 +24,15 @@ def start(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
     Args:
       acc: ``float32[64, n]`` in the layout of wgmma's accumulators.
       a: ``[64, k]`` of 16 bits in the same layout.
-      b: ``[k, n]`` in shared memory, in tiles of 8 rows.
-      swizzle: bytes of a row of these tiles.
+      b: ``[k, n]`` in shared memory, in tiles of 8 rows, or untiled, of three axes (smem_layout.py).
+      swizzle: bytes of a swizzled row.
     """
-    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    untiled = len(b.shape) == 3
+    tiling = () if untiled else (plgpu.TilingTransform((8, swizzle // 2)),)
+    transforms = (*tiling, plgpu.SwizzleTransform(swizzle))
 
     def meaning(acc: jax.Array, a: jax.Array, b: Any) -> jax.Array:
-        b = b[...]
+        b = untiled_swizzled.matrix(b[...]) if untiled else b[...]
         plgpu.commit_smem()  # This was read by threads, other than by wgmma: copies must come after.
         return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
@@ -39,6 +42,7 @@ def start(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def issue(_: Any, acc: Any, a: Any, b: Any) -> Any:
+        b = untiled_swizzled.core_matrices(b) if untiled else b
         started = issue_wgmma_of_registers(acc, a, b, swizzle)
         _ptx("wgmma.commit_group.sync.aligned;")
         return started

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention.hopper import register_wgmma
+from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
 from search_spaces.attention.hopper.named_barriers import Turns, synchronize_warpgroup
 from search_spaces.attention.hopper.visibility import visible
 from search_spaces.flash_attention.hopper.cta import Cta
@@ -105,8 +105,8 @@ class Consumer:
 
     def load_q(self, tile: Tile) -> None:
         cta = self.cta
-        rows = cta.q.at[tile.batch, pl.ds(self.row(tile), WGMMA_ROWS), tile.head]
-        plgpu.copy_gmem_to_smem(rows, cta.q_smem.at[self.warpgroup], cta.q_full.at[self.warpgroup])
+        place = tile.batch, self.row(tile), tile.head
+        rows_of_heads.load(cta.t.q_tile, cta.q, place, cta.q_smem.at[self.warpgroup], cta.q_full.at[self.warpgroup])
 
     def seen(self, tile: Tile, j: Any) -> Any:
         """Which keys of a step's block its queries see; None where every block of the problem is seen as a whole."""
@@ -117,15 +117,39 @@ class Consumer:
             (tile.last - j) * size,
             left=p.left,
             right=p.right,
-            columns=tile.kv_len if p.kv_lengths or p.kv_len % size else None,
+            columns=tile.kv_len if self.cta.t.masks_end else None,
         )
 
     def wait_for_keys(self, step: Any) -> None:
         plgpu.barrier_wait(self.cta.k_full.at[self.cta.stage(step)])
 
-    def start_product_of_keys(self, s: Any, step: Any) -> None:
-        cta = self.cta
-        plgpu.wgmma(s, cta.q_smem.at[self.warpgroup], cta.k_smem.at[cta.stage(step)].transpose((1, 0)))
+    def with_logits(self, use: Callable[[Any], Any]) -> Any:
+        """What `use` returns, of accumulators for products of keys; None where these are values."""
+        if self.cta.t.untiled:
+            return use(None)
+        return pl.run_scoped(use, plgpu.ACC((WGMMA_ROWS, self.cta.t.s.block_kv), jnp.float32))
+
+    def start_product_of_keys(self, acc: Any, step: Any) -> Any:
+        """What `wait_for_logits` takes."""
+        t, q, k = self.cta.t, self.cta.q_smem.at[self.warpgroup], self.cta.k_smem.at[self.cta.stage(step)]
+        if acc is None:
+            return products.start(
+                None,
+                q,
+                k,
+                columns=t.s.block_kv,
+                transforms=(t.q_tile.transforms, t.k_tile.transforms),
+                transpose_a=False,
+                transpose_b=True,
+            )
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc
+
+    def wait_for_logits(self, started: Any, pending: int) -> Any:
+        """The products, when at most so many groups that were started later are in flight."""
+        if self.cta.t.untiled:
+            return products.wait(pending, started)
+        return plgpu.wgmma_accumulator_load(started, wait_n=pending) if pending else started[...]
 
     def start_product_of_values(self, o: Any, p: Any, step: Any) -> Any:
         cta, stage = self.cta, self.cta.stage(step)
@@ -139,10 +163,9 @@ class Consumer:
         self.wait_for_keys(jnp.int32(0))
 
         def product(acc: Any) -> Any:
-            self.start_product_of_keys(acc, jnp.int32(0))
-            return acc[...]
+            return self.wait_for_logits(self.start_product_of_keys(acc, jnp.int32(0)), 0)
 
-        products = pl.run_scoped(product, plgpu.ACC((WGMMA_ROWS, s.block_kv), jnp.float32))
+        logits = self.with_logits(product)
         plgpu.barrier_arrive(cta.k_empty.at[0])
         if s.persistent:
             self.load_next_q(tile.steps == 1, jnp.int32(1))
@@ -152,7 +175,7 @@ class Consumer:
             self.wait_for_keys(jnp.int32(1))
 
         softmax = cta.softmax
-        exponentials, rows, rescale = softmax.step(products, softmax.start(), self.seen(tile, jnp.int32(0)))
+        exponentials, rows, rescale = softmax.step(logits, softmax.start(), self.seen(tile, jnp.int32(0)))
         o = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, p.value_dim), jnp.float32), plgpu.Layout.WGMMA)
         return Carry(o, rows, exponentials.astype(p.dtype), rescale if cta.t.early_rescale else None)
 
@@ -218,18 +241,18 @@ class Consumer:
         cta, early = self.cta, self.cta.t.early_rescale
         softmax = cta.softmax
 
-        def products(acc: Any) -> tuple[Any, ...]:
+        def both_products(acc: Any) -> tuple[Any, ...]:
             o = carry.o
             if self.turns:
                 self.turns.take()
-            self.start_product_of_keys(acc, step)
+            started = self.start_product_of_keys(acc, step)
             if early:
                 o, rescale = lax.optimization_barrier((o, carry.rescale))
                 o = o * over_columns(rescale, o)
             o = self.start_product_of_values(o, carry.p, step - 1)
             if self.turns:
                 self.turns.give()
-            s = plgpu.wgmma_accumulator_load(acc, wait_n=1)
+            s = self.wait_for_logits(started, 1)
 
             @pl.when(reads_keys)
             def release() -> None:
@@ -250,7 +273,7 @@ class Consumer:
                 o = o * over_columns(rescale, o)
             return Carry(o, rows, exponentials.astype(cta.t.p.dtype), rescale if early else None)
 
-        after: Carry = pl.run_scoped(products, plgpu.ACC((WGMMA_ROWS, cta.t.s.block_kv), jnp.float32))
+        after: Carry = self.with_logits(both_products)
         return after
 
     def last_product(self, carry: Carry, step: Any) -> Any:
@@ -271,16 +294,15 @@ class Consumer:
             there = number < tile.q_len - row
         o, lse = cta.softmax.end(rows, o, there)
         o = o.astype(p.dtype)
-        at = tile.batch, pl.ds(row, WGMMA_ROWS), tile.head
-        smem = cta.q_smem if cta.t.out_in_q else cta.out_smem
-        width = smem.shape[-1]
+        staged, smem = cta.t.out_tile, (cta.q_smem if cta.t.out_in_q else cta.out_smem).at[self.warpgroup]
+        width = staged.columns
         for first in range(0, p.value_dim, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            smem[self.warpgroup] = o if width == p.value_dim else o[:, first : first + width]
+            staged.store(smem, o if width == p.value_dim else o[:, first : first + width], transposed=False)
             if p.return_lse and first == 0:
                 cta.lse_smem[self.warpgroup] = lse
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.at[self.warpgroup], cta.out.at[(*at, pl.ds(first, width))])
+            rows_of_heads.store(staged, cta.out, (tile.batch, row, tile.head), smem, column=first)
         if p.return_lse:
             rows_of_lse = cta.lse.at[tile.batch, tile.head, pl.ds(row, WGMMA_ROWS)]
             plgpu.copy_smem_to_gmem(cta.lse_smem.at[self.warpgroup], rows_of_lse)

@@ -11,33 +11,32 @@ from jax import lax
 
 from search_spaces.flash_attention.hopper.softmax import OnlineSoftmax
 from search_spaces.flash_attention.hopper.tile_order import TileOrder
-from search_spaces.flash_attention.hopper.tiling import ROWS, Tiling
+from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import plgpu
 
 
 def scratch(t: Tiling) -> dict[str, Any]:
     """Shared memory and barriers of a CTA, by the names that `Cta` has for them."""
-    p, s, dtype = t.p, t.s, jnp.dtype(t.p.dtype)
+    p, s = t.p, t.s
 
-    def tiles(lead: int, rows: int, columns: int, width: int) -> Any:
-        swizzle = t.swizzle(width)
-        transforms = (plgpu.TilingTransform((ROWS, swizzle // t.itemsize)), plgpu.SwizzleTransform(swizzle))
-        return plgpu.SMEM((lead, rows, columns), dtype, transforms=transforms)
+    def tiles(count: int, tile: SmemTile) -> Any:
+        return plgpu.SMEM((count, *tile.shape), tile.dtype, transforms=tile.transforms)
 
     types = {
-        "q_smem": tiles(s.consumers, WGMMA_ROWS, p.head_dim, p.head_dim),
-        "k_smem": tiles(s.stages, s.block_kv, p.head_dim, p.head_dim),
-        "v_smem": tiles(s.stages, s.block_kv, p.value_dim, p.value_dim),
+        "q_smem": tiles(s.consumers, t.q_tile),
+        "k_smem": tiles(s.stages, t.k_tile),
+        "v_smem": tiles(s.stages, t.v_tile),
     }
     if not t.out_in_q:
-        types["out_smem"] = tiles(s.consumers, WGMMA_ROWS, s.epi_tile_n, s.epi_tile_n)
+        types["out_smem"] = tiles(s.consumers, t.out_tile)
     if p.return_lse:
         types["lse_smem"] = plgpu.SMEM((s.consumers, WGMMA_ROWS), jnp.float32)
     return types | {
-        "q_full": plgpu.Barrier(num_barriers=s.consumers),
-        "k_full": plgpu.Barrier(num_barriers=s.stages),
-        "v_full": plgpu.Barrier(num_barriers=s.stages),
+        "q_full": plgpu.Barrier(num_arrivals=t.q_tile.copies, num_barriers=s.consumers),
+        "k_full": plgpu.Barrier(num_arrivals=t.k_tile.copies, num_barriers=s.stages),
+        "v_full": plgpu.Barrier(num_arrivals=t.v_tile.copies, num_barriers=s.stages),
         "k_empty": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
         "v_empty": plgpu.Barrier(num_arrivals=s.consumers, num_barriers=s.stages),
     }
@@ -81,7 +80,7 @@ class Cta:
 def results(t: Tiling) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What the kernel writes: the result, and the log-sum-exp where it is asked for.
 
-    The former has whole groups of 8 rows, and TMA leaves out what a tile has beyond them. The latter has the rows of
+    TMA leaves out what a tile of the former has beyond its rows. The latter has the rows of
     whole tiles: a bulk copy of one axis leaves nothing out.
     """
     p = t.p

@@ -4,8 +4,8 @@ The queries of all heads that share a head of keys are the rows of one product (
 once. Where there are fewer heads of keys than SMs, CTAs share one (`split_kv`); what each finds is combined within a
 cluster, in the same launch, and what several clusters leave by a second kernel (combine.py).
 
-Keys and values of which there are not a multiple of 8 are copied into padded arrays, for Mosaic GPU lays tiles of 8
-rows over what TMA loads.
+Of keys that 8 does not divide, tiles lie untiled in shared memory (hopper/smem_layout.py), from JAX 0.11 on; before,
+keys and values are copied into padded arrays.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
 from search_spaces.flash_attention.hopper.decode_footprint import footprint
@@ -128,6 +129,9 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
     backend = "mosaic_gpu_decode"
     version = 1
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> bool:
+        return target.architecture in self.verified_on and rows_of_heads.verified(problem.kv_len)
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return supports(problem, target)

@@ -26,8 +26,8 @@ def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint
     plan = DecodePlan.of(p, s)
     itemsize, heads = plan.dtype.itemsize, p.batch * p.kv_heads
     key_bytes, value_bytes = p.head_dim * itemsize, p.value_dim * itemsize
-    # Keys that any query of a sequence of full length sees: the first query sees the first key.
-    visible = p.kv_len if p.right is None else min(p.kv_len, p.q_len + p.right)
+    # Keys that any query of a sequence sees: the first query sees the first key.
+    visible = p.kv_share * (p.kv_len if p.right is None else min(p.kv_len, p.q_len + p.right))
     blocks = cdiv(visible, s.block_kv)
     steps = np.maximum(blocks / s.split_kv, 1.0)
     keys = visible / s.split_kv / steps  # of a step

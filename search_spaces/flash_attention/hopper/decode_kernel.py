@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
 from search_spaces.flash_attention.hopper.decode_mask import mask_columns
@@ -42,16 +43,15 @@ LOG2_E = 1.4426950408889634
 def scratch(plan: DecodePlan) -> dict[str, Any]:
     """What a CTA keeps in shared memory."""
     p, stages = plan.p, plan.stages
-    tiled = (plgpu.TilingTransform((8, plan.swizzle // plan.dtype.itemsize)), plgpu.SwizzleTransform(plan.swizzle))
-    barriers = plgpu.Barrier(num_barriers=stages)
+    k, v, barriers = plan.k_tile, plan.v_tile, plgpu.Barrier(num_barriers=stages)
     return {
-        "q": plgpu.SMEM((WGMMA_ROWS, p.head_dim), plan.dtype, transforms=tiled),
-        "k": plgpu.SMEM((stages, plan.block_kv, p.head_dim), plan.dtype, transforms=tiled),
-        "v": plgpu.SMEM((stages, plan.block_kv, p.value_dim), plan.dtype, transforms=tiled),
+        "q": plgpu.SMEM((WGMMA_ROWS, p.head_dim), plan.dtype, transforms=plan.q_tile.transforms),
+        "k": plgpu.SMEM((stages, *k.shape), plan.dtype, transforms=k.transforms),
+        "v": plgpu.SMEM((stages, *v.shape), plan.dtype, transforms=v.transforms),
         "q_full": plgpu.Barrier(num_barriers=1),
-        "k_full": barriers,
+        "k_full": plgpu.Barrier(num_arrivals=k.copies, num_barriers=stages),
         "k_empty": barriers,
-        "v_full": barriers,
+        "v_full": plgpu.Barrier(num_arrivals=v.copies, num_barriers=stages),
         "v_empty": barriers,
     }
 
@@ -187,11 +187,11 @@ def produce(cta: Cta) -> None:
 
     def load(block: Any, _: None) -> None:
         step = block - cta.first
-        where = (cta.batch, pl.ds(block * plan.block_kv, plan.block_kv), cta.kv_head)
-        for pipeline, array, name in zip(cta.keys, (cta.k, cta.v), "kv", strict=True):
+        where, tiles = (cta.batch, block * plan.block_kv, cta.kv_head), (plan.k_tile, plan.v_tile)
+        for pipeline, array, tile, name in zip(cta.keys, (cta.k, cta.v), tiles, "kv", strict=True):
             stage = pipeline.stage(step)
             pipeline.producer_acquire(step, stage)
-            plgpu.copy_gmem_to_smem(array.at[where], smem[name].at[stage], pipeline.full.at[stage])
+            rows_of_heads.load(tile, array, where, smem[name].at[stage], pipeline.full.at[stage])
 
     lax.fori_loop(cta.first, cta.end, load, None)
     for pipeline in cta.keys:
@@ -209,10 +209,7 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
         o, m, total = carry
         stage = cta.keys[0].stage(block - cta.first)
         cta.keys[0].consumer_wait(0, stage)
-        x = pl.run_scoped(
-            lambda acc: _product(acc, smem["q"], smem["k"].at[stage].T),
-            plgpu.ACC((WGMMA_ROWS, plan.block_kv), jnp.float32),
-        )
+        x = _logits(plan, smem["q"], smem["k"].at[stage])
         cta.keys[0].consumer_release(stage)
         x = x * cta.scale
         if p.softcap:  # Its tanh is written out: the hardware's is good to 11 bits.
@@ -225,7 +222,7 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
         total = total * again + jnp.sum(weights, axis=1)
         o = o * _by_column(again, o)
         cta.keys[1].consumer_wait(0, stage)
-        o = _add_product(o, weights.astype(plan.dtype), smem["v"].at[stage])
+        o = _add_product(plan, o, weights.astype(plan.dtype), smem["v"].at[stage])
         cta.keys[1].consumer_release(stage)
         return o, most, total
 
@@ -276,8 +273,23 @@ def _product(acc: Any, a: Any, b: Any) -> jax.Array:
     return product
 
 
-def _add_product(o: jax.Array, p: jax.Array, v: Any) -> jax.Array:
+def _logits(plan: DecodePlan, q: Any, k: Any) -> jax.Array:
+    if plan.untiled:
+        transforms = plan.q_tile.transforms, plan.k_tile.transforms
+        started = products.start(
+            None, q, k, columns=plan.block_kv, transforms=transforms, transpose_a=False, transpose_b=True
+        )
+        return products.wait(0, started)
+    found: jax.Array = pl.run_scoped(
+        lambda acc: _product(acc, q, k.T), plgpu.ACC((WGMMA_ROWS, plan.block_kv), jnp.float32)
+    )
+    return found
+
+
+def _add_product(plan: DecodePlan, o: jax.Array, p: jax.Array, v: Any) -> jax.Array:
     """``o + p v``, of accumulators and probabilities in registers, which the interpreter's wgmma does not know."""
+    if plan.untiled:
+        return register_wgmma.finish(register_wgmma.start(o, p, v, plan.swizzle))
     if interprets():
         return o + jnp.dot(p.astype(jnp.float32), v[...].astype(jnp.float32))
 

@@ -9,8 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WARP, WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.space import cdiv, round_up
 
 # Registers per thread where two CTAs, of 256 threads each, share an SM: ptxas keeps to what the consumer may have.
@@ -115,9 +117,33 @@ class DecodePlan:
         return math.gcd(self.p.head_dim * self.dtype.itemsize, self.p.value_dim * self.dtype.itemsize, 128)
 
     @property
+    def layout(self) -> type[SmemTile]:
+        """Of tiles of keys and values in shared memory."""
+        few = self.p.kv_len < rows_of_heads.ROWS  # Tiles of 8 rows do for those, too.
+        return Tiled if few else rows_of_heads.layout(self.p.kv_len)
+
+    @property
     def kv_rows(self) -> int:
-        """Keys of the arrays in device memory: tiles of 8 divide them, or there are fewer."""
-        return self.p.kv_len if self.p.kv_len < 8 else round_up(self.p.kv_len, 8)
+        """Keys of the arrays in device memory."""
+        few = self.p.kv_len < rows_of_heads.ROWS
+        return self.p.kv_len if few else rows_of_heads.length(self.layout, self.p.kv_len)
+
+    @property
+    def untiled(self) -> bool:
+        return self.layout is Untiled
+
+    @property
+    def q_tile(self) -> SmemTile:
+        return Tiled(WGMMA_ROWS, self.p.head_dim, self.dtype, self.swizzle)
+
+    @property
+    def k_tile(self) -> SmemTile:
+        """A stage."""
+        return self.layout(self.block_kv, self.p.head_dim, self.dtype, self.swizzle)
+
+    @property
+    def v_tile(self) -> SmemTile:
+        return self.layout(self.block_kv, self.p.value_dim, self.dtype, self.swizzle)
 
     @property
     def ctas(self) -> Any:

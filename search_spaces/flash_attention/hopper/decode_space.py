@@ -26,6 +26,9 @@ LEAST_EVEN = 0.85
 # ...unless there is nothing to combine, or a cluster combines results of so few steps.
 LEAST_EVEN_ALONE, LEAST_EVEN_CLUSTER = 0.7, 0.3
 SHORT_STEPS = 16
+# Of the chip's cores, one in so many has a CTA of a cluster of more than two, at most (H200: 64 CTAs in clusters of 8
+# take 0.9 of the time of single ones, 128 take 1.4 to 1.6, 256 1.35; in clusters of 4 1.24, of 2 0.95 to 0.98).
+GPC_SHARE = 2
 
 
 def choices(p: FlashAttentionProblem, target: Target) -> dict[str, tuple[Choice, ...]]:
@@ -91,6 +94,9 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
         "CTAs of a cluster are splits of the same keys": lambda s: s.split_kv % s.cluster == 0,
         "a cluster combines all splits, or eight of them": lambda s: (
             (s.cluster == 1) | (s.cluster == s.split_kv) | (s.cluster == MAX_CLUSTER)
+        ),
+        "clusters of more than two wait for room in one GPC, where they are to fill most of the chip": lambda s: (
+            (s.cluster <= 2) | (GPC_SHARE * plan(s).ctas <= target.cores)
         ),
         "no split is without a block of keys": lambda s: s.split_kv <= plan(s).blocks,
         "CTAs that leave SMs idle are one cluster for a short time": lambda s: (

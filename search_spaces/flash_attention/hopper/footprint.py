@@ -30,7 +30,7 @@ EXPONENTIALS_PER_ROW = 2
 
 
 def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
-    """A block is a tile of queries, a step one block of keys; sequences count with their full length.
+    """A block is a tile of queries, a step one block of keys; sequences are as long as those that are timed.
 
     The longest tile is that of those that start last, on so many cores: longer ones before it are made up for.
     """
@@ -49,6 +49,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
     ]
     copies = [float(copy) for copy in (*before, *after)]
     capped = 1 + p.softcap
+    mean = np.maximum(steps.mean(p, s) * p.q_share * p.kv_share, 1.0)
     sections = (s.order != "plain") & (s.section > 1)
     return Footprint(
         arithmetic=p.arithmetic,
@@ -79,8 +80,8 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
             bytes_written=queries * out_bytes,
         ),
         onchip_bytes=_onchip_bytes(p, s),
-        steps=steps.mean(p, s),
-        step_range=(steps.shortest(p, s), steps.longest_of_last(p, s, cores)),
+        steps=mean,
+        step_range=(np.minimum(steps.shortest(p, s), mean), steps.longest_of_last(p, s, cores)),
         minor=np.where(sections, np.where(s.section > p.group, 0, 1), 2),
         group=np.where(sections, np.where(s.section > p.group, s.section // p.group, s.section), t.q_tiles),
         axes=("kv heads of all sequences", "query heads of each", "queries"),

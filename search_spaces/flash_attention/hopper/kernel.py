@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.flash_attention.hopper.consumer import Consumer
 from search_spaces.flash_attention.hopper.cta import Cta, scratch
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
@@ -33,6 +34,7 @@ from search_spaces.flash_attention.hopper.softmax import OnlineSoftmax
 from search_spaces.flash_attention.hopper.tile_order import TileOrder
 from search_spaces.flash_attention.hopper.tiling import REGISTERS, Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import plgpu
 
 
@@ -69,22 +71,22 @@ def produce(cta: Cta) -> None:
     """The producer: loads keys and values of all steps of all tiles."""
     size, stages, group = cta.t.s.block_kv, cta.t.s.stages, cta.t.p.group
 
-    def load(array: Any, at: Any, smem: Any, full: Any, empty: Any, step: Any) -> None:
+    def load(kind: SmemTile, array: Any, at: Any, smem: Any, full: Any, empty: Any, step: Any) -> None:
         stage = cta.stage(step)
 
         @pl.when(step >= stages)
         def wait() -> None:
             plgpu.barrier_wait(empty.at[stage])
 
-        plgpu.copy_gmem_to_smem(array.at[at], smem.at[stage], full.at[stage])
+        rows_of_heads.load(kind, array, at, smem.at[stage], full.at[stage])
 
     def load_tile(position: Any, base: Any) -> Any:
         tile = cta.order.tile(position)
 
         def load_step(j: Any, _: None) -> None:
-            at = tile.batch, pl.ds((tile.last - j) * size, size), lax.div(tile.head, jnp.int32(group))
-            load(cta.k, at, cta.k_smem, cta.k_full, cta.k_empty, base + j)
-            load(cta.v, at, cta.v_smem, cta.v_full, cta.v_empty, base + j)
+            at = tile.batch, (tile.last - j) * size, lax.div(tile.head, jnp.int32(group))
+            load(cta.t.k_tile, cta.k, at, cta.k_smem, cta.k_full, cta.k_empty, base + j)
+            load(cta.t.v_tile, cta.v, at, cta.v_smem, cta.v_full, cta.v_empty, base + j)
 
         lax.fori_loop(0, tile.steps, load_step, None)
         return base + tile.steps

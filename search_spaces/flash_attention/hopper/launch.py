@@ -1,7 +1,7 @@
 """Flash attention forward on Hopper: what it supports, and how one problem is launched.
 
-Mosaic GPU lays tiles of 8 rows over arrays in device memory: sequences of other lengths are copied into padded ones,
-whose last rows are masked or left out.
+Of lengths that 8 does not divide, tiles lie untiled in shared memory (hopper/smem_layout.py), from JAX 0.11 on; before,
+such arrays are copied into padded ones, whose last rows are masked or left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.cta import results, scratch
 from search_spaces.flash_attention.hopper.footprint import footprint
@@ -37,6 +38,9 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
     backend = "mosaic_gpu"
     version = 1
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> bool:
+        return target.architecture in self.verified_on and rows_of_heads.verified(problem.q_len, problem.kv_len)
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         p = problem

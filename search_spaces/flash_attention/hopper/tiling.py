@@ -7,9 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WGMMA_ROWS
-from search_spaces.space import cdiv, round_up
+from search_spaces.hopper.smem_layout import SmemTile, Untiled
+from search_spaces.space import cdiv
 
 # Registers of each thread of a consumer and of the producer, by the number of consumers: FlashAttention-3's
 # (hopper/flash_fwd_kernel_sm90.h). A CTA of n + 1 warpgroups starts with 65,536 / (128 n + 128) each, and what the
@@ -17,8 +19,6 @@ from search_spaces.space import cdiv, round_up
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}
 # Above this head size the result is rescaled between the issue of Q K^T and that of P V, as in FlashAttention-3.
 EARLY_RESCALE_ABOVE = 128
-# Mosaic GPU lays tiles of 8 rows over arrays in device memory.
-ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +66,51 @@ class Tiling:
         return (self.s.persistent == 0) & (self.p.value_dim == self.p.head_dim)
 
     @property
+    def layout(self) -> type[SmemTile]:
+        """Of all tiles in shared memory."""
+        return rows_of_heads.layout(self.p.q_len, self.p.kv_len)
+
+    @property
+    def untiled(self) -> bool:
+        return self.layout is Untiled
+
+    @property
     def q_rows(self) -> int:
         """Of q and the result in device memory, so that TMA addresses them."""
-        return int(round_up(self.p.q_len, ROWS))
+        return rows_of_heads.length(self.layout, self.p.q_len)
 
     @property
     def kv_rows(self) -> int:
-        return int(round_up(self.p.kv_len, ROWS))
+        return rows_of_heads.length(self.layout, self.p.kv_len)
+
+    def smem_tile(self, rows: int, columns: int) -> SmemTile:
+        return self.layout(rows, columns, jnp.dtype(self.p.dtype), self.swizzle(columns))
+
+    @property
+    def q_tile(self) -> SmemTile:
+        """Of one consumer."""
+        return self.smem_tile(WGMMA_ROWS, self.p.head_dim)
+
+    @property
+    def k_tile(self) -> SmemTile:
+        """A stage."""
+        return self.smem_tile(self.s.block_kv, self.p.head_dim)
+
+    @property
+    def v_tile(self) -> SmemTile:
+        return self.smem_tile(self.s.block_kv, self.p.value_dim)
+
+    @property
+    def out_tile(self) -> SmemTile:
+        """What a consumer stages at a time."""
+        return self.q_tile if self.out_in_q else self.smem_tile(WGMMA_ROWS, self.s.epi_tile_n)
+
+    @property
+    def masks_end(self) -> bool:
+        """Whether blocks may reach beyond the last key. (Of tiled arrays also where no query there is sees so far.)"""
+        p = self.p
+        unseen = self.untiled and p.right is not None and p.q_len + p.right <= p.kv_len
+        return p.kv_lengths or (p.kv_len % self.s.block_kv > 0 and not unseen)
 
     @property
     def early_rescale(self) -> bool:

@@ -46,6 +46,7 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
     def each(value: Any) -> Any:
         return np.array([value(of_block[int(block_q)]) for block_q in s.block_q], dtype=np.float64)
 
+    mean = np.maximum(each(np.mean) * p.q_share * p.kv_share, 1.0)
     separate = np.asarray(plan.separate_dq)
     again = np.where(separate, 2.0, 1.0)
     pairs = s.block_q * plan.block_kv
@@ -54,7 +55,8 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
     sums = p.batch * p.heads * plan.dq_rows * h * ACCUMULATOR_BYTES
     statistics = p.batch * p.heads * plan.dq_rows * ACCUMULATOR_BYTES
     q, k, v = p.qkv()
-    padded = 2 * (nbytes(q) + nbytes(p.out())) * (p.q_len % 8 > 0) + 4 * (nbytes(k) + nbytes(v)) * (p.kv_len % 8 > 0)
+    padded = 2 * (nbytes(q) + nbytes(p.out())) * (plan.q_rows > p.q_len)
+    padded += 4 * (nbytes(k) + nbytes(v)) * (plan.kv_rows > p.kv_len)
     # wgmma reads 64 rows of the left operand, unless from registers, and all columns of the right one.
     per_consumer = (
         (WGMMA_ROWS + s.block_q) * (h + hv) + s.block_q * (hv + h + WGMMA_ROWS) + plan.block_kv * (s.block_q + h) // 2
@@ -78,8 +80,8 @@ def footprint(p: FlashAttentionBackwardProblem, s: Columns) -> Footprint:
             loads=(Operand(bytes=np.full(len(s), keys * (h + hv) * b), axes=(0, 1), name="k, v"),),
             bytes_written=keys * (h + hv) * b,
         ),
-        steps=each(np.mean),
-        step_range=(each(np.min), each(np.max)),
+        steps=mean,
+        step_range=(np.minimum(each(np.min), mean), each(np.max)),
         minor=1,
         axes=("kv heads of all sequences", "keys"),
         onchip_bytes=np.where(separate, np.maximum(plan.onchip_bytes, DqPlan(p).onchip_bytes), plan.onchip_bytes),

@@ -27,32 +27,39 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.attention.hopper import products, rows_of_heads
 from search_spaces.attention.problem import AttentionProblem
-from search_spaces.flash_attention_backward.hopper import products
 from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
 from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
+from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
 
 LOG2_E = math.log2(math.e)
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 PRODUCER = CONSUMERS  # number of its warpgroup
+OPERANDS = ("k", "v", "q", "d_out")
 
 
 def swizzled(swizzle: int, itemsize: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
+def smem(count: int, tile: SmemTile) -> Any:
+    """So many tiles."""
+    return plgpu.SMEM((count, *tile.shape), tile.dtype, transforms=tile.transforms)
+
+
 def scratch(plan: Plan) -> dict[str, Any]:
     """The arrays and barriers of a CTA, by name."""
-    p, s, dtype = plan.problem, plan.schedule, jnp.dtype(plan.problem.dtype)
-    k, v = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle))
+    s, dtype = plan.schedule, jnp.dtype(plan.problem.dtype)
+    k, v, q, d_out = (plan.tile(x, n) for x, n in zip(OPERANDS, (WGMMA_ROWS,) * 2 + (s.block_q,) * 2, strict=True))
     found = {
-        "k": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.head_dim), dtype, transforms=k),
-        "v": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.value_dim), dtype, transforms=v),
-        "q": plgpu.SMEM((s.q_stages, s.block_q, p.head_dim), dtype, transforms=k),
-        "d_out": plgpu.SMEM((s.do_stages, s.block_q, p.value_dim), dtype, transforms=v),
+        "k": smem(CONSUMERS, k),
+        "v": smem(CONSUMERS, v),
+        "q": smem(s.q_stages, q),
+        "d_out": smem(s.do_stages, d_out),
         "lse": plgpu.SMEM((s.q_stages, plan.statistics_width), jnp.float32),
         "delta": plgpu.SMEM((s.do_stages, plan.statistics_width), jnp.float32),
         "ds": plgpu.SMEM(
@@ -60,10 +67,10 @@ def scratch(plan: Plan) -> dict[str, Any]:
             dtype,
             transforms=swizzled(plan.ds_swizzle, dtype.itemsize),
         ),
-        "k_full": plgpu.Barrier(num_barriers=CONSUMERS),
-        "v_full": plgpu.Barrier(num_barriers=CONSUMERS),
-        "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
-        "d_out_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.do_stages),
+        "k_full": plgpu.Barrier(num_arrivals=k.copies, num_barriers=CONSUMERS),
+        "v_full": plgpu.Barrier(num_arrivals=v.copies, num_barriers=CONSUMERS),
+        "q_full": plgpu.Barrier(num_arrivals=q.copies + 1, num_barriers=s.q_stages),
+        "d_out_full": plgpu.Barrier(num_arrivals=d_out.copies + 1, num_barriers=s.do_stages),
         "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
         "d_out_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.do_stages),
     }
@@ -137,7 +144,8 @@ class Cta:
                 def _(operand: str = operand, stage: Any = stage) -> None:
                     plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
 
-                plgpu.copy_gmem_to_smem(gmem[operand].at[self.batch, rows, head], smem[operand].at[stage], full)
+                tile, place = self.plan.tile(operand, s.block_q), (self.batch, row, head)
+                rows_of_heads.load(tile, gmem[operand], place, smem[operand].at[stage], full)
                 plgpu.copy_gmem_to_smem(
                     gmem[statistics].at[self.batch, head, rows], smem[statistics].at[stage, pl.ds(0, s.block_q)], full
                 )
@@ -151,10 +159,10 @@ class Cta:
     def consume(self, wg: Any) -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         p, smem = self.plan.problem, self.smem
-        rows = self.batch, pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS), self.kv_head
+        place = self.batch, self.blocks.first_key + wg * WGMMA_ROWS, self.kv_head
         for operand in ("k", "v"):
-            full = smem[f"{operand}_full"].at[wg]
-            plgpu.copy_gmem_to_smem(self.gmem[operand].at[rows], smem[operand].at[wg], full)
+            tile, full = self.plan.tile(operand, WGMMA_ROWS), smem[f"{operand}_full"].at[wg]
+            rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[wg], full)
 
         first = self.blocks.start
         # All rows of k, of which dq is multiplied, are there when consumers meet with the first dS.
@@ -173,11 +181,11 @@ class Cta:
 
     def _store(self, operand: str, wg: Any, gradient: jax.Array) -> None:
         """Stores this consumer's rows of dk or dv, through those of k or v, that nobody reads any more."""
-        rows = pl.ds(self.blocks.first_key + wg * WGMMA_ROWS, WGMMA_ROWS)
-        staged = self.smem[operand].at[wg]
-        staged[...] = gradient.astype(self.plan.problem.dtype)
+        place = self.batch, self.blocks.first_key + wg * WGMMA_ROWS, self.kv_head
+        tile, staged = self.plan.tile(operand, WGMMA_ROWS), self.smem[operand].at[wg]
+        tile.store(staged, gradient.astype(self.plan.problem.dtype), transposed=False)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, self.gmem[f"d{operand}"].at[self.batch, rows, self.kv_head])
+        rows_of_heads.store(tile, self.gmem[f"d{operand}"], place, staged)
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
         """From P^T and dP^T of a step to those of the next; of the `last` step to dk."""
@@ -248,8 +256,9 @@ class Cta:
 
     def _transforms(self, operand: str) -> tuple[Any, ...]:
         plan = self.plan
-        swizzle = {"k": plan.k_swizzle, "v": plan.v_swizzle, "ds": plan.ds_swizzle}[operand]
-        return swizzled(swizzle, plan.itemsize)
+        if operand == "ds":
+            return swizzled(plan.ds_swizzle, plan.itemsize)
+        return plan.tile(operand, WGMMA_ROWS).transforms
 
     def _start_s(self, own: Any, step: Any) -> jax.Array:
         """S^T of a step, when its q has arrived."""
@@ -280,16 +289,21 @@ class Cta:
         ds, k = self._transforms("ds"), self._transforms("k")
         rows, columns = plan.dq_shape
         for other in range(CONSUMERS):
-            of_ds, of_k = self.smem["ds"].at[stage, other], self.smem["k"].at[other]
+            of_ds, of_k = self.smem["ds"].at[stage, other], self._columns_of_k(other)
             if plan.transposed:
-                a, b, transforms = of_k.at[:, pl.ds(own * rows, rows)], of_ds, (k, ds)
+                a, b, transforms = of_k(own * rows, rows), of_ds, (k, ds)
             elif plan.by_rows:
-                a, b, transforms = of_ds.at[:, pl.ds(own * rows, rows)], of_k, (ds, k)
+                a, b, transforms = of_ds.at[:, pl.ds(own * rows, rows)], self.smem["k"].at[other], (ds, k)
             else:
-                a, b, transforms = of_ds, of_k.at[:, pl.ds(own * columns, columns)], (ds, k)
+                a, b, transforms = of_ds, of_k(own * columns, columns), (ds, k)
             dq = products.start(dq, a, b, columns=columns, transforms=transforms, transpose_a=True, transpose_b=False)
         assert dq is not None
         return dq
+
+    def _columns_of_k(self, number: Any) -> Callable[[Any, int], Any]:
+        """Of those rows that have this number in SMEM."""
+        tile, rows = self.plan.tile("k", WGMMA_ROWS), self.smem["k"].at[number]
+        return lambda first, count: tile.columns_of(rows, pl.ds(first, count))
 
     def _store_dq(self, own: Any, step: Any, dq: jax.Array) -> None:
         """Adds this consumer's half of dq to the sums in device memory."""

@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, BARRIER_BYTES, SMEM_ALIGNMENT, WGMMA_ROWS
+from search_spaces.hopper.smem_layout import SmemTile, Tiled
 from search_spaces.space import cdiv, round_up
 
 CONSUMERS = 2
 BLOCK_KV = CONSUMERS * WGMMA_ROWS
 # A box of TMA starts at a multiple of 128 bytes in SMEM: so do the float32 of a stage.
 STATISTICS_STEP = 32
-ROWS_STEP = 8  # Arrays in device memory come in tiles of so many rows, as their boxes in SMEM do.
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Extents, for one schedule or for a `Columns` of many.
+class Tiles(abc.ABC):
+    """Those of a kernel's operands.
 
     Attributes:
       problem: whose gradients.
-      schedule: one, or columns of them.
     """
 
     problem: FlashAttentionBackwardProblem
+
+    @property
+    def itemsize(self) -> int:
+        return int(jnp.dtype(self.problem.dtype).itemsize)
+
+    @property
+    def layout(self) -> type[SmemTile]:
+        """Of tiles of q, k, v and d_out in SMEM. (Lowering that of dq alone did not end.)"""
+        return Tiled if self.problem.deterministic else rows_of_heads.layout(self.problem.q_len, self.problem.kv_len)
+
+    @property
+    @abc.abstractmethod
+    def k_swizzle(self) -> int:
+        """Bytes of a swizzled row of k and q."""
+
+    @property
+    def v_swizzle(self) -> int:
+        return int(np.gcd(self.problem.value_dim * self.itemsize, 128))
+
+    def tile(self, operand: str, rows: int) -> SmemTile:
+        """So many rows of q, k, v or d_out in SMEM."""
+        p, of_k = self.problem, operand in ("q", "k")
+        columns, swizzle = (p.head_dim, self.k_swizzle) if of_k else (p.value_dim, self.v_swizzle)
+        return self.layout(rows, columns, jnp.dtype(p.dtype), swizzle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Tiles):
+    """Extents, for one schedule or for a `Columns` of many.
+
+    Attributes:
+      schedule: one, or columns of them.
+    """
+
     schedule: Any
 
     @property
@@ -37,18 +72,14 @@ class Plan:
         return BLOCK_KV
 
     @property
-    def itemsize(self) -> int:
-        return int(jnp.dtype(self.problem.dtype).itemsize)
-
-    @property
     def q_rows(self) -> int:
-        """Of q and d_out in device memory, padded to whole tiles."""
-        return int(round_up(self.problem.q_len, ROWS_STEP))
+        """Of q and d_out in device memory."""
+        return rows_of_heads.length(self.layout, self.problem.q_len)
 
     @property
     def kv_rows(self) -> int:
         """Likewise of k and v."""
-        return int(round_up(self.problem.kv_len, ROWS_STEP))
+        return rows_of_heads.length(self.layout, self.problem.kv_len)
 
     @property
     def q_blocks(self) -> Any:
@@ -93,10 +124,6 @@ class Plan:
         return int(np.gcd(columns * self.itemsize // (1 if np.all(self.by_rows) else CONSUMERS), 128))
 
     @property
-    def v_swizzle(self) -> int:
-        return int(np.gcd(self.problem.value_dim * self.itemsize, 128))
-
-    @property
     def ds_swizzle(self) -> int:
         return int(np.gcd(self.schedule.block_q * self.itemsize, 128))
 
@@ -128,20 +155,11 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class DqPlan:
-    """Extents of the kernel that computes dq alone.
+class DqPlan(Tiles):
+    """Extents of the kernel that computes dq alone."""
 
-    Attributes:
-      problem: whose gradients.
-    """
-
-    problem: FlashAttentionBackwardProblem
     rows: ClassVar[int] = CONSUMERS * WGMMA_ROWS
     stages: ClassVar[int] = 3
-
-    @property
-    def itemsize(self) -> int:
-        return int(jnp.dtype(self.problem.dtype).itemsize)
 
     @property
     def block_kv(self) -> int:
@@ -155,10 +173,6 @@ class DqPlan:
     @property
     def k_swizzle(self) -> int:
         return int(np.gcd(self.problem.head_dim * self.itemsize, 128))
-
-    @property
-    def v_swizzle(self) -> int:
-        return int(np.gcd(self.problem.value_dim * self.itemsize, 128))
 
     @property
     def onchip_bytes(self) -> int:

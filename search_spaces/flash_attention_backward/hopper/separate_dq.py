@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from search_spaces.attention.hopper import products, rows_of_heads
 from search_spaces.attention.problem import AttentionProblem
-from search_spaces.flash_attention_backward.hopper import products
 from search_spaces.flash_attention_backward.hopper.kernel import (
     CONSUMER_REGISTERS,
     PRODUCER,
     PRODUCER_REGISTERS,
     logits,
-    swizzled,
+    smem,
     zeros,
 )
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
@@ -35,17 +35,18 @@ from search_spaces.jax_compat import load, plgpu
 
 def scratch(plan: DqPlan) -> dict[str, Any]:
     """The arrays and barriers of a CTA, by name."""
-    p, dtype = plan.problem, jnp.dtype(plan.problem.dtype)
-    k, v = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle))
+    q, d_out = (plan.tile(x, WGMMA_ROWS) for x in ("q", "d_out"))
+    k, v = (plan.tile(x, plan.block_kv) for x in ("k", "v"))
     return {
-        "q": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.head_dim), dtype, transforms=k),
-        "d_out": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, p.value_dim), dtype, transforms=v),
-        "k": plgpu.SMEM((plan.stages, plan.block_kv, p.head_dim), dtype, transforms=k),
-        "v": plgpu.SMEM((plan.stages, plan.block_kv, p.value_dim), dtype, transforms=v),
+        "q": smem(CONSUMERS, q),
+        "d_out": smem(CONSUMERS, d_out),
+        "k": smem(plan.stages, k),
+        "v": smem(plan.stages, v),
         "lse": plgpu.SMEM((CONSUMERS, WGMMA_ROWS), jnp.float32),
         "delta": plgpu.SMEM((CONSUMERS, WGMMA_ROWS), jnp.float32),
-        "rows_full": plgpu.Barrier(num_arrivals=4, num_barriers=CONSUMERS),
-        **{f"{x}_full": plgpu.Barrier(num_barriers=plan.stages) for x in ("k", "v")},
+        "rows_full": plgpu.Barrier(num_arrivals=q.copies + d_out.copies + 2, num_barriers=CONSUMERS),
+        "k_full": plgpu.Barrier(num_arrivals=k.copies, num_barriers=plan.stages),
+        "v_full": plgpu.Barrier(num_arrivals=v.copies, num_barriers=plan.stages),
         **{f"{x}_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages) for x in ("k", "v")},
     }
 
@@ -155,15 +156,15 @@ class Cta:
         @pl.loop(self.keys.first, self.keys.end)
         def _(block: Any) -> None:
             stage = lax.rem(block, stages)
-            rows = pl.ds(block * self.plan.block_kv, self.plan.block_kv)
+            place = self.batch, block * self.plan.block_kv, kv_head
             for operand in ("k", "v"):
 
                 @pl.when(block >= self.keys.first + stages)
                 def _(operand: str = operand) -> None:
                     plgpu.barrier_wait(smem[f"{operand}_empty"].at[stage])
 
-                source = self.gmem[operand].at[self.batch, rows, kv_head]
-                plgpu.copy_gmem_to_smem(source, smem[operand].at[stage], smem[f"{operand}_full"].at[stage])
+                tile, full = self.plan.tile(operand, self.plan.block_kv), smem[f"{operand}_full"].at[stage]
+                rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[stage], full)
 
         # The CTA ends when all that was loaded has been used.
         @pl.loop(jnp.maximum(self.keys.end - stages, self.keys.first), self.keys.end)
@@ -174,9 +175,11 @@ class Cta:
     def consume(self, wg: Any) -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         p, smem, full = self.plan.problem, self.smem, self.smem["rows_full"].at[wg]
-        queries = pl.ds(self.row + wg * WGMMA_ROWS, WGMMA_ROWS)
+        first_query = self.row + wg * WGMMA_ROWS
+        queries, place = pl.ds(first_query, WGMMA_ROWS), (self.batch, first_query, self.head)
         for operand in ("q", "d_out"):
-            plgpu.copy_gmem_to_smem(self.gmem[operand].at[self.batch, queries, self.head], smem[operand].at[wg], full)
+            tile = self.plan.tile(operand, WGMMA_ROWS)
+            rows_of_heads.load(tile, self.gmem[operand], place, smem[operand].at[wg], full)
         for operand in ("lse", "delta"):
             plgpu.copy_gmem_to_smem(self.gmem[operand].at[self.batch, self.head, queries], smem[operand].at[wg], full)
         plgpu.barrier_wait(full)
@@ -187,9 +190,10 @@ class Cta:
         dq, s, dp = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
         dq = products.wait(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
         plgpu.barrier_arrive(smem["k_empty"].at[self._stage(last)])
-        smem["q"][wg] = (dq * self.scale).astype(p.dtype)
+        tile = self.plan.tile("q", WGMMA_ROWS)
+        tile.store(smem["q"].at[wg], (dq * self.scale).astype(p.dtype), transposed=False)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem["q"].at[wg], self.gmem["dq"].at[self.batch, queries, self.head])
+        rows_of_heads.store(tile, self.gmem["dq"], place, smem["q"].at[wg])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _step(self, wg: Any, block: Any, carry: Any) -> Any:
@@ -209,14 +213,14 @@ class Cta:
     def _start(self, own: Any, block: Any) -> tuple[jax.Array, jax.Array]:
         """S and dP of a block, when its keys and values have arrived."""
         stage, found = self._stage(block), []
-        for rows, columns, swizzle in (("q", "k", self.plan.k_swizzle), ("d_out", "v", self.plan.v_swizzle)):
+        for rows, columns in (("q", "k"), ("d_out", "v")):
             plgpu.barrier_wait(self.smem[f"{columns}_full"].at[stage])
             product = products.start(
                 None,
                 self.smem[rows].at[own],
                 self.smem[columns].at[stage],
                 columns=self.plan.block_kv,
-                transforms=(swizzled(swizzle, self.plan.itemsize),) * 2,
+                transforms=(self.plan.tile(columns, self.plan.block_kv).transforms,) * 2,
                 transpose_a=False,
                 transpose_b=True,
             )
@@ -230,7 +234,7 @@ class Cta:
             ds,
             self.smem["k"].at[self._stage(block)],
             columns=self.plan.problem.head_dim,
-            transforms=(None, swizzled(self.plan.k_swizzle, self.plan.itemsize)),
+            transforms=(None, self.plan.tile("k", self.plan.block_kv).transforms),
             transpose_a=False,
             transpose_b=False,
         )

@@ -19,32 +19,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.flash_attention_backward.hopper import products
+from search_spaces.attention.hopper import products, rows_of_heads
 from search_spaces.flash_attention_backward.hopper.blocks import masks
-from search_spaces.flash_attention_backward.hopper.kernel import CONSUMER_REGISTERS, Cta, logits, swizzled, zeros
+from search_spaces.flash_attention_backward.hopper.kernel import (
+    CONSUMER_REGISTERS,
+    OPERANDS,
+    Cta,
+    logits,
+    smem,
+    swizzled,
+    zeros,
+)
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS
-from search_spaces.flash_attention_backward.hopper.wide_plan import BLOCK_KV, WidePlan
+from search_spaces.flash_attention_backward.hopper.wide_plan import BLOCK_KV, BLOCK_Q, WidePlan
+from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
 
 
 def wide_scratch(plan: WidePlan) -> dict[str, Any]:
     """The arrays and barriers of a CTA, by name."""
-    p, s, dtype = plan.problem, plan.schedule, jnp.dtype(plan.problem.dtype)
-    k, v, ds = (swizzled(swizzle, dtype.itemsize) for swizzle in (plan.k_swizzle, plan.v_swizzle, plan.ds_swizzle))
+    s, dtype = plan.schedule, jnp.dtype(plan.problem.dtype)
+    k, v, q, d_out = (plan.tile(x, n) for x, n in zip(OPERANDS, (BLOCK_KV,) * 2 + (s.block_q,) * 2, strict=True))
+    ds = swizzled(plan.ds_swizzle, dtype.itemsize)
     pairs = (s.ds_stages, BLOCK_KV, s.block_q)
     found = {
-        "k": plgpu.SMEM((1, BLOCK_KV, p.head_dim), dtype, transforms=k),
-        "v": plgpu.SMEM((1, BLOCK_KV, p.value_dim), dtype, transforms=v),
-        "q": plgpu.SMEM((s.q_stages, s.block_q, p.head_dim), dtype, transforms=k),
-        "d_out": plgpu.SMEM((s.do_stages, s.block_q, p.value_dim), dtype, transforms=v),
+        "k": smem(1, k),
+        "v": smem(1, v),
+        "q": smem(s.q_stages, q),
+        "d_out": smem(s.do_stages, d_out),
         "lse": plgpu.SMEM((s.q_stages, plan.statistics_width), jnp.float32),
         "delta": plgpu.SMEM((s.do_stages, plan.statistics_width), jnp.float32),
         "p": plgpu.SMEM(pairs, dtype, transforms=ds),
         "ds": plgpu.SMEM(pairs, dtype, transforms=ds),
         "dq": plgpu.SMEM((CONSUMERS, *plan.dq_shape), jnp.float32, transforms=swizzled(plan.dq_swizzle, 4)),
-        "kv_full": plgpu.Barrier(num_arrivals=2 * CONSUMERS),
-        "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.q_stages),
-        "d_out_full": plgpu.Barrier(num_arrivals=2, num_barriers=s.do_stages),
+        "kv_full": plgpu.Barrier(num_arrivals=CONSUMERS * (k.copies + v.copies)),
+        "q_full": plgpu.Barrier(num_arrivals=q.copies + 1, num_barriers=s.q_stages),
+        "d_out_full": plgpu.Barrier(num_arrivals=d_out.copies + 1, num_barriers=s.do_stages),
         "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.q_stages),
         "d_out_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=s.do_stages),
     }
@@ -62,10 +72,10 @@ class WideCta(Cta):
     def consume(self, wg: Any) -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plan, smem = self.plan, self.smem
-        for operand in ("k", "v"):  # Each copies half of the rows.
-            plgpu.copy_gmem_to_smem(
-                self.gmem[operand].at[self._keys(wg)], smem[operand].at[0, self._rows(wg)], smem["kv_full"]
-            )
+        place = self.batch, self.blocks.first_key + wg * (BLOCK_KV // CONSUMERS), self.kv_head
+        for operand in ("k", "v"):
+            half, rows = self._half(wg, operand)
+            rows_of_heads.load(half, self.gmem[operand], place, rows, smem["kv_full"])
         plgpu.barrier_wait(smem["kv_full"])
 
         first, last = self.blocks.start, self.blocks.end - 1
@@ -79,21 +89,21 @@ class WideCta(Cta):
 
         self._meet()  # Nobody reads k and v any more.
         for operand, gradient in (("k", dk * self.scale), ("v", dv)):
-            columns = gradient.shape[1]
-            smem[operand][0, :, pl.ds(wg * columns, columns)] = gradient.astype(plan.problem.dtype)
+            columns, value = gradient.shape[1], gradient.astype(plan.problem.dtype)
+            tile = plan.tile(operand, BLOCK_KV)
+            part = tile.part(smem[operand], 0, slice(None), pl.ds(wg * columns, columns))
+            tile.store(part, value, transposed=False)
         self._meet()
         for operand in ("k", "v"):
-            plgpu.copy_smem_to_gmem(smem[operand].at[0, self._rows(wg)], self.gmem[f"d{operand}"].at[self._keys(wg)])
+            half, rows = self._half(wg, operand)
+            rows_of_heads.store(half, self.gmem[f"d{operand}"], place, rows)
         plgpu.wait_smem_to_gmem(0)
 
-    def _rows(self, wg: Any) -> Any:
-        """Of those of k and v, the half that this consumer copies."""
-        return pl.ds(wg * (BLOCK_KV // CONSUMERS), BLOCK_KV // CONSUMERS)
-
-    def _keys(self, wg: Any) -> tuple[Any, ...]:
-        """These rows, in device memory."""
-        half = BLOCK_KV // CONSUMERS
-        return self.batch, pl.ds(self.blocks.first_key + wg * half, half), self.kv_head
+    def _half(self, wg: Any, operand: str) -> tuple[SmemTile, Any]:
+        """The rows of k or v that this consumer copies: their tile, and they in SMEM."""
+        count = BLOCK_KV // CONSUMERS
+        rows = self.plan.tile(operand, BLOCK_KV).part(self.smem[operand], 0, pl.ds(wg * count, count), slice(None))
+        return self.plan.tile(operand, count), rows
 
     def _step(self, wg: Any, step: Any, carry: Any, *, last: bool = False) -> Any:
         """From P^T and dP^T of a step to those of the next; of the `last` step to dk and dv."""
@@ -102,7 +112,7 @@ class WideCta(Cta):
         q_stage, do_stage, ds_stage = self._stages(step)
         dk, dv, probability, *slope, dp = carry
         self._share(own, step, probability, slope, dp)
-        dv = self._start_gradient(own, dv, smem["p"].at[ds_stage], smem["d_out"].at[do_stage], "v")
+        dv = self._start_gradient(own, dv, smem["p"].at[ds_stage], "d_out", do_stage)
         parts = plan.own_columns[0] // plan.dq_columns
         dq = self._start_dq_part(own, ds_stage, 0)
         products.wait(1)
@@ -112,7 +122,7 @@ class WideCta(Cta):
             dq = products.wait(1 if overlap and part == 1 else 0, dq)
             self._store_dq_part(own, step, part - 1, dq)
             dq = self._start_dq_part(own, ds_stage, part)
-        dk = self._start_gradient(own, dk, smem["ds"].at[ds_stage], smem["q"].at[q_stage], "k")
+        dk = self._start_gradient(own, dk, smem["ds"].at[ds_stage], "q", q_stage)
         if overlap and parts > 1:
             p_and_slope = self._probabilities(own, step + 1, products.wait(2, s))
             products.end_basic_block(own)
@@ -150,34 +160,37 @@ class WideCta(Cta):
         smem["ds"][ds_stage, :, queries] = ds.astype(plan.problem.dtype)
         self._meet()
 
-    def _all(self, operand: str, own: Any) -> Any:
-        """All rows of k or v, by an index that is 0 without LLVM's knowing: see `products.own_index`."""
-        return self.smem[operand].at[lax.div(own, jnp.int32(CONSUMERS))]
+    def _zero(self, own: Any) -> Any:
+        """An index of all rows of k or v, without LLVM's knowing that it is 0: see `products.own_index`."""
+        return lax.div(own, jnp.int32(CONSUMERS))
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
         queries = self.plan.own_queries
         return products.start(
             None,
-            self._all(left, own),
-            self.smem[right].at[stage, pl.ds(own * queries, queries)],
+            self.smem[left].at[self._zero(own)],
+            self.plan.tile(right, BLOCK_Q).part(self.smem[right], stage, pl.ds(own * queries, queries), slice(None)),
             columns=queries,
             transforms=(self._transforms(left),) * 2,
             transpose_a=False,
             transpose_b=True,
         )
 
-    def _start_gradient(self, own: Any, acc: jax.Array, a: Any, b: Any, operand: str) -> jax.Array:
-        """This consumer's columns of dk or dv."""
+    def _start_gradient(self, own: Any, acc: jax.Array, a: Any, operand: str, stage: Any) -> jax.Array:
+        """This consumer's columns of dk or dv, of those of q or d_out."""
         columns = acc.shape[1]
         return products.start(
             acc,
             a,
-            b.at[:, pl.ds(own * columns, columns)],
+            self._columns(operand, BLOCK_Q, stage, pl.ds(own * columns, columns)),
             columns=columns,
             transforms=(self._transforms("ds"), self._transforms(operand)),
             transpose_a=False,
             transpose_b=False,
         )
+
+    def _columns(self, operand: str, rows: int, number: Any, columns: Any) -> Any:
+        return self.plan.tile(operand, rows).columns_of(self.smem[operand].at[number], columns)
 
     def _dq_columns(self, own: Any, part: int) -> Any:
         return pl.ds(own * self.plan.own_columns[0] + part * self.plan.dq_columns, self.plan.dq_columns)
@@ -186,7 +199,7 @@ class WideCta(Cta):
         return products.start(
             None,
             self.smem["ds"].at[stage],
-            self._all("k", own).at[:, self._dq_columns(own, part)],
+            self._columns("k", BLOCK_KV, self._zero(own), self._dq_columns(own, part)),
             columns=self.plan.dq_columns,
             transforms=(self._transforms("ds"), self._transforms("k")),
             transpose_a=True,

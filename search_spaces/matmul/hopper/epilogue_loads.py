@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul import epilogue
+from search_spaces.matmul.hopper.factors import Source
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 
@@ -63,7 +64,7 @@ class EpilogueLoads:
       problem: whose `bias`, `activation` and `residual` are applied.
       swap_ab: accumulators are those of the transposed result.
       consumer: its number among the consumers.
-      bias, residual: in device memory; None where there is none.
+      bias, residual: where they lie in device memory; None where there is none.
       bias_full, bias_smem, residual_full, residual_smem: see `bias_scratch` and `residual_scratch`.
     """
 
@@ -71,7 +72,7 @@ class EpilogueLoads:
     problem: MatmulProblem
     swap_ab: bool
     consumer: Any
-    bias: Any = None
+    bias: Source | None = None
     residual: Any = None
     bias_full: Any = None
     bias_smem: Any = None
@@ -81,9 +82,10 @@ class EpilogueLoads:
     def fetch_bias(self, batch: Any, first_column: Any) -> None:
         """Asks for the columns of the result that the consumer computes."""
         if self.bias is not None:
+            (first_column,) = self.bias.at(first_column)
             columns = pl.ds(first_column, self.bias_smem.shape[-1])
             plgpu.copy_gmem_to_smem(
-                self._of_batch(self.bias, batch, columns),
+                self._of_batch(self.bias.array, batch, columns),
                 self.bias_smem.at[self.consumer],
                 self.bias_full.at[self.consumer],
             )

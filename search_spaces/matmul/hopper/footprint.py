@@ -38,11 +38,10 @@ STORE_OPERATIONS = 50
 def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     """A block is a work tile; copies before and after the kernel, and the reduction of split-K, are copied bytes."""
     t = Tiling(p, s)
-    itemsize, result = jnp.dtype(p.dtype).itemsize, p.result()
+    itemsize, result = jnp.dtype(p.dtype).itemsize, p.whole
     blocks_m, blocks_n = t.grid_m * t.cluster_m, t.grid_n * t.cluster_n
     row_bytes = p.k / (t.steps * s.split_k * t.cluster_k) * itemsize
     registers = t.wg_m * t.wg_n // WARPGROUP + OTHER_REGISTERS
-    allocated = round_up(registers, 8)
     # The epilogue is applied to complete accumulators: in the kernel, or where splits are reduced.
     whole = s.split_k == 1
     epilogue, epilogue_onchip_bytes = _epilogue(p, s, t)
@@ -53,12 +52,12 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     ]
     before = [*padded[:2], *(whole * copy for copy in padded[2:])]
     elements = np.prod(result.shape, dtype=np.int64)
-    # The reduction reads the accumulators of all splits, and the epilogue's operands, and writes the result.
-    after = np.where(
-        s.split_k > 1,
-        elements * (s.split_k * ACCUMULATOR_BYTES + result.dtype.itemsize) + epilogue_bytes,
-        padded_bytes(result.shape, t.c_extents, result.dtype.itemsize),
-    )
+    # The reduction reads the accumulators of all splits, and the epilogue's operands, and writes the results.
+    reduced = elements * (s.split_k * ACCUMULATOR_BYTES + result.dtype.itemsize) + epilogue_bytes
+    after = [
+        np.where(s.split_k > 1, reduced / len(p.columns), padded_bytes(each.shape, extents, each.dtype.itemsize))
+        for each, extents in zip(p.results(), t.c_extents, strict=True)
+    ]
     exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / t.cluster_k
     # A warp stores a row of a subtile at a time, each lane 4 bytes.
     warps_wide = cdiv(np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n) * result.dtype.itemsize, 4 * WARP)
@@ -124,15 +123,19 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         delay_release=s.delay_release,
         threads=t.consumers * WARPGROUP,
         registers=registers,
-        # With one consumer nobody gives registers back, and all threads have as many.
-        registers_per_block=WARPGROUP
-        * (t.consumers * allocated + np.where(t.consumers == 1, allocated, PRODUCER_REGISTERS)),
+        registers_per_block=registers_per_block(t, registers),
         cluster=t.cluster_m * t.cluster_n * t.cluster_k,
         dsmem_bytes=(t.cluster_k > 1) * (s.tile_m * s.tile_n // 2 * ACCUMULATOR_BYTES),
         persistent=True,
-        copied_bytes=sum(before) + after,
-        launches=1 + sum(copy > 0 for copy in (*before, after)),
+        copied_bytes=sum(before) + sum(after),
+        launches=1 + sum(copy > 0 for copy in (*before, *after)),
     )
+
+
+def registers_per_block(t: Tiling, registers: Any) -> Any:
+    """Of a CTA whose consumers need so many for each thread: with one, nobody gives any back, and all have as many."""
+    allocated = round_up(registers, 8)
+    return WARPGROUP * (t.consumers * allocated + np.where(t.consumers == 1, allocated, PRODUCER_REGISTERS))
 
 
 def _fill_rows(rows: tuple[int, Any], tile: tuple[Any, Any], width: Any) -> Any:

@@ -40,6 +40,7 @@ leaves the kernel is turned back.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,10 +51,12 @@ from jax.experimental import pallas as pl
 from search_spaces.hopper import untiled_swizzled
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
-from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
-from search_spaces.matmul.hopper.plan import Plan, plan, scratch
+from search_spaces.matmul.hopper.epilogue_stores import EpilogueStores
+from search_spaces.matmul.hopper.factors import Gate, Source, sources
+from search_spaces.matmul.hopper.operand import Operand
+from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.tiling import planar_snake
 from search_spaces.matmul.problem import MatmulProblem
@@ -66,42 +69,15 @@ CONSUMER_REGISTERS = 232
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
-    """`a` or `b`, as wgmma sees it.
-
-    Attributes:
-      array: in device memory.
-      batched: whether that has a batch axis.
-      tile: a stage of it...
-      smem: ...of which there are so many in shared memory.
-      multicast: the CTAs of a cluster load halves of each stage for each other.
-    """
-
-    array: Any
-    batched: bool
-    tile: SmemTile
-    smem: Any
-    multicast: bool
-
-    def load(self, batch: Any, corner: tuple[Any, Any], stage: Any, full: Any) -> None:
-        """Loads the tile at `corner` into a stage; `full` then tells."""
-        for index, box in self.tile.boxes(*corner):
-            plgpu.copy_gmem_to_smem(
-                self.array.at[(batch, *box) if self.batched else box],
-                self.smem.at[stage, *index],
-                full,
-                collective_axes="cluster" if self.multicast else None,
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class Cta:
     """A CTA of a launch, as its warpgroups see it.
 
     Attributes:
       plan: of the launch.
       a, b: the operands, and the pipeline that they share.
-      bias, residual, c: in device memory; None where there is no such operand.
+      biases: in device memory, one for each factor; none without a bias.
+      residual: in device memory; None where there is none.
+      results: in device memory.
       out_smem: stages of each consumer's epilogue subtiles.
       others: scratch of the epilogue's operands and of a reduction, by name.
       mailbox: of a reduction, for the interpreter.
@@ -115,9 +91,9 @@ class Cta:
     a: Operand
     b: Operand
     pipeline: Pipeline
-    bias: Any
+    biases: tuple[Source, ...]
     residual: Any
-    c: Any
+    results: tuple[Any, ...]
     out_smem: Any
     others: dict[str, Any]
     mailbox: list[Any]
@@ -137,15 +113,15 @@ class Cta:
         return product, row * s.tile_m, column * s.tile_n
 
 
-def kernel(problem: MatmulProblem, schedule: HopperSchedule) -> Callable[..., None]:
-    """The kernel, from its arrays in device memory: the operands, and the result or the accumulators of splits of k."""
-    launch = plan(problem, schedule)
+def kernel(problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None) -> Callable[..., None]:
+    """The kernel, from its arrays in device memory: operands, and results or the accumulators of splits of k."""
+    launch = plan(problem, schedule, gate)
     p, s, t, types = launch.p, launch.s, launch.t, scratch(launch)
 
     def matmul(*arrays: Any) -> None:
-        operands, (c, *mailbox) = arrays[: len(problem.operands())], arrays[len(problem.operands()) :]
-        a, b, bias, residual = problem.named(operands)
-        a, b = (b, a) if s.swap_ab else (a, b)
+        (a, weights, biases, residual), left = sources(problem, gate, arrays)
+        results, mailbox = tuple(left[: len(problem.results())]), left[len(problem.results()) :]
+        rows, columns = (weights, (Source(a),)) if s.swap_ab else ((Source(a),), weights)
         cluster, clusters = lax.axis_index("cluster_grid"), lax.axis_size("cluster_grid")
         rank, warpgroup = lax.axis_index("cluster"), lax.axis_index("wg")
         tiles = lax.div(t.products * t.grid_m * t.grid_n - 1 - cluster + clusters, clusters)
@@ -154,12 +130,12 @@ def kernel(problem: MatmulProblem, schedule: HopperSchedule) -> Callable[..., No
             others = dict(zip(types, refs, strict=True))
             cta = Cta(
                 plan=launch,
-                a=Operand(a, p.batch > 1, launch.a_tile, others.pop("a_smem"), s.cluster == "n"),
-                b=Operand(b, p.batch > 1, launch.b_tile, others.pop("b_smem"), s.cluster == "m"),
+                a=Operand(rows, p.batch > 1, launch.a_tile, others.pop("a_smem"), s.cluster == "n"),
+                b=Operand(columns, p.batch > 1, launch.b_tile, others.pop("b_smem"), s.cluster == "m"),
                 pipeline=Pipeline(s.stages, launch.groups, others.pop("full"), others.pop("empty")),
-                bias=bias,
+                biases=biases,
                 residual=residual,
-                c=c,
+                results=results,
                 out_smem=others.pop("out_smem"),
                 others=others,
                 mailbox=mailbox,
@@ -186,7 +162,8 @@ def _take_roles(cta: Cta) -> None:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         produce(cta)
         if cta.plan.reduction:
-            cta.plan.reduction.meet()
+            for _ in cta.plan.factors:
+                cta.plan.reduction.meet()
 
     @pl.when(cta.warpgroup != consumers)
     def consumer() -> None:
@@ -230,14 +207,14 @@ class Consumer:
       cta: its CTA.
       first_row, first_column: of a tile, as wgmma sees it, the first that it computes...
       first_own: ...and the first column that it finishes.
-      loads: of its epilogue's operands.
+      loads: of its epilogue's operands, for each factor.
     """
 
     cta: Cta
     first_row: Any
     first_column: Any
     first_own: Any
-    loads: EpilogueLoads
+    loads: tuple[EpilogueLoads, ...]
 
     @property
     def subtile_columns(self) -> int:
@@ -258,7 +235,7 @@ class Consumer:
     def fetch_residual(self, count: int, product: Any, row: Any, column: Any) -> None:
         """Asks for the `count`-th subtile."""
         stage = count % int(self.cta.plan.tiling.epi_stages)
-        self.loads.fetch_residual(stage, product, *self.corner(row, column, *self.subtiles[count]))
+        self.loads[0].fetch_residual(stage, product, *self.corner(row, column, *self.subtiles[count]))
 
 
 def consume(cta: Cta) -> None:
@@ -266,7 +243,12 @@ def consume(cta: Cta) -> None:
     launch, s, t = cta.plan, cta.plan.s, cta.plan.t
     reduction, others = launch.reduction, dict(cta.others)
     arrived = {name: others.pop(name) for name in (reduction.scratch() if reduction else ())}
-    loads = EpilogueLoads(launch.tiling, launch.problem, s.swap_ab, cta.warpgroup, cta.bias, cta.residual, **others)
+    loads = tuple(
+        EpilogueLoads(launch.tiling, factor, s.swap_ab, cta.warpgroup, bias, cta.residual, **own)
+        for factor, bias, own in zip(
+            launch.factors, cta.biases or launch.without, by_factor(launch, others), strict=True
+        )
+    )
     first_row = cta.warpgroup * t.wg_m if s.consumers == "cooperative_m" else 0
     first_column = cta.warpgroup * t.wg_n if s.consumers == "cooperative_n" else 0
     first_own = first_column + cta.rank * launch.out_n if reduction else first_column
@@ -275,11 +257,18 @@ def consume(cta: Cta) -> None:
     def compute(tile: Any, _: None) -> None:
         if launch.problem.fused:
             prefetch(consumer, tile)
-        acc = main_loop(consumer, tile)
+        accs = main_loop(consumer, tile)
         if reduction:
-            smem = cta.a.smem if launch.larger is launch.a_tile else cta.b.smem
-            acc = reduction.add(acc, cta.warpgroup, smem, launch.larger.transforms, cta.mailbox, **arrived)
-        finish(consumer, tile, acc)
+            smem, transforms = cta.a.smem if launch.larger is launch.a_tile else cta.b.smem, launch.larger.transforms
+            accs = tuple(
+                reduction.add(acc, cta.warpgroup, smem, transforms, [box], **arrived)
+                for acc, box in zip(accs, cta.mailbox or launch.without, strict=True)
+            )
+        if s.split_k == 1:
+            finish(consumer, tile, accs)
+        else:  # The reduction kernel multiplies.
+            for factor, acc in enumerate(accs):
+                finish(consumer, tile, (acc,), factor)
 
     if (groups := launch.groups) > 1:
         own = lax.div(cta.tiles - 1 - cta.warpgroup + groups, groups)
@@ -293,82 +282,101 @@ def prefetch(consumer: Consumer, tile: Any) -> None:
     """Asks for what the epilogue of a tile begins with."""
     launch = consumer.cta.plan
     product, row, column = consumer.cta.origin(tile)
-    consumer.loads.fetch_bias(product, row + consumer.first_row if launch.s.swap_ab else column + consumer.first_own)
+    for loads in consumer.loads:
+        loads.fetch_bias(product, row + consumer.first_row if launch.s.swap_ab else column + consumer.first_own)
     for count in range(int(launch.tiling.epi_stages)):
         consumer.fetch_residual(count, product, row, column)
 
 
-def main_loop(consumer: Consumer, tile: Any) -> jax.Array:
-    """The accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
+def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
+    """Each factor's accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
     cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
     pipeline, delay, untiled = cta.pipeline, s.delay_release, cta.plan.tiling.untiled
     rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
-    whole = slice(None)
+    whole, count = slice(None), len(cta.plan.factors)
 
     def stage_of(k_step: Any) -> Any:
         return pipeline.stage(tile * t.steps + k_step)
 
-    def start(stage: Any, acc: Any) -> Any:
-        """The accumulators to go on with: new ones, or `acc` itself, a reference to those in place."""
-        a = cta.a.tile.part(cta.a.smem, stage, *((whole, rows) if p.transpose_a else (rows, whole)))
-        b = cta.b.tile.part(cta.b.smem, stage, *((columns, whole) if p.transpose_b else (whole, columns)))
+    def start(stage: Any, accs: Any) -> Any:
+        """The accumulators to go on with: new ones, or `accs` themselves, references to those in place."""
+        parts = [
+            (
+                cta.a.part(factor, stage, *((whole, rows) if p.transpose_a else (rows, whole))),
+                cta.b.part(factor, stage, *((columns, whole) if p.transpose_b else (whole, columns))),
+            )
+            for factor in range(count)
+        ]
         pipeline.consumer_wait(tile, stage)
         if untiled:
-            return untiled_swizzled.wgmma(
-                acc, a, b, cta.a.tile.swizzle, transpose_a=p.transpose_a, transpose_b=p.transpose_b
+            transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
+            return tuple(
+                untiled_swizzled.wgmma(acc, a, b, cta.a.tile.swizzle, **transposes)
+                for acc, (a, b) in zip(accs, parts, strict=True)
             )
-        plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
-        return acc
+        for acc, (a, b) in zip(accs, parts, strict=True):
+            plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
+        return accs
 
     def release(stage: Any, pending: int) -> None:
         """Empties a stage when no more than so many steps, all later ones, are `pending`."""
-        plgpu.wgmma_wait(pending)
+        plgpu.wgmma_wait(pending * count)
         pipeline.consumer_release(stage)
 
-    def step(k_step: Any, acc: Any) -> Any:
+    def step(k_step: Any, accs: Any) -> Any:
         stage = stage_of(k_step)
-        acc = start(stage, acc)
+        accs = start(stage, accs)
         release(stage_of(k_step - delay) if delay else stage, delay)
-        return acc
+        return accs
 
-    def in_place(acc: Any) -> jax.Array:
+    def in_place(*accs: Any) -> tuple[jax.Array, ...]:
         for k_step in range(delay):
-            start(stage_of(k_step), acc)
+            start(stage_of(k_step), accs)
 
         def step_in_place(k_step: Any, _: None) -> None:
-            step(k_step, acc)
+            step(k_step, accs)
 
         lax.fori_loop(delay, t.steps, step_in_place, None)
         for k_step in range(t.steps - delay, t.steps):
             release(stage_of(k_step), 0)
-        return acc[...]
+        return tuple(acc[...] for acc in accs)
 
+    shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
     if untiled:  # Each step is waited for: the next step could not see that wgmmas are pending.
-        acc: jax.Array = lax.fori_loop(0, t.steps, step, untiled_swizzled.zeros((t.wg_m, t.wg_n), p.acc_dtype))
+        accs = tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count))
+        accs = lax.fori_loop(0, t.steps, step, accs)
     else:
-        acc = pl.run_scoped(in_place, plgpu.ACC((t.wg_m, t.wg_n), p.acc_dtype))
-    return acc
+        accs = pl.run_scoped(in_place, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
+    return accs
 
 
-def finish(consumer: Consumer, tile: Any, acc: jax.Array) -> None:
-    """The epilogue: bias, activation and residual, rounding and store of a tile, subtile by subtile."""
+def finish(consumer: Consumer, tile: Any, accs: tuple[jax.Array, ...], factor: int = 0) -> None:
+    """The epilogue: bias, activation and residual, rounding and store of a tile, subtile by subtile.
+
+    Several accumulators are multiplied then; `factor` says whose a split's are.
+    """
     cta, launch = consumer.cta, consumer.cta.plan
     fused, swap_ab, out_dtype = launch.problem.fused, launch.s.swap_ab, launch.out_tile.dtype
     stages, width, subtiles = int(launch.tiling.epi_stages), consumer.subtile_columns, consumer.subtiles
     # A plain product is rounded whole, another one subtile by subtile.
-    acc = acc if fused else acc.astype(out_dtype)
+    accs = accs if fused else tuple(acc.astype(out_dtype) for acc in accs)
     product, row, column = cta.origin(tile)
+    product = product + factor * launch.t.products if factor else product
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    consumer.loads.wait_for_bias()
+    for loads in consumer.loads:
+        loads.wait_for_bias()
     for count, (m, n) in enumerate(subtiles):
         stage = count % stages
         if count >= stages:
             plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)
-        value = acc[m : m + WGMMA_ROWS, n : n + width]
-        value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED) if swap_ab else value
+        values = [acc[m : m + WGMMA_ROWS, n : n + width] for acc in accs]
+        if swap_ab:
+            values = [plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED) for value in values]
         if fused:
             columns = pl.ds(m, WGMMA_ROWS) if swap_ab else pl.ds(n, width)
-            value = consumer.loads.apply(value, stage, columns).astype(out_dtype)
+            values = [loads.apply(value, stage, columns) for loads, value in zip(consumer.loads, values, strict=True)]
+            values = [math.prod(values[1:], start=values[0]).astype(out_dtype)]
+        (value,) = values
         store(consumer, product, (row, column, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
         if fused and count + stages < len(subtiles):
             consumer.fetch_residual(count + stages, product, row, column)
@@ -376,20 +384,11 @@ def finish(consumer: Consumer, tile: Any, acc: jax.Array) -> None:
 
 def store(consumer: Consumer, product: Any, place: tuple[Any, Any, int, int], smem: Any, value: jax.Array) -> None:
     """A subtile of the result, through its stage in shared memory, at a `place` as `Consumer.corner` takes it."""
-    c, launch = consumer.cta.c, consumer.cta.plan
-    out, swap_ab, several = launch.out_tile, launch.s.swap_ab, launch.t.products > 1
+    launch = consumer.cta.plan
+    stores = EpilogueStores(launch, consumer.cta.results)
     if launch.tiling.stored_by_threads:
-        corner = consumer.corner(*place)
-        of_product = c.at[product] if several else c
-        untiled_swizzled.store_to_gmem(of_product, *corner, smem, value, out.swizzle, transposed=swap_ab)
-        plgpu.commit_smem()
+        stores.by_threads(product, *consumer.corner(*place), smem, value)
         return
-    out.store(smem, value, transposed=swap_ab)
+    launch.out_tile.store(smem, value, transposed=launch.s.swap_ab)
     plgpu.commit_smem()
-    boxes = out.boxes(*consumer.corner(*place))
-    for number, (index, box) in enumerate(boxes, 1):
-        plgpu.copy_smem_to_gmem(
-            smem.at[index] if index else smem,
-            c.at[(product, *box) if several else box],
-            commit_group=number == len(boxes),
-        )
+    stores.by_tma(product, *consumer.corner(*place), smem)

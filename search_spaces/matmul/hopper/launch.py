@@ -18,6 +18,9 @@ DSMEM for 2048 x 576 x 7168 on an H200. The alternatives:
 **The epilogue.** Bias, activation and residual are applied to complete accumulators, before their one rounding: in the
 kernel (epilogue_loads.py), or in the reduction kernel.
 
+**Several results** side by side are arrays of their own, to which subtiles are stored (epilogue_stores.py); from splits
+of k the reduction kernel cuts them out.
+
 **Ragged rows.** TMA reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
 device memory, and its wgmma takes no operand without a swizzle, which has rows of 32 bytes at least. Where an array has
 more than 8 rows that are no multiple of 8, or rows that are over 128 bytes long and no multiple of 32, all tiles have
@@ -40,15 +43,14 @@ import jax.numpy as jnp
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.operands import not_hopper, padded
-from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
-from search_spaces.matmul.hopper.dsmem_reduction import dsmem_reduction
 from search_spaces.matmul.hopper.footprint import footprint
-from search_spaces.matmul.hopper.kernel import kernel
+from search_spaces.matmul.hopper.persistent_launch import launched
 from search_spaces.matmul.hopper.schedule import HopperSchedule
-from search_spaces.matmul.hopper.space import space
+from search_spaces.matmul.hopper.space import LEAST_STEP, space
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.problem import Arrays
 from search_spaces.space import Columns, Space
 
 
@@ -65,6 +67,8 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
         if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
             return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
+        if (step := problem.results_start) and step % LEAST_STEP:
+            return f"writes results side by side that start at multiples of {LEAST_STEP} columns, not of {step}"
         return None
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
@@ -75,40 +79,18 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
 
     def run(
         self, problem: MatmulProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
-    ) -> jax.Array:
+    ) -> Arrays:
         p, s = problem, schedule
-        inside = p if s.split_k == 1 else p.plain  # The reduction kernel applies the epilogue of a split.
-        t = Tiling(inside, s)
-        operands = [padded(x, extents) for x, extents in zip(args, t.extents, strict=False)]  # of a split: a and b
-        ctas = t.cluster_m * t.cluster_n * t.cluster_k
-        tiles = t.products * t.grid_m * t.grid_n  # of a cluster
-        clusters = max(1, min(target.cores // ctas, tiles))
-        dtype = p.result().dtype if s.split_k == 1 else p.acc_dtype
-        lead = (t.products,) if t.products > 1 else ()
-        reduction = dsmem_reduction(inside, s)
-        if reduction and clusters < tiles:
-            raise ValueError(f"{s} shares a tile along k between two CTAs, for which {p} has too many on {target}")
-        mailbox = reduction.mailbox(clusters) if reduction else ()
-        launch = plgpu.kernel(
-            kernel(inside, s),
-            out_type=(jax.ShapeDtypeStruct((*lead, *map(int, t.c_extents)), dtype), *mailbox),
-            grid=(clusters,),
-            grid_names=("cluster_grid",),
-            cluster=(ctas,),
-            cluster_names=("cluster",),
-            num_threads=t.consumers + 1,
-            thread_name="wg",
-            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        )
-        # Indices are 32 bits wide, whatever the user's default.
-        with jax.enable_x64(False):
-            c: jax.Array = launch(*operands)[0]
-        whole = c if t.c_extents == (p.m, p.n) else c[..., : p.m, : p.n]
-        return whole if s.split_k == 1 else _reduce(p, s, whole, args)
+        # The reduction kernel of a split applies the epilogue, and cuts out several results.
+        inside = p if s.split_k == 1 else p.plain.joined
+        extents = Tiling(inside, s).extents  # of a split: a and b
+        operands = [padded(x, each) for x, each in zip(args, extents, strict=False)]
+        results = launched(inside, s, target, operands, posed=p)
+        return p.pack(results) if s.split_k == 1 else _reduce(p, s, results[0], args)
 
 
-def _reduce(p: MatmulProblem, s: HopperSchedule, splits: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
-    """The result from the accumulators ``[split_k * batch, m, n]`` of all splits, added first to last, rounded once."""
-    splits = splits.reshape(s.split_k, *p.result().shape)
+def _reduce(p: MatmulProblem, s: HopperSchedule, splits: jax.Array, args: Sequence[jax.Array]) -> Arrays:
+    """The results from the accumulators ``[split_k * batch, m, n]`` of all splits, added in order, rounded once."""
+    splits = splits.reshape(s.split_k, *p.whole.shape)
     acc = functools.reduce(operator.add, (splits[split] for split in range(s.split_k)))
-    return p.apply_epilogue(acc, args).astype(p.result().dtype)
+    return p.cut(p.apply_epilogue(acc, args).astype(p.whole.dtype))

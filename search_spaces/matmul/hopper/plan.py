@@ -11,6 +11,7 @@ from search_spaces.hopper.smem_layout import SmemTile, Tiled, Untiled
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.dsmem_reduction import DsmemReduction, dsmem_reduction
 from search_spaces.matmul.hopper.epilogue_loads import bias_scratch, residual_scratch
+from search_spaces.matmul.hopper.factors import Gate, factors
 from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
@@ -26,6 +27,7 @@ class Plan:
       a_tile, b_tile: a stage of each operand.
       out_tile: an epilogue subtile.
       reduction: of cluster split-K.
+      factors: the products of `a` whose results are multiplied, the first of which is `problem`.
     """
 
     problem: MatmulProblem
@@ -37,6 +39,7 @@ class Plan:
     b_tile: SmemTile
     out_tile: SmemTile
     reduction: DsmemReduction | None
+    factors: tuple[MatmulProblem, ...]
 
     @property
     def larger(self) -> SmemTile:
@@ -49,12 +52,22 @@ class Plan:
         return int(self.t.wg_n // self.t.cluster_k)
 
     @property
+    def without(self) -> tuple[None, ...]:
+        """What each factor has of what there is not."""
+        return (None,) * len(self.factors)
+
+    @property
+    def places(self) -> int:
+        """Matrices that a launch leaves: of a split of k the accumulators of each factor."""
+        return int(self.t.products * (len(self.factors) if self.s.split_k > 1 else 1))
+
+    @property
     def groups(self) -> int:
         """Of consumers that take whole tiles in turn."""
         return int(self.t.consumers // self.t.cooperating)
 
 
-def plan(problem: MatmulProblem, schedule: HopperSchedule) -> Plan:
+def plan(problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None) -> Plan:
     """Of a launch for `problem` by a legal schedule.
 
     Raises:
@@ -63,7 +76,7 @@ def plan(problem: MatmulProblem, schedule: HopperSchedule) -> Plan:
     tiling = Tiling(problem, schedule)
     p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
     dtype = jnp.dtype(p.dtype)
-    out_dtype = p.result().dtype if s.split_k == 1 else p.acc_dtype
+    out_dtype = p.whole.dtype if s.split_k == 1 else p.acc_dtype
     a_extents = (s.tile_k, s.tile_m) if p.transpose_a else (s.tile_m, s.tile_k)
     b_extents = (s.tile_n, s.tile_k) if p.transpose_b else (s.tile_k, s.tile_n)
     layout = Untiled if tiling.untiled else Tiled
@@ -77,6 +90,7 @@ def plan(problem: MatmulProblem, schedule: HopperSchedule) -> Plan:
         b_tile=layout(*b_extents, dtype, int(tiling.swizzle)),
         out_tile=layout(int(tiling.epi_m), int(tiling.epi_n), out_dtype, int(tiling.out_swizzle)),
         reduction=dsmem_reduction(problem, schedule),
+        factors=factors(problem, gate),
     )
     larger = made.larger
     if made.reduction and made.reduction.onchip_bytes > s.stages * larger.rows * larger.columns * dtype.itemsize:
@@ -88,13 +102,15 @@ def scratch(launch: Plan) -> dict[str, Any]:
     """Arrays and barriers of a CTA, by name."""
     s, t, dtype = launch.s, launch.t, launch.a_tile.dtype
     a, b, out = launch.a_tile, launch.b_tile, launch.out_tile
+    weights = len(launch.factors)
+    of_a, of_b = (weights, 1) if s.swap_ab else (1, weights)  # tiles of a step
     empty = {"num_arrivals": t.cooperating, "num_barriers": s.stages}
     return {
-        "a_smem": plgpu.SMEM((s.stages, *a.shape), dtype, transforms=a.transforms),
+        "a_smem": plgpu.SMEM((s.stages * of_a, *a.shape), dtype, transforms=a.transforms),
         **(launch.reduction.scratch() if launch.reduction else {}),
-        "b_smem": plgpu.SMEM((s.stages, *b.shape), dtype, transforms=b.transforms),
+        "b_smem": plgpu.SMEM((s.stages * of_b, *b.shape), dtype, transforms=b.transforms),
         **bias_scratch(launch.problem, launch.tiling),
-        "full": plgpu.Barrier(num_arrivals=a.copies + b.copies, num_barriers=launch.groups * s.stages),
+        "full": plgpu.Barrier(num_arrivals=of_a * a.copies + of_b * b.copies, num_barriers=launch.groups * s.stages),
         "out_smem": plgpu.SMEM(
             (t.consumers, int(launch.tiling.epi_stages), *out.shape), out.dtype, transforms=out.transforms
         ),
@@ -103,4 +119,19 @@ def scratch(launch: Plan) -> dict[str, Any]:
         if s.cluster in ("none", "split_k")
         else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
         **residual_scratch(launch.problem, launch.tiling),
+        **{
+            f"{name}_{number}": array
+            for number, factor in enumerate(launch.factors[1:], 1)
+            for name, array in bias_scratch(factor, launch.tiling).items()
+        },
     }
+
+
+def by_factor(launch: Plan, others: dict[str, Any]) -> list[dict[str, Any]]:
+    """The scratch of each factor's epilogue, by the names that `EpilogueLoads` has for it."""
+    first = {name: x for name, x in others.items() if not name[-1].isdigit()}
+    more = [
+        {name.removesuffix(end): x for name, x in others.items() if name.endswith(end)}
+        for end in (f"_{number}" for number in range(1, len(launch.factors)))
+    ]
+    return [first, *more]

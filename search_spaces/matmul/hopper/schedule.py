@@ -52,9 +52,12 @@ _OTHER = {"m": "n", "n": "m", "cooperative_m": "cooperative_n", "cooperative_n":
 
 
 def mirrored(p: MatmulProblem, s: HopperSchedule) -> tuple[MatmulProblem, HopperSchedule]:
-    """The same product as ``c^T = b^T a^T``, and the same schedule for it: m and n, `a` and `b` change places."""
+    """The same product as ``c^T = b^T a^T``, and the same schedule for it: m and n, `a` and `b` change places.
+
+    What were several results side by side is one.
+    """
     return (
-        dataclasses.replace(p, m=p.n, n=p.m, transpose_a=not p.transpose_b, transpose_b=not p.transpose_a),
+        dataclasses.replace(p.joined, m=p.n, n=p.m, transpose_a=not p.transpose_b, transpose_b=not p.transpose_a),
         dataclasses.replace(
             s,
             tile_m=s.tile_n,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WGMMA_ROWS
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.tiling import untiled
 from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, quantizing
@@ -20,12 +20,17 @@ FEWEST_STEPS = 4
 # Of fewer stages none can be spared for a wgmma that is pending, where consumers cooperate: 1024 x 1024 x 2048 takes
 # 8.6 us with delay_release and 9.1 without on an H200, with eight stages of 64; with four of 128 9.8 and 9.1.
 LONG_PIPELINE = 6
+# Columns of the narrowest epilogue subtile, but for tiles that leave SMs idle: results side by side start at multiples.
+LEAST_STEP = 32
 SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
-    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 3,000 for large ones."""
-    itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedule]:
+    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 3,000 for large ones.
+
+    Of products of one `a` that are multiplied there are several `factors`: each has its tile of `b` and its results.
+    """
+    itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.whole.dtype.itemsize
 
     def tiles(tile_m: Any, tile_n: Any) -> Any:
         return p.batch * cdiv(p.m, tile_m) * cdiv(p.n, tile_n)
@@ -43,7 +48,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
         return cdiv(work_tiles(s), cores)
 
     def pipeline_bytes(s: Any, stages: Any) -> Any:
-        return stages * (s.tile_m + s.tile_n) * s.tile_k * itemsize
+        return stages * (s.tile_m + factors * s.tile_n) * s.tile_k * itemsize
 
     def steps_of_tile(s: Any) -> Any:
         return cdiv(cdiv(p.k, s.tile_k), splits(s))
@@ -79,7 +84,9 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
 
     even = [
         (m, n, splits, swap_ab)
-        for m, n, splits, swap_ab in quantizing(p, list(itertools.product(tile_m, tile_n)), splits_of_k, busiest)
+        for m, n, splits, swap_ab in quantizing(
+            p, list(itertools.product(tile_m, tile_n)), splits_of_k, busiest, factors
+        )
         if not (swap_ab and few_rows)
     ]
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
@@ -91,7 +98,7 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
     return Space(
         HopperSchedule,
         choices={
-            "epi_tile_n": (64, 128, 32, 16) if idle_cores else (64, 128, 32),
+            "epi_tile_n": (64, 128, 32, 16) if idle_cores or factors > 1 else (64, 128, 32),
             "consumers": (
                 ("cooperative_m", "cooperative_n", "ping_pong", "one")
                 if idle_cores or few_rows
@@ -125,8 +132,8 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "ping-pong tiles are the largest of one consumer, or half as large": lambda s: (
                 (s.consumers != "ping_pong")
                 | np.logical_not(s.swap_ab)
-                & (2 * s.tile_m * s.tile_n >= MOST_RESULTS // 2)
-                & (2 * s.tile_m * s.tile_n <= MOST_RESULTS)
+                & (2 * factors * s.tile_m * s.tile_n >= MOST_RESULTS // 2)
+                & (2 * factors * s.tile_m * s.tile_n <= MOST_RESULTS)
             ),
             "epilogue subtiles divide a consumer's columns": lambda s: (
                 (_columns(s) % np.where(s.swap_ab, 8, s.epi_tile_n) == 0)
@@ -135,8 +142,12 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             f"epilogue subtiles are {subtile_widths} bytes wide where the columns allow it": lambda s: (
                 s.swap_ab
                 | (s.epi_tile_n * out_itemsize <= 256)
-                & ((s.epi_tile_n * out_itemsize >= least_subtile_bytes) | (_columns(s) % (2 * s.epi_tile_n) != 0))
+                & (
+                    (s.epi_tile_n * out_itemsize >= least_subtile_bytes)
+                    | (np.gcd(_columns(s), p.results_start) % (2 * s.epi_tile_n) != 0)
+                )
             ),
+            **_of_several_results(p),
             "tiles of no power of two quantize into more even waves than all that load no more": lambda s: (
                 np.where(s.swap_ab, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
                 | _among(even, s.tile_m, s.tile_n, splits(s), s.swap_ab)
@@ -146,6 +157,10 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             ),
             "split-K is reduced by a second kernel, or within a cluster": lambda s: (
                 (s.split_k == 1) | (s.cluster != "split_k")
+            ),
+            "what a CTA of a cluster in split-K gets from the other one fits the operands' stages": lambda s: (
+                (s.cluster != "split_k")
+                | (ACCUMULATOR_BYTES // 2 * np.minimum(s.tile_m, s.tile_n) <= s.stages * s.tile_k * itemsize)
             ),
             "no split of k is empty": lambda s: (splits(s) - 1) * steps_of_tile(s) * s.tile_k < p.k,
             "more splits of k would leave fewer SMs idle": lambda s: (
@@ -168,8 +183,8 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             "a cluster has two tiles, and halves the loads of the larger operand": lambda s: (
                 (s.cluster == "none")
                 | (s.cluster == "split_k")
-                | ((s.cluster == "m") & (p.m > s.tile_m) & (s.tile_n >= s.tile_m))
-                | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= s.tile_n))
+                | ((s.cluster == "m") & (p.m > s.tile_m) & (factors * s.tile_n >= s.tile_m))
+                | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= factors * s.tile_n))
             ),
             "where rasterization changes nothing, one order is enough": lambda s: (
                 order_matters(s) | ((s.grid_minor_dim == "n") & (s.grid_tile_width == 1))
@@ -183,6 +198,17 @@ def space(p: MatmulProblem, cores: int) -> Space[HopperSchedule]:
             ),
         },
     )
+
+
+def _of_several_results(p: MatmulProblem) -> dict[str, Any]:
+    """Rules for results side by side: the first column of a subtile tells where it is stored (epilogue_stores.py)."""
+    if not p.split_sizes:
+        return {}
+    return {
+        f"epilogue subtiles end where results do, at multiples of {p.results_start} columns": lambda s: (
+            (s.split_k > 1) | (p.results_start % np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n) == 0)
+        )
+    }
 
 
 def _among(tiles: list[tuple[int, int, int, bool]], tile_m: Any, tile_n: Any, splits: Any, swap_ab: Any) -> Any:

@@ -34,15 +34,15 @@ class Tiling:
       out_itemsize: bytes of an element of a subtile: of the result, or of an accumulator where k is split.
       untiled: tiles of arrays have the untiled swizzled layout, for which TMA takes any extents (smem_layout.py).
       swizzle, out_swizzle: bytes of a swizzled row of the operands, and of the subtiles: 16 is no swizzle.
-      extents, c_extents: of the last axes of each operand in device memory, in their order, and of those of the
+      extents, c_extents: of the last axes of each operand in device memory, in their order, and of those of each
         result, padded as far as TMA demands it.
-      stored_by_threads: threads write the result to device memory, as TMA cannot address its rows.
+      stored_by_threads: threads write the results to device memory, as TMA cannot address rows of theirs.
       bias_width: where there is a bias, the columns of it that a consumer copies: its own, up to whole 128 bytes.
       residual_swizzle: where there is a residual, bytes of a swizzled row of its subtiles.
     """
 
     def __init__(self, p: MatmulProblem, s: Any) -> None:
-        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.result().dtype.itemsize
+        itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.whole.dtype.itemsize
         halved_m, halved_n = s.consumers == "cooperative_m", s.consumers == "cooperative_n"
         self.consumers = 2 - (s.consumers == "one")
         self.cooperating = 1 + halved_m + halved_n
@@ -66,7 +66,7 @@ class Tiling:
         a, b = operand_extents(p)
         # A wgmma wants both operands swizzled alike, and a warpgroup's half must end where a swizzled row ends.
         a_row, b_row = (self.wg_m if p.transpose_a else s.tile_k), (s.tile_k if p.transpose_b else self.wg_n)
-        limits, c_limits = ((), ()) if self.untiled else ((a[1], b[1]), (p.n,))
+        limits, c_limits = ((), ()) if self.untiled else ((a[1], b[1]), p.columns)
         self.swizzle = swizzled_bytes(np.gcd(a_row, b_row), itemsize, limits)
         self.extents: list[tuple[Any, ...]] = [
             tma_extents(array, self.swizzle, itemsize, untiled=self.untiled) for array in (a, b)
@@ -78,9 +78,12 @@ class Tiling:
             swizzled_bytes(self.epi_n, out_itemsize, c_limits, least),
         )
         # Accumulators of a split lie in an array of our own, whose rows TMA can address.
-        self.stored_by_threads = self.untiled and p.n * out_itemsize % TMA_GMEM_ALIGNMENT > 0 and np.equal(s.split_k, 1)
-        c_rows, c_columns = tma_extents((p.m, p.n), self.out_swizzle, self.out_itemsize, untiled=self.untiled)
-        self.c_extents: tuple[Any, Any] = c_rows, np.where(self.stored_by_threads, p.n, c_columns)
+        unaligned = any(n * out_itemsize % TMA_GMEM_ALIGNMENT for n in p.columns)
+        self.stored_by_threads = self.untiled and unaligned and np.equal(s.split_k, 1)
+        self.c_extents: list[tuple[Any, Any]] = []
+        for n in p.columns:
+            c_rows, c_columns = tma_extents((p.m, n), self.out_swizzle, self.out_itemsize, untiled=self.untiled)
+            self.c_extents.append((c_rows, np.where(self.stored_by_threads, n, c_columns)))
 
         if p.bias:
             bias_itemsize = jnp.dtype(p.bias).itemsize
@@ -100,7 +103,7 @@ def operand_extents(p: MatmulProblem) -> tuple[tuple[int, int], tuple[int, int]]
 def untiled(p: MatmulProblem) -> bool:
     """Whether an operand or the result takes the untiled swizzled layout; then all of them have it."""
     itemsize, (a, b) = jnp.dtype(p.dtype).itemsize, operand_extents(p)
-    c_sizes = [jnp.dtype(dtype).itemsize for dtype in (p.result().dtype, p.residual) if dtype]
+    c_sizes = [jnp.dtype(dtype).itemsize for dtype in (p.whole.dtype, p.residual) if dtype]
     sizes = ((a, itemsize), (b, itemsize), *(((p.m, p.n), size) for size in c_sizes))
     return any(needs_untiled(extents, size) for extents, size in sizes)
 

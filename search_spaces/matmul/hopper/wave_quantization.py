@@ -22,6 +22,7 @@ def quantizing(
     squares: Sequence[tuple[int, int]],
     splits_of_k: Sequence[int],
     busiest: Callable[[Any, Any, int], Any],
+    factors: int = 1,
 ) -> list[tuple[int, int, int, bool]]:
     """tile_m, tile_n, split_k and swap_ab of the tiles that quantize best.
 
@@ -38,15 +39,17 @@ def quantizing(
       splits_of_k: values of split_k.
       busiest: of arrays of tile_m and tile_n, and split_k: what the busiest CTA computes, in any unit; infinite where k
         is not to be split so.
+      factors: products of one `a`, of each of which a CTA has a tile.
     """
     tile_m, tile_n = {m for m, _ in squares}, {n for _, n in squares}
+    most = MOST_RESULTS // factors
     fine = range(80, 256, 16)
-    plain = [(m, n, False) for m, n in squares if m * n <= MOST_RESULTS]
+    plain = [(m, n, False) for m, n in squares if m * n <= most]
     others = [(m, n, False) for n in (fine if p.transpose_b else (96, 160, 192, 224)) for m in (*tile_m, 192)]
     others += [(192, n, False) for n in tile_n]
     if not p.transpose_a and not p.transpose_b:
         others += [(m, n, True) for m in fine if m % WGMMA_ROWS for n in (*tile_n, 192)]
-    others = [(m, n, swap_ab) for m, n, swap_ab in others if m * n <= MOST_RESULTS and m < 2 * p.m and n < 2 * p.n]
+    others = [(m, n, swap_ab) for m, n, swap_ab in others if m * n <= most and m < 2 * p.m and n < 2 * p.n]
 
     m, n, swap_ab = np.array(plain + others).T
     number = np.arange(len(m))
@@ -58,7 +61,7 @@ def quantizing(
     best: list[tuple[int, int, int, bool]] = []
     for splits in splits_of_k:
         work = busiest(m, n, splits)
-        loads = work * (1 / m + 1 / n)
+        loads = work * (factors / m + 1 / n)
         better = (work / handicap < work[:, None]) & (loads * (1 + narrow) / handicap <= loads[:, None])
         alike = (work == work[:, None]) & (loads == loads[:, None]) & (number < number[:, None])
         kept = ~square & np.isfinite(work) & ~(comparable & (better | alike)).any(axis=1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -29,7 +31,9 @@ class Cta(Generic[Plan]):
       plan: how rows are divided.
       reduction: the formula.
       buffer: the all-reduce of the cluster.
-      x, out: flat references to all rows, and to their results.
+      xs: flat references to all rows, of each operand that is rows.
+      out: flat reference to their results.
+      row_out: that to the rows which were reduced, where these are a result; else nothing.
       shared: reference to the aligned copies of what all rows share, or None.
       mailbox: reference to the interpreter's substitute for DSMEM, or None.
       warpgroup: its number.
@@ -42,8 +46,9 @@ class Cta(Generic[Plan]):
     plan: Plan
     reduction: Reduction
     buffer: PartialsBuffer
-    x: Any
+    xs: Sequence[Any]
     out: Any
+    row_out: Sequence[Any]
     shared: Any
     mailbox: Any
     warpgroup: Any
@@ -54,20 +59,43 @@ class Cta(Generic[Plan]):
     scratch: Scratch
 
     def copy(self, first: Any, stage: Any) -> None:
-        """Starts the TMA bulk copy of a chunk, from an element of the array on, into a stage."""
-        plgpu.copy_gmem_to_smem(
-            self.x.at[pl.ds(first, self.plan.chunk)],
-            self.scratch.stages.at[stage],
-            self.scratch.full.at[stage],
-            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
-        )
+        """Starts the TMA bulk copies of a chunk, from an element of the array on, into a stage of each operand."""
+        for x, stages in zip(self.xs, self.scratch.stages, strict=True):
+            plgpu.copy_gmem_to_smem(
+                x.at[pl.ds(first, self.plan.chunk)],
+                stages.at[stage],
+                self.scratch.full.at[stage],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one run of bytes: a copy of any length
+            )
 
     def init(self) -> Statistics:
         return tuple(self.plan.layout.full(value) for value in self.reduction.init)
 
+    def load_narrow(self, start: Any) -> jax.Array:
+        """A fragment of the row that is reduced, from device memory, in the dtype that it has there."""
+        return self.reduction.prologue(*(self.plan.layout.load_flat_narrow(x, start) for x in self.xs))
+
     def load(self, stage: Any) -> list[jax.Array]:
         """This warpgroup's fragments of the chunk that a stage holds."""
-        return [self.plan.layout.load_flat(self.scratch.stages.at[stage], start) for start in self.starts]
+        layout, stages = self.plan.layout, self.scratch.stages
+        return [
+            self.reduction.prologue(*(layout.load_flat_narrow(each.at[stage], at) for each in stages)).astype(
+                jnp.float32
+            )
+            for at in self.starts
+        ]
+
+    def load_share(self, stage: Any) -> jax.Array:
+        """This warpgroup's share of it as one array."""
+        layout, stages = self.plan.chunk_layout, self.scratch.stages
+        row = self.reduction.prologue(*(layout.load_narrow(each.at[stage], self.share) for each in stages))
+        return row.astype(jnp.float32)
+
+    def store_row(self, first: Any, fragments: Sequence[jax.Array]) -> None:
+        """Stores fragments of a chunk of the row itself, where that is a result; `first` is the chunk's element."""
+        for ref in self.row_out:
+            for at, fragment in zip(self.starts, fragments, strict=True):
+                self.plan.layout.store_flat(ref, first + at, fragment)
 
     def update(self, statistics: Statistics, fragments: Sequence[jax.Array], overlap: Any) -> Statistics:
         """With this warpgroup's fragments of a chunk, whose first `overlap` elements another chunk counts."""
@@ -86,19 +114,19 @@ class Cta(Generic[Plan]):
         return self.buffer.wait(self.reduction, *arrival)
 
     def apply_ends(self, ends: list[End], start: RowStart, final: Statistics) -> None:
-        self.plan.ends.apply(self.reduction, ends, start, self.shared, final, self.out)
+        self.plan.ends.apply(self.reduction, ends, start, self.shared, final, self.out, self.row_out)
 
 
 def launch(
     run: Callable[[Cta[Plan]], None],
     reduction: Reduction,
     plan: Plan,
-    result: jax.ShapeDtypeStruct,
-    x: jax.Array,
+    results: Sequence[jax.ShapeDtypeStruct],
+    by_row: Sequence[jax.Array],
     shared: Sequence[jax.Array],
     **grid: int,
-) -> jax.Array:
-    """The result of a kernel.
+) -> list[jax.Array]:
+    """The results of a kernel: of each element, and the row itself where `Reduction.returns_row`.
 
     Args:
       run: what each warpgroup of a CTA does.
@@ -108,8 +136,9 @@ def launch(
     buffer = plan.partials(statistics)
 
     def kernel(*refs: Any) -> None:
-        x, *weights, out = refs[: 2 + len(shared)]
-        mailbox = refs[2 + len(shared) :]
+        rest = iter(refs)
+        xs, weights, outs = ([*itertools.islice(rest, len(of))] for of in (by_row, shared, results))
+        mailbox = [*rest]
         warpgroup = lax.axis_index("warpgroup")
         start_of, overlap_of = plan.chunks_of_rank()
         cta = functools.partial(
@@ -117,8 +146,9 @@ def launch(
             plan=plan,
             reduction=reduction,
             buffer=buffer,
-            x=x,
-            out=out,
+            xs=xs,
+            out=outs[0],
+            row_out=outs[1:],
             shared=weights[0] if weights else None,
             mailbox=mailbox[0] if mailbox else None,
             warpgroup=warpgroup,
@@ -127,18 +157,19 @@ def launch(
             start_of=start_of,
             overlap_of=overlap_of,
         )
-        scratch = plan.scratch(x.dtype, statistics)
+        scratch = plan.scratch(xs[0].dtype, len(xs), statistics)
         pl.run_scoped(lambda scratch: run(cta(scratch=scratch)), scratch, collective_axes="warpgroup")
 
     in_cluster = {"cluster": (plan.cluster,), "cluster_names": (CLUSTER_RANK,)} if plan.cluster > 1 else {}
-    made: jax.Array = plgpu.kernel(
+    flat = [jax.ShapeDtypeStruct((result.size,), result.dtype) for result in results]
+    made = plgpu.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((result.size,), result.dtype), *buffer.mailbox(result.shape[0])),
+        out_type=(*flat, *buffer.mailbox(results[0].shape[0])),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=plan.warpgroups,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
         **in_cluster,
-    )(x.reshape(-1), *map(plan.aligned_copies, shared))[0]
-    return made.reshape(result.shape)
+    )(*(x.reshape(-1) for x in by_row), *map(plan.aligned_copies, shared))
+    return [x.reshape(result.shape) for x, result in zip(made, results, strict=False)]  # without a mailbox

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import ACCESS_BYTES, WARP, WARPGROUP, WARPS
+from search_spaces.problem import nbytes
 from search_spaces.rowwise.hopper.accesses import coalescing
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
 from search_spaces.rowwise.hopper.register_resident import RegisterResident
@@ -68,7 +69,8 @@ def _of_registers(p: RowProblem, s: Columns, costs: ElementCosts, statistics: in
     plan = RegisterResident.of(p.columns, s)
     rows = np.minimum(plan.block_rows, p.rows)
     shared = _Shared(p)
-    accesses = plan.layout.rows * plan.accesses * s.warps * (2 * s.rows + shared.accesses(s.vector))
+    to_rows = len(p.row_operands) + len(p.results())
+    accesses = plan.layout.rows * plan.accesses * s.warps * (to_rows * s.rows + shared.accesses(s.vector))
     registers = _RESIDENT_REGISTERS + (s.rows + shared.words) * plan.accesses * s.vector
     step = Phase(
         mufu_ops=costs.mufu_ops[0] * rows * p.columns,
@@ -109,10 +111,11 @@ def _of_chunks(
 ) -> Footprint:
     shared = _Shared(p)
     # Copies, loads of register-cached chunks, stores, loads of what rows share, and the ends.
+    operands, results = len(p.row_operands), len(p.results())
     in_smem = plan.chunks - register_chunks
-    accesses = in_smem + register_chunks * plan.chunk_lines
-    accesses = accesses + plan.chunks * plan.chunk_lines * (1 + shared.accesses(s.vector))
-    accesses = accesses + plan.ends.fragments * WARPS * (2 + (shared.bytes > 0)) / s.cluster
+    accesses = operands * (in_smem + register_chunks * plan.chunk_lines)
+    accesses = accesses + plan.chunks * plan.chunk_lines * (results + shared.accesses(s.vector))
+    accesses = accesses + plan.ends.fragments * WARPS * (operands + results + (shared.bytes > 0)) / s.cluster
     kept_words = 1.0 if costs.widens else p.itemsize / 4
     words = statistics + s.accesses * (1 + shared.words + register_chunks * kept_words)
     registers = _CHUNK_REGISTERS + words * s.vector
@@ -121,7 +124,7 @@ def _of_chunks(
     step = Phase(
         mufu_ops=costs.mufu_ops[1] * elements / steps,
         fp32_ops=(costs.fp32_ops[1] * elements + WARP * accesses) / steps,
-        onchip_bytes_read=in_smem / plan.chunks * 2 * p.itemsize * elements / steps,
+        onchip_bytes_read=in_smem / plan.chunks * 2 * operands * p.itemsize * elements / steps,
         transactions=accesses / steps,
     )
     return Footprint(
@@ -129,7 +132,7 @@ def _of_chunks(
             p, s, blocks=np.full(len(s), p.rows), rows=1, cluster=s.cluster, steps=steps, shared=shared, step=step
         ),
         steps=steps,
-        onchip_bytes=plan.smem_bytes(p.itemsize, statistics),
+        onchip_bytes=plan.smem_bytes(p.itemsize, operands, statistics),
         threads=s.warps * WARP,
         **_registers(registers, s.warps * WARP),
         cluster=s.cluster,
@@ -142,8 +145,9 @@ class _Shared:
     """Of the operands that all rows share: bytes in all, and 32-bit words of an element, which stays as it comes."""
 
     def __init__(self, p: RowProblem) -> None:
-        self.itemsize = max((x.dtype.itemsize for x in p.operands()[1:]), default=0)
-        self.bytes = sum(x.size * x.dtype.itemsize for x in p.operands()[1:])
+        _, shared = p.apart(p.operands())
+        self.itemsize = max((x.dtype.itemsize for x in shared), default=0)
+        self.bytes = sum(map(nbytes, shared))
         self.words = self.itemsize / 4
 
     def accesses(self, vector: Any) -> Any:
@@ -155,7 +159,7 @@ def _common(
     p: RowProblem, s: Columns, *, blocks: Any, rows: Any, cluster: Any, steps: Any, shared: _Shared, step: Phase
 ) -> dict[str, Any]:
     """Fields that all residencies fill alike, of blocks of so many rows; `step` has what each demands of lanes."""
-    bytes_written = p.rows / (blocks * cluster) * p.columns * p.itemsize
+    bytes_of_each = p.rows / (blocks * cluster) * p.columns * p.itemsize
     return {
         "arithmetic": p.arithmetic,
         "grid": (blocks, cluster),
@@ -164,12 +168,12 @@ def _common(
         "step": dataclasses.replace(
             step,
             loads=(
-                Operand(bytes=bytes_written / steps, axes=(0, 1), name="x"),
+                *(Operand(bytes=bytes_of_each / steps, axes=(0, 1), name=name) for name in p.row_operands),
                 Operand(bytes=shared.bytes / cluster / steps, axes=(1,), name="weight"),
             ),
             flops=p.flops / p.rows * rows / cluster / steps,
         ),
-        "tile": Phase(bytes_written=bytes_written),
+        "tile": Phase(bytes_written=len(p.results()) * bytes_of_each),
         "coalescing": coalescing(p.columns * p.itemsize, s.vector * p.itemsize),
         "access_bytes": s.vector * p.itemsize,
     }

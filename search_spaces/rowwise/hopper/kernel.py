@@ -25,7 +25,7 @@ P = TypeVar("P", bound=RowProblem)
 
 
 class HopperRows(Kernel[P, RowSchedule], Generic[P]):
-    """One reduction a row, on Hopper.
+    """One reduction a row, on Hopper, whose results are rows: those of each element, and the row itself if it is one.
 
     Attributes:
       costs: of one element.
@@ -50,16 +50,19 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         return footprint(problem, schedules, self.costs, len(self.reduction(problem).init))
 
-    def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> jax.Array:
-        columns, result, reduction = problem.columns, problem.result(), self.reduction(problem, **params)
+    def run(self, problem: P, schedule: RowSchedule, target: Target, /, *args: Any, **params: Any) -> Any:
+        columns, arrays = problem.columns, (problem.results(), *problem.apart(args))
+        reduction = self.reduction(problem, **params)
         # Indices are 32 bits wide, whatever the user's default.
         with jax.enable_x64(False):
             if schedule.residency == "registers":
-                return register_resident(reduction, RegisterResident.of(columns, schedule), result, *args)
-            if schedule.residency == "smem":
-                return smem_resident(reduction, SmemResident.of(columns, schedule), result, *args)
-            plan = PersistentPipeline.of(columns, schedule)
-            return persistent_pipeline(reduction, plan, target.cores, result, *args)
+                made = register_resident(reduction, RegisterResident.of(columns, schedule), *arrays)
+            elif schedule.residency == "smem":
+                made = smem_resident(reduction, SmemResident.of(columns, schedule), *arrays)
+            else:
+                plan = PersistentPipeline.of(columns, schedule)
+                made = persistent_pipeline(reduction, plan, target.cores, *arrays)
+        return problem.pack(made)
 
 
 def refusal(p: RowProblem, target: Target) -> str | None:

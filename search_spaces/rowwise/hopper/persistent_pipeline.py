@@ -27,6 +27,7 @@ read in two steps, a row apart: to be reduced, and when the whole row has been, 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,18 +68,18 @@ class PersistentPipeline(RowPartition):
         """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
         return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)
 
-    def smem_bytes(self, itemsize: int, statistics: int) -> Any:
-        stages = round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
+    def smem_bytes(self, itemsize: int, operands: int, statistics: int) -> Any:
+        stages = operands * round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
         barriers = (2 * self.stages + (self.cluster == 1)) * BARRIER_BYTES
         return stages + self.partials(statistics).smem_bytes(BUFFERS) + REDUCTION_BYTES + barriers
 
-    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+    def scratch(self, dtype: Any, operands: int, statistics: int) -> Scratch:
         buffer = self.partials(statistics)
         return Scratch(
             arrived=buffer.barrier(),
-            full=plgpu.Barrier(num_arrivals=1, num_barriers=self.stages),
+            full=plgpu.Barrier(num_arrivals=operands, num_barriers=self.stages),
             empty=plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages),
-            stages=plgpu.SMEM((self.stages, self.chunk), dtype),
+            stages=tuple(plgpu.SMEM((self.stages, self.chunk), dtype) for _ in range(operands)),
             partials=buffer.scratch(BUFFERS),
         )
 
@@ -99,16 +100,16 @@ def persistent_pipeline(
     reduction: Reduction,
     plan: PersistentPipeline,
     cores: int,
-    result: jax.ShapeDtypeStruct,
-    x: jax.Array,
-    *shared: jax.Array,
-) -> jax.Array:
+    results: Sequence[jax.ShapeDtypeStruct],
+    by_row: Sequence[jax.Array],
+    shared: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The kernel: each persistent CTA, or cluster of them, takes every so-many-th row.
 
     All should fit the chip at once. If they do not, the last ones start when the first have ended.
     """
-    ctas = plan.persistent_ctas(cores, result.shape[0])
-    return launch(_rows, reduction, plan, result, x, shared, persistent_cta=ctas)
+    ctas = plan.persistent_ctas(cores, results[0].shape[0])
+    return launch(_rows, reduction, plan, results, by_row, shared, persistent_cta=ctas)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _wave(rows: _Rows, wave: Any, before: Statistics | None, statistics: Statist
         return _reduce(rows, wave, chunk, statistics, overlap)
 
     start = plan.row_start(rows.row(wave))
-    ends = plan.load_ends(cta.x, start, cta.warpgroup)
+    ends = plan.load_ends(cta.xs, start, cta.warpgroup)
     first = prefetch
     if not prefetch and plan.part_overlap:
         statistics, first = step(jnp.int32(0), statistics, overlap=cta.overlap_of(0)), 1
@@ -238,10 +239,12 @@ def _apply(rows: _Rows, wave: Any, chunk: Any, final: Statistics) -> None:
     """Computes and stores the results of a chunk, and gives its stage back."""
     cta, plan, layout = rows.cta, rows.cta.plan, rows.cta.plan.chunk_layout
     stage, first, start = rows.stage(wave, chunk), cta.start_of(chunk) + cta.share, plan.row_start(rows.row(wave))
-    elements = layout.load(cta.scratch.stages.at[stage], cta.share)
+    elements = cta.load_share(stage)
     rows.pipeline.consumer_release(stage)
     shared = None if cta.shared is None else layout.load(cta.shared, plan.aligned_copy(start) + first)
     layout.store(cta.out, start.lines + first, cta.reduction.apply(elements, shared, final))
+    for ref in cta.row_out:
+        layout.store(ref, start.lines + first, elements)
 
 
 def _drain(rows: _Rows) -> None:

@@ -1,4 +1,7 @@
-"""The formula of a row-wise kernel as hooks: a reduction of a row, and a function of each element and its result."""
+"""The formula of a row-wise kernel as hooks: a reduction of a row, and a function of each element and its result.
+
+What is reduced is one row, `Reduction.prologue` of the operands that are rows; it may itself be a result.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,20 @@ class Reduction(abc.ABC):
     Attributes:
       identity: an element that changes no statistic.
       init: of each statistic.
+      returns_row: whether the row that is reduced is a second result.
     """
 
     identity: float
     init: tuple[float, ...]
+    returns_row: bool = False
+
+    def prologue(self, *operands: jax.Array) -> jax.Array:
+        """The row that is reduced, of fragments of the operands that are rows: in the dtype that they have in memory.
+
+        It may be computed again where it is needed again. By default it is the only operand.
+        """
+        (x,) = operands
+        return x
 
     @abc.abstractmethod
     def whole_row(

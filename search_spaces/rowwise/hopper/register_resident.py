@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,37 +63,48 @@ class RegisterResident:
 
 
 def register_resident(
-    reduction: Reduction, plan: RegisterResident, result: jax.ShapeDtypeStruct, *args: jax.Array
-) -> jax.Array:
-    """The kernel: all loads of a block are under way before it computes.
+    reduction: Reduction,
+    plan: RegisterResident,
+    results: Sequence[jax.ShapeDtypeStruct],
+    by_row: Sequence[jax.Array],
+    shared: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """The kernel: all loads of a block are under way before it computes. A row that is a result is stored first.
 
     Rows of any number and length from one fragment up: the last block starts so early that its last row is the last
     one, and so does the last fragment of a row. What two have both is stored twice, with the same bits.
     """
-    (total_rows, columns), layout, block_rows = result.shape, plan.layout, plan.block_rows
+    (total_rows, columns), layout, block_rows = results[0].shape, plan.layout, plan.block_rows
     starts = [min(start, columns - layout.columns) for start in range(0, columns, layout.columns)]
     overlap = len(starts) * layout.columns - columns
 
     def kernel(*refs: Any) -> None:
-        x, *weights, out = refs
+        rest = iter(refs)
+        xs, weights, (out, *row_out) = ([*itertools.islice(rest, len(of))] for of in (by_row, shared, results))
         first = lax.min(lax.axis_index("block") * block_rows, total_rows - block_rows)
         row_of = [first + step * layout.rows for step in range(plan.rows)]
-        loaded = [[layout.load(x, row, start) for start in starts] for row in row_of]
-        shared = [layout.load_shared(weights[0], start) for start in starts] if weights else [None] * len(starts)
+        loaded = [
+            [reduction.prologue(*(layout.load_narrow(x, row, at) for x in xs)).astype(jnp.float32) for at in starts]
+            for row in row_of
+        ]
+        others = [layout.load_shared(weights[0], start) for start in starts] if weights else [None] * len(starts)
         for row, fragments in zip(row_of, loaded, strict=True):
+            for start, fragment in zip(starts, fragments, strict=True):
+                for ref in row_out:
+                    layout.store(ref, row, start, fragment)
             masked = fragments
             if overlap:
                 new = layout.iota(len(layout.shape) - 1) >= overlap
                 masked = [*fragments[:-1], jnp.where(new, fragments[-1], reduction.identity)]
-            results = reduction.whole_row(fragments, masked, shared, layout)
-            for start, fragment in zip(starts, results, strict=True):
+            normed = reduction.whole_row(fragments, masked, others, layout)
+            for start, fragment in zip(starts, normed, strict=True):
                 layout.store(out, row, start, fragment)
 
-    made: jax.Array = plgpu.kernel(
+    made = plgpu.kernel(
         kernel,
-        out_type=result,
+        out_type=tuple(results),
         grid=(-(-total_rows // block_rows),),
         grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
-    )(*args)
-    return made
+    )(*by_row, *shared)
+    return list(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,17 +29,21 @@ class End(NamedTuple):
 
     Attributes:
       start: of the array's element that is its first.
-      elements: as they are in memory.
+      operands: its elements of each operand that is rows, as they are in memory.
       first, last: elements of the array from which and before which it counts; others are in a line, too, or in no
         fragment at all.
       exists: whether there is such a fragment.
     """
 
     start: Any
-    elements: jax.Array
+    operands: tuple[jax.Array, ...]
     first: Any
     last: Any
     exists: Any
+
+    def row(self, reduction: Reduction) -> jax.Array:
+        """The elements of the row that is reduced."""
+        return reduction.prologue(*self.operands).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +73,7 @@ class RowEnds:
     def fragments(self) -> Any:
         return self.fragments_after + (self.before > 0)
 
-    def load(self, x: Any, start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
+    def load(self, xs: Sequence[Any], start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
         """Those of one of the `warpgroups` that share the row: all have as many, if only some that do not exist."""
         after, fragments = int(self.fragments_after), int(self.fragments)
         ends = []
@@ -78,7 +83,8 @@ class RowEnds:
             begin = jnp.where(is_after, end_of_row - (number + 1) * ELEMENTS, start.row)
             first = jnp.where(is_after, start.lines + self.in_lines, start.row)
             last = jnp.where(is_after, end_of_row, jnp.where(number == after, start.lines, start.row))
-            ends.append(End(begin, LAYOUT.load_flat_narrow(x, begin), first, last, number < fragments))
+            operands = tuple(LAYOUT.load_flat_narrow(x, begin) for x in xs)
+            ends.append(End(begin, operands, first, last, number < fragments))
         return ends
 
     def reduce(self, reduction: Reduction, ends: list[End]) -> Statistics:
@@ -87,7 +93,7 @@ class RowEnds:
         masked = [
             jnp.where(
                 (index + end.start >= end.first) & (index + end.start < end.last),
-                end.elements.astype(jnp.float32),
+                end.row(reduction),
                 reduction.identity,
             )
             for end in ends
@@ -96,13 +102,22 @@ class RowEnds:
         return reduction.reduce(reduction.update(init, masked), LAYOUT)
 
     def apply(
-        self, reduction: Reduction, ends: list[End], start: RowStart, shared: Any, final: Statistics, out: Any
+        self,
+        reduction: Reduction,
+        ends: list[End],
+        start: RowStart,
+        shared: Any,
+        final: Statistics,
+        out: Any,
+        row_out: Sequence[Any],
     ) -> None:
-        """Computes and stores their results; `shared` is what all rows share, or None."""
+        """Computes and stores their results, and the row itself to `row_out`; `shared` is what all share, or None."""
         for end in ends:
 
             @pl.when(end.exists)
             def store(end: End = end) -> None:
                 other = None if shared is None else LAYOUT.load_flat(shared, end.start - start.row)
-                result = reduction.apply(end.elements.astype(jnp.float32), other, final)
-                LAYOUT.store_flat(out, end.start, result)
+                row = end.row(reduction)
+                LAYOUT.store_flat(out, end.start, reduction.apply(row, other, final))
+                for ref in row_out:
+                    LAYOUT.store_flat(ref, end.start, row)

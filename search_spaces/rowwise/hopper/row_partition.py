@@ -26,7 +26,7 @@ class Scratch(NamedTuple):
     Attributes:
       arrived: barrier at which warps arrive with their partials.
       full, empty: barriers of each stage: a chunk has come; its last reader is done.
-      stages: chunks of rows.
+      stages: chunks of rows, of each operand that is rows.
       partials: buffers of the cluster's all-reduce.
     """
 
@@ -132,12 +132,12 @@ class RowPartition(abc.ABC):
         return self.vector - np.gcd(self.columns, self.vector)
 
     @abc.abstractmethod
-    def smem_bytes(self, itemsize: int, statistics: int) -> Any:
+    def smem_bytes(self, itemsize: int, operands: int, statistics: int) -> Any:
         """Of one CTA, to the byte: what `scratch` takes."""
 
     @abc.abstractmethod
-    def scratch(self, dtype: Any, statistics: int) -> Scratch:
-        """SMEM to allocate."""
+    def scratch(self, dtype: Any, operands: int, statistics: int) -> Scratch:
+        """SMEM to allocate, for so many operands that are rows and so many statistics."""
 
     def partials(self, statistics: int) -> PartialsBuffer:
         return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)
@@ -200,10 +200,10 @@ class RowPartition(abc.ABC):
             return RowStart(first, first)
         return RowStart(first, lax.div(first + self.vector - 1, self.vector) * self.vector)
 
-    def load_ends(self, x: Any, start: RowStart, warpgroup: Any) -> list[End]:
+    def load_ends(self, xs: Sequence[Any], start: RowStart, warpgroup: Any) -> list[End]:
         """Those of a row that this warpgroup of this CTA has."""
         first = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
-        return self.ends.load(x, start, first + warpgroup, self.warpgroups * self.cluster)
+        return self.ends.load(xs, start, first + warpgroup, self.warpgroups * self.cluster)
 
     def of_warps(self, reduction: Reduction, statistics: Statistics, ends: list[End]) -> Statistics:
         """The statistics of each warp, from those of its threads for chunks, and what it has of the row's ends."""

@@ -5,7 +5,8 @@ Several blocks share a core, each at its own phase, so that one computes while o
     producer (a thread of warpgroup 0)   | consumers (all warpgroups)
     -------------------------------------|--------------------------------------------------------------
     TMA of all chunks for SMEM           | load the register-cached chunks, and the row's ends
-                                         | update with these; with each chunk in SMEM as its stage is full
+                                         | update with these; with each chunk in SMEM as its stage is full;
+                                     | store the row itself, if that is a result
                                          | all-reduce across the CTAs of the cluster: arrive, wait
                                          | apply and store, chunk by chunk; then the ends
 
@@ -15,6 +16,7 @@ Each stage is filled once, so there are no empty barriers.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,27 +54,31 @@ class SmemResident(RowPartition):
         """Chunks in SMEM."""
         return self.chunks - self.register_chunks
 
-    def smem_bytes(self, itemsize: int, statistics: int) -> Any:
-        stages = round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
+    def smem_bytes(self, itemsize: int, operands: int, statistics: int) -> Any:
+        stages = operands * round_up(self.stages * self.chunk * itemsize, SMEM_ALIGNMENT)
         barriers = (self.stages + (self.cluster == 1)) * BARRIER_BYTES
         return stages + self.partials(statistics).smem_bytes(1) + REDUCTION_BYTES + barriers
 
-    def scratch(self, dtype: Any, statistics: int) -> Scratch:
+    def scratch(self, dtype: Any, operands: int, statistics: int) -> Scratch:
         stages, buffer = int(self.stages), self.partials(statistics)
         return Scratch(
             arrived=buffer.barrier(),
-            full=plgpu.Barrier(num_arrivals=1, num_barriers=stages) if stages else None,
+            full=plgpu.Barrier(num_arrivals=operands, num_barriers=stages) if stages else None,
             empty=None,
-            stages=plgpu.SMEM((stages, self.chunk), dtype) if stages else None,
+            stages=tuple(plgpu.SMEM((stages, self.chunk), dtype) for _ in range(operands)) if stages else None,
             partials=buffer.scratch(1),
         )
 
 
 def smem_resident(
-    reduction: Reduction, plan: SmemResident, result: jax.ShapeDtypeStruct, x: jax.Array, *shared: jax.Array
-) -> jax.Array:
+    reduction: Reduction,
+    plan: SmemResident,
+    results: Sequence[jax.ShapeDtypeStruct],
+    by_row: Sequence[jax.Array],
+    shared: Sequence[jax.Array],
+) -> list[jax.Array]:
     """The kernel: a CTA for each part of a row."""
-    return launch(_row, reduction, plan, result, x, shared, row=result.shape[0])
+    return launch(_row, reduction, plan, results, by_row, shared, row=results[0].shape[0])
 
 
 def _row(cta: Cta[SmemResident]) -> None:
@@ -82,11 +88,11 @@ def _row(cta: Cta[SmemResident]) -> None:
     start = plan.row_start(row)
     _produce(cta, start)
     kept = [
-        [plan.layout.load_flat_narrow(cta.x, start.lines + cta.start_of(jnp.int32(chunk)) + at) for at in cta.starts]
+        [cta.load_narrow(start.lines + cta.start_of(jnp.int32(chunk)) + at) for at in cta.starts]
         for chunk in range(plan.register_chunks)
     ]
-    ends = plan.load_ends(cta.x, start, cta.warpgroup)
-    statistics = _reduce_stages(cta, _reduce_registers(cta, kept))
+    ends = plan.load_ends(cta.xs, start, cta.warpgroup)
+    statistics = _reduce_stages(cta, start, _reduce_registers(cta, start, kept))
     final = cta.wait(cta.arrive(statistics, ends, row, 0))
     _apply(cta, start, kept, final)
     cta.apply_ends(ends, start, final)
@@ -106,22 +112,25 @@ def _produce(cta: Cta[SmemResident], start: RowStart) -> None:
         lax.fori_loop(0, int(plan.stages), copy, None)
 
 
-def _reduce_registers(cta: Cta[SmemResident], kept: list[list[jax.Array]]) -> Statistics:
+def _reduce_registers(cta: Cta[SmemResident], start: RowStart, kept: list[list[jax.Array]]) -> Statistics:
     """The statistics of the register-cached chunks."""
     statistics = cta.init()
     for chunk, narrow in enumerate(kept):
         fragments = [fragment.astype(jnp.float32) for fragment in narrow]
+        cta.store_row(start.lines + cta.start_of(jnp.int32(chunk)), fragments)
         statistics = cta.update(statistics, fragments, cta.overlap_of(chunk))
     return statistics
 
 
-def _reduce_stages(cta: Cta[SmemResident], statistics: Statistics) -> Statistics:
+def _reduce_stages(cta: Cta[SmemResident], start: RowStart, statistics: Statistics) -> Statistics:
     """Those of the chunks in SMEM besides."""
     plan, stages = cta.plan, int(cta.plan.stages)
 
     def update(stage: Any, statistics: Statistics, *, overlap: Any = 0) -> Statistics:
         plgpu.barrier_wait(cta.scratch.full.at[stage])
-        return cta.update(statistics, cta.load(stage), overlap)
+        fragments = cta.load(stage)
+        cta.store_row(start.lines + cta.start_of(stage + plan.register_chunks), fragments)
+        return cta.update(statistics, fragments, overlap)
 
     if not stages:
         return statistics
@@ -148,7 +157,7 @@ def _apply(cta: Cta[SmemResident], start: RowStart, kept: list[list[jax.Array]],
     def apply_stage(stage: Any, _: None) -> None:
         first = cta.start_of(stage + plan.register_chunks) + cta.share
         shared = chunk_layout.load(cta.shared, copy + first) if cta.shared is not None else None
-        elements = chunk_layout.load(cta.scratch.stages.at[stage], cta.share)
+        elements = cta.load_share(stage)
         chunk_layout.store(cta.out, start.lines + first, cta.reduction.apply(elements, shared, final))
 
     for chunk, narrow in enumerate(kept):

@@ -107,13 +107,13 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
 
 
 def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
-    row_bytes = p.columns * p.itemsize
+    row_bytes, operands = p.row_bytes, len(p.row_operands)
 
     def plan(s: Any) -> SmemResident:
         return SmemResident.of(p.columns, s)
 
     def chunk_bytes(s: Any) -> Any:
-        return plan(s).chunk * p.itemsize
+        return operands * plan(s).chunk * p.itemsize
 
     return Residency(
         choices={
@@ -157,13 +157,13 @@ def _smem(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 
 
 def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
-    row_bytes = p.columns * p.itemsize
+    row_bytes, operands = p.row_bytes, len(p.row_operands)
 
     def plan(s: Any) -> PersistentPipeline:
         return PersistentPipeline.of(p.columns, s)
 
     def stages_bytes(s: Any) -> Any:
-        return s.stages * plan(s).chunk * p.itemsize
+        return operands * s.stages * plan(s).chunk * p.itemsize
 
     return Residency(
         # Chunks are shared by two warpgroups or four.

@@ -55,7 +55,11 @@ class ThreadLayout:
 
     def load(self, ref: Any, row: Any, column: Any) -> jax.Array:
         """The fragment of ``ref[rows, columns]`` that starts there."""
-        return load(ref.at[self._window(row, column)], self.layout).astype(jnp.float32)
+        return self.load_narrow(ref, row, column).astype(jnp.float32)
+
+    def load_narrow(self, ref: Any, row: Any, column: Any) -> jax.Array:
+        """The same in the dtype that it has in memory."""
+        return load(ref.at[self._window(row, column)], self.layout)
 
     def load_flat(self, ref: Any, start: Any) -> jax.Array:
         """The fragment whose rows follow each other in the flat ``ref``, from `start` on."""
@@ -122,8 +126,12 @@ class ChunkLayout:
         return tiled(((WARPS * row,), (row,), (self.vector,)), warps=-3, lanes=-2)
 
     def load(self, ref: Any, start: Any) -> jax.Array:
+        return self.load_narrow(ref, start).astype(jnp.float32)
+
+    def load_narrow(self, ref: Any, start: Any) -> jax.Array:
+        """In the dtype that it has in memory."""
         elements = WARPS * WARP * self.vector * self.accesses
-        return load(ref.at[pl.ds(start, elements)], self.layout).astype(jnp.float32)
+        return load(ref.at[pl.ds(start, elements)], self.layout)
 
     def store(self, ref: Any, start: Any, elements: jax.Array) -> None:
         store(ref.at[pl.ds(start, elements.size)], elements.astype(ref.dtype))

@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import mma_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, nvvm
 
+from search_spaces.hopper import untiled_swizzled
 from search_spaces.hopper.dsmem import ptx
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
@@ -36,7 +37,7 @@ def start(
       a: of 64 rows, in SMEM, or an array in registers, in wgmma's layout, whose cast to 16 bits no product in flight
         preceded (ptxas else waits for each product before it starts the next, with a warning, C7513).
       b: of `columns` columns, in SMEM.
-      transforms: of `a` (None in registers) and `b` in SMEM.
+      transforms: of `a` (None in registers) and `b` in SMEM. Untiled ones have three axes (smem_layout.py).
       transpose_a, transpose_b: rows of the operand in SMEM are columns of the factor.
     """
     in_registers = isinstance(a, jax.Array)
@@ -44,7 +45,8 @@ def start(
 
     def meaning(*operands: Any) -> jax.Array:
         *sum_so_far, a, b = operands
-        a, b = a if in_registers else a[...], b[...]
+        a, b = a if in_registers else _matrix(a), _matrix(b)
+        plgpu.commit_smem()  # These were read by threads, other than by wgmma: copies must come after.
         a, b = a.T if transpose_a else a, b.T if transpose_b else b
         product: jax.Array = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
         return sum_so_far[0] + product if sum_so_far else product
@@ -69,8 +71,8 @@ def start(
             a = _wgmma.wgmma_fence(a)
         else:
             nvvm.wgmma_fence_aligned()
-            a = mgpu.memref_transpose(a, (1, 0, 3, 2)) if transpose_a else a
-        b = mgpu.memref_transpose(b, (1, 0, 3, 2)) if transpose_b else b
+            a = _core_matrices(a, transpose_a)
+        b = _core_matrices(b, transpose_b)
         return _issue(accumulator, a, b, columns, fresh=not sum_so_far)
 
     started: jax.Array = product(*(() if acc is None else (acc,)), a, b)
@@ -167,6 +169,17 @@ def add(gmem: Any, value: jax.Array, smem: Any) -> None:
 
 # Mosaic GPU takes the low ones of 16 for its own warpgroups.
 NAMED_BARRIER = 8
+
+
+def _matrix(ref: Any) -> jax.Array:
+    value: jax.Array = ref[...]
+    return untiled_swizzled.matrix(value) if value.ndim == 3 else value
+
+
+def _core_matrices(ref: Any, transpose: bool) -> Any:
+    if len(ir.MemRefType(ref.type).shape) == 3:
+        ref = untiled_swizzled.core_matrices(ref)
+    return mgpu.memref_transpose(ref, untiled_swizzled.TRANSPOSED) if transpose else ref
 
 
 def _issue(accumulator: Any, a: Any, b: Any, columns: int, *, fresh: bool) -> Any:

@@ -1,0 +1,69 @@
+"""The command extract: a function's problems as a job."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from scheduler.cli.arguments import AsJson, HardwareName, usage_errors
+from scheduler.cli.terminal import console_beside, print_json
+from scheduler.core import frames
+from scheduler.core.errors import SchedulerError
+
+
+def extract(
+    function: Annotated[str, typer.Argument(help="package.module:NAME or file.py:NAME; it is imported and traced.")],
+    arrays: Annotated[
+        list[str] | None, typer.Argument(help="Shapes of its arrays: bfloat16[4096,512]. Without any it takes none.")
+    ] = None,
+    hardware: HardwareName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the tuned problems of a function as a job for `tune --job`; say what is not tuned and could be.
+
+    The job goes to standard output, everything else to standard error.
+    """
+    from scheduler.functions import job_text, named
+    from scheduler.functions.problems import problems
+
+    with usage_errors():
+        fn, given = named.function(function, arrays or ())
+        chip = _chip(hardware)
+    with chip, _untraceable(function):
+        found = problems(fn, *given)
+    if as_json:
+        from scheduler.functions.as_json import to_json
+
+        print_json(to_json(found))
+        return
+    from scheduler.cli import extract_report
+
+    console = console_beside()
+    for one in extract_report.lines(found):
+        console.print(one, markup=False)
+    if found.tuned:
+        sys.stdout.write(job_text.written(found))
+
+
+def _chip(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    if name is None:
+        return contextlib.nullcontext()
+    from scheduler.core import hardware
+    from scheduler.dispatch import calls
+
+    return calls.target(hardware.find(name).kind)
+
+
+@contextlib.contextmanager
+def _untraceable(name: str) -> Iterator[None]:
+    """What JAX refuses of the function as a whole, in a sentence; what a line of it raises is told with that line."""
+    try:
+        yield
+    except TypeError as error:
+        if any(call.owner == "user" for call in frames.calls(error)):
+            raise
+        raise SchedulerError(f"{name} cannot be traced: {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,146 @@
+"""The command misses, and what `tune --missed` takes from it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scheduler.cli.arguments import AsJson, Chips, Own, chip_of, problem_of, usage_errors, wanted_by
+from scheduler.cli.stores import ask_stores, user_store
+from scheduler.cli.terminal import console_here, output, print_json, say
+
+if TYPE_CHECKING:
+    from scheduler.core.hardware import Hardware
+    from scheduler.core.records import Key, Miss, Record
+    from scheduler.measure.runner import Runner, RunnerOptions
+    from scheduler.search.jobs import Task
+    from scheduler.search.missed import Missed
+    from scheduler.store.store import Store
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
+
+# Of each some milliseconds are for its prediction.
+SOON = 500
+
+
+def misses(
+    operation: Annotated[
+        str | None, typer.Argument(help="Only of this: a name, package.module:NAME, or file.py:NAME.")
+    ] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="Only this problem, as name=value.")] = None,
+    hardware: Chips = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also those that a record has settled since.")] = False,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Delete them, settled or not, and print nothing else.")
+    ] = False,
+    own: Own = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what calls asked for and no record answered, those first that a search is expected to gain most of."""
+    from scheduler.cli import miss_report
+
+    _load(own or ())
+    problem = None
+    if fields:
+        with usage_errors():
+            op, parsed = problem_of(str(operation), fields)
+        operation, problem = op.name, parsed.canonical()
+    store = user_store()
+    kept = store.misses.all()
+    wanted = wanted_by([miss.key for miss in kept], operation, hardware)
+    kept = [miss for miss in kept if wanted(miss.key) and problem in (None, miss.key.problem)]
+    if forget:
+        say(f"forgot {store.misses.forget(miss.key for miss in kept)} misses")
+        return
+    weighed = _weighed(kept)
+    shown = [one for one in weighed if everything or one.settled is None]
+    if as_json:
+        print_json([miss_report.missed_json(one) for one in shown])
+    elif shown:
+        output(*miss_report.missed(shown, console_here().width))
+    else:
+        output(_nothing(store, len(weighed)))
+
+
+@contextlib.contextmanager
+def tasks_missed(
+    store: Store,
+    options: RunnerOptions,
+    search: Callable[[Operation[Any], Problem], Task],
+    minutes: float | None,
+    everything: bool,
+    part: str | None,
+    own: Sequence[str],
+) -> Iterator[tuple[Runner, Iterator[Task]]]:
+    """Where candidates run, and what is to be searched there of what calls missed; what is left out is said."""
+    from scheduler.measure.pool import start_runner
+    from scheduler.search import jobs, missed
+    from search_spaces import OPERATIONS, load
+
+    _load(own)
+    with contextlib.closing(start_runner(load(OPERATIONS[0]), options)) as runner:
+        here = runner.hardware
+        kept = store.misses.all()
+        _say_elsewhere([miss.key for miss in kept], here)
+        weighed = _weighed([miss for miss in kept if miss.key.hardware == here.id], here)
+        unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
+        for (name, reason), count in unknown.items():
+            say(f"{count} of {name} are left out: {reason}")
+        worth, little = missed.worth_tuning(weighed)
+        if everything:
+            worth, little = [*worth, *little], []
+        if little:
+            say(f"{len(little)} problems are left out, which together promise less than {missed.LEAST:.1%}: --all")
+        with usage_errors():
+            mine = jobs.part(worth, part or "1/1")
+        tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
+        if not tasks:
+            output(f"No call on {here.id} missed anything that is worth a search.")
+
+        def late(count: int) -> None:
+            say(f"the {minutes:g} minutes are over, and {count} problems are left; the same command goes on with them")
+
+        yield runner, missed.within(tasks, None if minutes is None else 60 * minutes, late)
+
+
+def _load(own: Sequence[str]) -> None:
+    from search_spaces import load
+
+    with usage_errors():
+        for name in own:
+            load(name)
+
+
+def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]:
+    from scheduler.search import missed
+
+    if len(kept) > SOON:
+        say(f"predicting the times of {len(kept)} problems")
+    asked = {(miss.key.operation, miss.key.hardware) for miss in kept}
+
+    def of_these(store: Store) -> list[Record]:
+        return [record for op, chip in sorted(asked) for record in store.records(operation=op, hardware=chip)]
+
+    records = [record for _, found in ask_stores(of_these) for record in found]
+    return missed.weigh(
+        kept, records, lambda identity: here if here is not None and identity == here.id else chip_of(identity)
+    )
+
+
+def _say_elsewhere(keys: Sequence[Key], here: Hardware) -> None:
+    for chip, count in sorted(collections.Counter(key.hardware for key in keys).items()):
+        if chip != here.id:
+            say(f"{count} of {chip} are left out: this is {here.id}")
+
+
+def _nothing(store: Store, settled: int) -> str:
+    from scheduler.dispatch import missed
+
+    if settled:
+        return f"Records have settled all {settled} misses in {store.location}; --all lists them."
+    off = "" if missed.noted() else f": {missed.ENVIRONMENT} turns the noting of them off"
+    return f"No misses are in {store.location}{off}."

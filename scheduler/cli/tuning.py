@@ -1,0 +1,195 @@
+"""The command tune: one problem, a job, or what calls missed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scheduler.cli.arguments import (
+    AsJson,
+    CompileTimeout,
+    Device,
+    Own,
+    Part,
+    RunTimeout,
+    problem_of,
+    read_text,
+    usage_errors,
+)
+from scheduler.cli.stores import no_store, user_store
+from scheduler.cli.terminal import console_here, output, print_json, shown_progress
+from scheduler.core.errors import SchedulerError, StoreError
+
+if TYPE_CHECKING:
+    from scheduler.measure.runner import Runner, RunnerOptions
+    from scheduler.search import jobs
+    from scheduler.search.jobs import Result
+    from scheduler.store.store import Store
+
+
+def tune(
+    operation: Annotated[
+        str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
+    ] = None,
+    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
+    missed: Annotated[
+        bool,
+        typer.Option("--missed", help="In place of one, what calls on this chip asked for and no record answered."),
+    ] = False,
+    minutes: Annotated[float | None, typer.Option(min=0.001, help="With --missed: for all searches together.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --missed: also where next to no gain is expected.")
+    ] = False,
+    budget: Annotated[int | None, typer.Option(min=1, help="Trials.  [default: 64]")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="Propose no trial after so many seconds.")] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Kernels to try beside XLA: names with commas, or pallas.")
+    ] = None,
+    device: Device = 0,
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    replay: Annotated[Path | None, typer.Option(help="Search a recorded sweep; no device is needed.")] = None,
+    keep: Annotated[bool, typer.Option("--store", help="Keep what a recorded sweep gave in the cache.")] = False,
+    l2: Annotated[
+        str, typer.Option(help="Where candidates find operands: cold (in memory) or warm (in the cache).")
+    ] = "cold",
+    force: Annotated[bool, typer.Option("--force", help="Also what is tuned already.")] = False,
+    first_error: Annotated[
+        bool, typer.Option("--first-error", help="Stop at the first schedule that fails, with its traceback.")
+    ] = False,
+    part: Part = None,
+    own: Own = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
+    ] = None,
+    compile_timeout: CompileTimeout = None,
+    run_timeout: RunTimeout = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search the schedules of a problem, or of every problem of a job, by timing them on the device."""
+    if (operation is not None or replay is not None, job is not None, missed).count(True) != 1:
+        raise typer.BadParameter("name either an operation with its fields, or a job (--job job.toml), or say --missed")
+    if not missed and (minutes is not None or everything):
+        raise typer.BadParameter("--minutes and --all go with --missed")
+    if missed and (backends is not None or first_error or l2 != "cold"):
+        raise typer.BadParameter("--missed tries every backend, cold, for calls may allow any, and stops at no error")
+    if keep and replay is None:
+        raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
+    if job is not None and (budget, seconds, backends) != (None, None, None):
+        raise typer.BadParameter("budget, seconds and backends of a job are written in its file")
+    from scheduler.measure.replay import Replay
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search import jobs
+    from search_spaces import load_known
+
+    if part is not None and job is None and not missed:
+        raise typer.BadParameter("--part is of a job, or of what was missed")
+    if l2 not in ("cold", "warm"):
+        raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
+    recording = None if replay is None else Replay(replay)
+    store = user_store() if recording is None or keep else no_store()
+    options = RunnerOptions(device, workers, compile_timeout, run_timeout)
+    if missed:
+        from scheduler.cli.misses import tasks_missed
+
+        search = functools.partial(jobs.Task, budget=budget or jobs.BUDGET, seconds=seconds)
+        with tasks_missed(store, options, search, minutes, everything, part, own or ()) as (runner, worth):
+            _tune(worth, store, runner, options, seed=seed, force=force, as_json=as_json)
+        return
+    tasks: Sequence[jobs.Task | jobs.Malformed]
+    with usage_errors():
+        if job is not None:
+            tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
+        else:
+            if recording is not None:
+                operation = operation or load_known(recording.sweep.operation).name
+                fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
+            op, problem = problem_of(str(operation), fields or [])
+            tasks = [jobs.Task(op, problem, budget or jobs.BUDGET, seconds, jobs.parse_backends(op, backends))]
+    _tune(
+        tasks,
+        store,
+        recording,
+        options,
+        alone=job is None,
+        seed=seed,
+        l2="warm" if l2 == "warm" else "cold",
+        force=force,
+        first_error=first_error,
+        as_json=as_json,
+    )
+
+
+def _tune(
+    tasks: Iterable[jobs.Task | jobs.Malformed],
+    store: Store,
+    runner: Runner | None,
+    options: RunnerOptions,
+    *,
+    as_json: bool,
+    alone: bool = False,
+    **how: Any,
+) -> None:
+    """Runs the tasks, prints what became of them, or of the one that is `alone`, and says what failed."""
+    from scheduler.search import jobs
+
+    results: list[Result] = []
+    try:
+        with shown_progress() as progress:
+            for result in jobs.run(tasks, store=store, runner=runner, options=options, progress=progress, **how):
+                results.append(result)
+    finally:
+        if not alone and results:
+            _print_job(results, store, as_json)
+    if alone:
+        _print_tuned(results[0], store, as_json)
+    failed = sum(result.state == "failed" for result in results)
+    if failed and not alone:
+        raise SchedulerError(f"{failed} of {len(results)} problems failed; each row says why")
+    if broken := [f"{result.task}: {lost}" for result in results for lost in result.broken]:
+        raise SchedulerError("; ".join(broken))
+    unstored = ", ".join(str(result.task) for result in results if not result.stored)
+    if unstored:
+        raise SchedulerError(f"what was found could not be stored in {store.location}: {unstored}")
+
+
+def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
+    from scheduler.cli import record_report, search_report
+    from scheduler.inspect import verdict
+
+    if result.record is None:
+        raise SchedulerError(result.reason)
+    if as_json:
+        print_json({**search_report.result_json(result), "cache": store.location})
+        return
+    record, problem = result.record, getattr(result.task, "problem", None)
+    output(f"{result.task} on {record.key.hardware}")
+    if result.state == "known":
+        output(f"Already tuned on {record.environment.date[:10]}, and it still holds; --force tunes it again.", "")
+    else:
+        if result.reason:
+            output(f"Tuned again: {result.reason}.")
+        earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
+        output(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
+    output(*record_report.entries(record, problem, result.hardware), "", *verdict.verdict(record))
+    with contextlib.suppress(StoreError):  # a warning has said what could not be stored
+        output(*search_report.failed_beside(store.last_trials(record.key), record))
+    if result.stored:
+        output("Nothing is stored of a replay without --store" if store.in_memory else f"Stored in {store.location}")
+
+
+def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
+    from scheduler.cli import search_report
+
+    if as_json:
+        print_json({"results": [search_report.result_json(result) for result in results], "cache": store.location})
+    else:
+        output(*search_report.results(results, console_here().width))
+        if all(result.stored for result in results):
+            output(f"Stored in {store.location}")

@@ -1,0 +1,183 @@
+"""verify: stored winners, a plan's kernels, or its whole function, timed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from scheduler.cli.arguments import (
+    AsJson,
+    Chips,
+    CompileTimeout,
+    Device,
+    RunTimeout,
+    field_texts,
+    has_fields,
+    usage_errors,
+)
+from scheduler.cli.layout import labelled
+from scheduler.cli.stores import records_of, user_store
+from scheduler.cli.terminal import console_here, output, print_json, say
+from scheduler.core.errors import SchedulerError
+from scheduler.core.plan import Plan
+from scheduler.core.quantities import seconds_text
+
+
+def verify(
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Only problems with these fields, as name=value; with --function, shapes of its arrays: f32[8,8]."
+        ),
+    ] = None,
+    operation: Annotated[
+        str | None, typer.Option(help="Only this operation: a name, package.module:NAME, or file.py:NAME.")
+    ] = None,
+    hardware: Chips = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="The records shipped with this package.")] = False,
+    within: Annotated[float, typer.Option(min=0, help="By how many percent a winner may be behind.")] = 3.0,
+    update: Annotated[bool, typer.Option("--update", help="Store today's times and order.")] = False,
+    device: Device = 0,
+    compile_timeout: CompileTimeout = None,
+    run_timeout: RunTimeout = None,
+    seed: Annotated[int, typer.Option(help="Of the order of timing.")] = 0,
+    plan: Annotated[Path | None, typer.Option(help="A plan's file: its kernels in place of what is stored.")] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(help="With --plan: time this whole function under it, package.module:STEP or file.py:STEP."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time stored winners again beside their rivals, and say which no longer hold: then the status is 1.
+
+    Rivals are the other schedules of the record, XLA's among them, and the model's choice. Only records of the chip
+    that is here can be timed.
+    """
+    from scheduler.cli import search_report
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search.reverify import reverify
+    from scheduler.store.store import shipped as shipped_store
+    from search_spaces import load
+
+    with usage_errors():
+        op = load(operation) if operation is not None else None
+    patience = RunnerOptions(device, None, compile_timeout, run_timeout)
+    if function is not None and plan is None:
+        raise typer.BadParameter("--function goes with --plan")
+    if plan is not None:
+        if shipped or update or hardware or (fields and function is None):
+            raise typer.BadParameter("--plan verifies all that its file holds: leave fields and other options out")
+        _verify_plan(plan, function, fields or [], within / 100, patience, seed, as_json)
+        return
+    with usage_errors():
+        wanted = field_texts(fields or [])
+    user = user_store()
+    if update:
+        user.require_writable()
+    store = shipped_store() if shipped else user
+    stored = records_of(store, op.name if op else None, hardware) if store is not None else []
+    records = [record for record in stored if has_fields(record, op, wanted)]
+    if not records:
+        raise SchedulerError(f"nothing of that is {'shipped' if shipped else f'in {user.location}'}")
+    verdicts = []
+    for verdict in reverify(
+        records,
+        operation=op,
+        options=patience,
+        within=within / 100,
+        seed=seed,
+    ):
+        verdicts.append(verdict)
+        say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
+        if update and verdict.refreshed is not None:
+            user.put(verdict.refreshed)
+    if as_json:
+        print_json([search_report.reverified_json(verdict) for verdict in verdicts])
+    else:
+        output(*search_report.reverified(verdicts, console_here().width))
+        if update:
+            renewed = sum(verdict.refreshed is not None for verdict in verdicts)
+            output(f"{renewed} records with today's times are stored in {user.location}")
+    lost = sum(verdict.state in ("slower", "broken") for verdict in verdicts)
+    if lost:
+        raise SchedulerError(
+            f"{lost} of {len(verdicts)} records no longer hold; tune them again, or store with --update"
+        )
+    if all(verdict.state == "elsewhere" for verdict in verdicts):
+        raise SchedulerError(f"none of {len(verdicts)} records could be timed: {verdicts[0].reason}")
+
+
+def _verify_plan(
+    file: Path, function: str | None, arrays: Sequence[str], within: float, options: Any, seed: int, as_json: bool
+) -> None:
+    """Verifies the plan in `file` by the function of that name, or by its kernels alone where there is none."""
+    plan = Plan.load(file)
+    if function is not None:
+        _verify_function(plan, function, arrays, as_json)
+    else:
+        _verify_kernels(plan, within, options, seed, as_json)
+
+
+def _verify_function(plan: Plan, function: str, arrays: Sequence[str], as_json: bool) -> None:
+    from scheduler.functions import check_plan, named
+
+    with usage_errors():
+        fn, args = named.to_time(function, arrays)
+    found = check_plan.time_again(plan, fn, args)
+    margin = found.margin
+    if as_json:
+        print_json(
+            {
+                "plan": plan.digest,
+                "plan_s": found.plan.median_s,
+                "xla_s": found.xla.median_s,
+                "rounds": found.plan.rounds,
+                "gain": margin.middle,
+                "gain_low": margin.low,
+                "gain_high": margin.high,
+                "wrong": found.wrong,
+                "unplanned": found.unplanned,
+            }
+        )
+    else:
+        then = {str(figure.variant): seconds_text(figure.median_s) for figure in plan.figures}
+        rows = [
+            (
+                label,
+                f"{seconds_text(now.median_s)} +- {seconds_text(now.spread_s / 2)}, then {then.get(label, 'untimed')}",
+            )
+            for label, now in (("plan", found.plan), ("xla", found.xla))
+        ]
+        output(f"plan {plan.digest} of {plan.function}, a call:", labelled(rows))
+        output(*found.unplanned)
+        output(f"{1 + margin.middle:.3f}x as fast as XLA alone ({1 + margin.low:.3f} to {1 + margin.high:.3f})")
+    if found.wrong:
+        raise SchedulerError(f"the plan changes what the function computes: {found.wrong}")
+    if margin.high < 0:
+        raise SchedulerError("the function is faster without the plan: make it again with scheduler.tune_function")
+
+
+def _verify_kernels(plan: Plan, within: float, options: Any, seed: int, as_json: bool) -> None:
+    from scheduler.cli import search_report
+    from scheduler.functions import check_plan
+    from scheduler.search.reverify import reverify
+
+    records, verdicts = check_plan.records(plan), []
+    for verdict in reverify(records, options=options, within=within, seed=seed):
+        verdicts.append(verdict)
+        say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
+    if as_json:
+        print_json([search_report.reverified_json(verdict) for verdict in verdicts])
+    elif verdicts:
+        output(*search_report.reverified(verdicts, console_here().width))
+    others = len(plan.answers) - len(records)
+    if others:
+        say(f"{others} of {len(plan.answers)} answers of the plan are libraries', of which nothing is to be verified")
+    if lost := [verdict for verdict in verdicts if verdict.state != "holds"]:
+        raise SchedulerError(
+            f"{len(lost)} of {len(records)} kernels of the plan do not hold ({lost[0].record.key}: {lost[0].reason}); "
+            "make it again with scheduler.tune_function"
+        )

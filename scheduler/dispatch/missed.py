@@ -1,0 +1,64 @@
+"""Questions that no record answered, noted each time they are lowered, with the line of the user's code that asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from jax.extend import source_info_util
+
+from scheduler.core import frames
+from scheduler.core.records import Key, Miss
+from scheduler.store.layered import Cache
+from search_spaces import OPERATIONS, locate
+from search_spaces.operation import Operation
+
+ENVIRONMENT = "TILE_SCHEDULER_MISSES"
+
+_log = logging.getLogger("scheduler")
+_places: dict[Operation[Any], str] = {}
+
+
+def noted() -> bool:
+    """Whether misses are noted, which "off" in the environment turns off."""
+    return os.environ.get(ENVIRONMENT, "").lower() not in ("off", "0", "no", "false")
+
+
+def note(cache: Cache, operation: Operation[Any], key: Key) -> None:
+    """Notes in the user's own store that a call posed `key` and no record answered it: soon, and without a word."""
+    if not noted():
+        return
+    try:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        cache.note(Miss(key, 1, now, now, line_asking(), _place(operation)))
+    except Exception as error:  # no call fails by what only watches it
+        _log.debug("%s is not noted as a miss: %r", key, error)
+
+
+def line_asking() -> str:
+    """``file:line`` of the user's code that posed what is lowered now; "" where no file is known.
+
+    Where a call was traced under another function, its line there; of an eager call, the line that made it.
+    """
+    traced = frames.traced(source_info_util.current().traceback)
+    call = frames.asked_by(traced) or frames.asked_by(_running())
+    return f"{os.path.abspath(call.file)}:{call.line}" if call else ""
+
+
+def _running() -> Iterator[frames.Place]:
+    frame = sys._getframe()
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _place(operation: Operation[Any]) -> str:
+    if operation.name in OPERATIONS:
+        return ""
+    if operation not in _places:
+        _places[operation] = locate(operation) or ""
+    return _places[operation]

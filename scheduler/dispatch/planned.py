@@ -1,0 +1,145 @@
+"""Within a plan: calls are answered by it alone, the same in every process, and no store is opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import typing
+from typing import Any, Literal
+
+import jax
+
+from scheduler.core.errors import CacheMiss, NoCandidate
+from scheduler.core.hardware import Hardware
+from scheduler.core.plan import Plan, Planned
+from scheduler.core.records import Schedule
+from scheduler.dispatch.several_processes import require_one_code
+from scheduler.model.feasibility import illegal
+from scheduler.store.layered import warn_once
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+Missing = Literal["xla", "error"]
+MISSING: tuple[Missing, ...] = typing.get_args(Missing)
+# A plan's file, for a process whose code names none.
+ENVIRONMENT = "TILE_SCHEDULER_PLAN"
+
+logger = logging.getLogger("scheduler")
+
+
+@dataclasses.dataclass(frozen=True)
+class InForce:
+    """A plan that answers, and what to do about problems that it does not answer."""
+
+    plan: Plan
+    missing: Missing = "xla"
+
+    def __repr__(self) -> str:  # part of each call in a printed jaxpr
+        return f"plan {self.plan.digest}"
+
+
+# The innermost plan of this thread. JAX traces and compiles anew where it differs, in the functions that a user has
+# jitted, too.
+plan: Any = jax.make_user_context(None)
+
+
+def in_force() -> InForce | None:
+    """What answers calls that are traced here and now, in place of stores and the model; None where they do.
+
+    Raises:
+      PlanError: `TILE_SCHEDULER_PLAN` names no plan that can be used.
+    """
+    here: InForce | None = plan.value
+    if here is not None:
+        return here
+    path = os.environ.get(ENVIRONMENT)
+    return _of_process(path) if path else None
+
+
+@functools.cache
+def _of_process(path: str) -> InForce:
+    return InForce(Plan.load(path))
+
+
+def forget() -> None:
+    """The process's plan is read again when it is next asked for."""
+    _of_process.cache_clear()
+
+
+def answer(
+    force: InForce,
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    backends: frozenset[str] | None,
+    strict: bool,
+) -> tuple[str, Schedule, str]:
+    """Backend and schedule that a plan answers with, or else the library's, and why, in words.
+
+    Args:
+      backends: those that the call allows; None allows all.
+      strict: whether the call wants an error where there is no answer, whatever the plan is to do then.
+
+    Raises:
+      CacheMiss: it has no answer that holds, and an error is wanted.
+      NoCandidate: likewise, and the call leaves the library out.
+      SchedulerError: process 0 of this job answers otherwise.
+    """
+    plan, library = force.plan, operation.library.backend
+    if jax.process_count() > 1:
+        require_one_code(plan.digest)
+    found = held(plan, operation, problem, hardware)
+    reason = found.reason
+    if isinstance(found, Planned):
+        if backends is None or found.backend in backends:
+            return found.backend, found.schedule, f"the plan {plan.digest}: {reason}"
+        reason = (
+            f"the plan {plan.digest} answers {operation.name} {problem} by {found.backend}, which the call leaves out"
+        )
+    if strict or force.missing == "error":
+        raise CacheMiss(f"{reason}; scheduler.tune_function makes a plan")
+    if backends is not None and library not in backends:
+        raise NoCandidate(f"{reason}; only {library} could answer, which the call leaves out")
+    if isinstance(found, Stale):
+        warn_once(f"{reason}; {library} answers")
+    else:
+        logger.info("%s; %s answers", reason, library)
+    return library, {}, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Stale:
+    """A plan's answer that does not hold here, and why."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unplanned:
+    """A problem that a plan does not hold."""
+
+    reason: str
+
+
+def held(plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hardware) -> Planned | Stale | Unplanned:
+    """A plan's answer, checked as stored ones are."""
+    if plan.hardware != hardware.id:
+        return Stale(f"the plan {plan.digest} is of {plan.hardware}, and this is {hardware.id}")
+    which = f"the plan {plan.digest} answers {operation.name} {problem}"
+    found = plan.answer(operation.name, problem.canonical())
+    if found is None:
+        return Unplanned(f"the plan {plan.digest} holds no {operation.name} {problem}")
+    if found.backend not in operation.backends:
+        here = ", ".join(operation.backends)
+        return Stale(f"{which} by {found.backend}, which it has no more (it has: {here}): make the plan again")
+    kernel = operation.kernel(found.backend)
+    if kernel.version != found.version:
+        return Stale(
+            f"{which} by version {found.version} of the {found.backend} kernel, which is now version {kernel.version}: "
+            "make the plan again"
+        )
+    if reason := illegal(kernel, problem, hardware, found.schedule):
+        return Stale(f"{which} by what cannot run: {reason}")
+    return found

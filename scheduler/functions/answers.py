@@ -1,0 +1,206 @@
+"""What is known of a function's problems: records that hold, and searches for those without one while time is left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from scheduler.core.errors import SchedulerError
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
+from scheduler.core.plan import Planned
+from scheduler.core.progress import Progress
+from scheduler.core.records import Entry, Record
+from scheduler.functions.counted import Counted
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import Runner
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
+from scheduler.search import tuner
+from scheduler.store.layered import Cache
+from scheduler.store.store import Store
+from search_spaces.errors import DeclarationError
+from search_spaces.operation import Operation
+
+logger = logging.getLogger("scheduler")
+# What all searches that are left could save of a call, as a share, below which none is worth its time.
+WORTH = 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """How problems without a record are tuned.
+
+    Attributes:
+      store: knows what is tuned, and gets trials and records.
+      seconds: for all searches together.
+      budget: trials of each.
+      progress: called after each trial with the problem, as text.
+    """
+
+    store: Store | Cache
+    seconds: float
+    budget: int
+    progress: Callable[[str, Progress], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What answers one problem by itself.
+
+    Attributes:
+      best: the fastest of the backends asked for, None where there is no record, or a library is.
+      library: the fastest of XLA's programs, and of a vendor's where that may answer; None where none was measured.
+      reason: why there is no `best`, in words.
+    """
+
+    row: Counted
+    best: Entry | None = None
+    library: Entry | None = None
+    reason: str = ""
+
+    @property
+    def gain_s(self) -> float:
+        """What `best` saves in a call of the function."""
+        if self.best is None or self.library is None:
+            return 0.0
+        return self.row.count * (self.library.measurement.median_s - self.best.measurement.median_s)
+
+    def planned(self, *, best: bool, reason: str) -> Planned:
+        """The answer of a plan: the best where it is asked for, else the fastest library."""
+        operation = self.row.operation
+        chosen = self.best if best else self.library
+        return Planned(
+            operation.name,
+            self.row.problem.canonical(),
+            operation.library.backend if chosen is None else chosen.backend,
+            operation.library.version if chosen is None else chosen.version,
+            {} if chosen is None else dict(chosen.schedule),
+            self.row.count,
+            reason,
+            None if self.best is None else self.best.measurement.median_s,
+            None if self.library is None else self.library.measurement.median_s,
+            operation.library.backend if self.library is None else self.library.backend,
+            operation.library.version if self.library is None else self.library.version,
+            {} if self.library is None else dict(self.library.schedule),
+        )
+
+
+def known(
+    rows: Sequence[Counted],
+    hardware: Hardware,
+    backends_of: Callable[[Operation[Any]], frozenset[str] | None],
+    search: Search,
+    step_s: Callable[[], float],
+) -> list[Known]:
+    """What answers each problem, in their order; those without a record that holds are tuned, the largest gain first.
+
+    Args:
+      backends_of: the backends that may answer problems of an operation.
+      step_s: seconds of a call of the function, asked once and only where something is to be tuned.
+    """
+    found: dict[int, Known] = {}
+    left: list[tuple[float, int]] = []
+    for i, row in enumerate(rows):
+        record = _record(row, hardware, backends_of(row.operation), search.store)
+        if record is not None:
+            found[i] = of_record(row, record, backends_of(row.operation))
+        else:
+            left.append((_to_be_had_s(row, hardware), i))
+    left.sort(key=lambda each: -each[0])
+    with _runner() as runner_for:
+        until, least_s = time.perf_counter() + search.seconds, WORTH * step_s() if left else 0.0
+        while left:
+            row, remaining_s = rows[left[0][1]], until - time.perf_counter()
+            if remaining_s <= 0:
+                reason = "not tuned: the time for searches was over"
+            # Of interpreted kernels the model tells nothing.
+            elif not hardware.abilities.interpreted and sum(gain for gain, _ in left) < least_s:
+                reason = f"not tuned: all searches left would save less than {WORTH:.1%} of a call"
+            else:
+                found[left.pop(0)[1]] = _tuned(row, backends_of(row.operation), search, remaining_s, runner_for)
+                continue
+            found |= {i: Known(rows[i], reason=reason) for _, i in left}
+            break
+    return [found[i] for i in range(len(rows))]
+
+
+def of_record(row: Counted, record: Record, backends: frozenset[str] | None) -> Known:
+    """What a record says of a problem, of the backends that may answer; None is all of them."""
+    best = record.winner if backends is None else record.best(backends)
+    vendors = {kernel.backend for kernel in row.operation.kernels if kernel.vendor}
+    libraries = {record.library} | (vendors if backends is None else vendors & backends)
+    library = record.best(frozenset(libraries))
+    if best is None or best.backend in libraries:
+        return Known(row, None, library, f"{best.backend if best else record.library} is the fastest alone")
+    return Known(row, best, library)
+
+
+def _record(row: Counted, hardware: Hardware, backends: frozenset[str] | None, store: Store | Cache) -> Record | None:
+    key = key_of(row.operation, row.problem, hardware)
+    records: Iterator[Record | None]
+    if isinstance(store, Cache):
+        records = (record for _, record in store.find(key, shared_only=False))
+    else:
+        records = iter((store.get(key),))
+    for record in records:
+        if record is not None and isinstance(
+            recheck(row.operation, row.problem, hardware, record, backends=backends), Entry
+        ):
+            return record
+    return None
+
+
+def _to_be_had_s(row: Counted, hardware: Hardware) -> float:
+    """Seconds of a call that no schedule can save more of: XLA's predicted time over the roofline's."""
+    return row.count * predict(row.operation, row.problem, hardware).library_s - row.least_s
+
+
+@contextlib.contextmanager
+def _runner() -> Iterator[Callable[[Operation[Any]], Runner]]:
+    """Makes the one runner of all searches, when the first of them needs it."""
+    runners: list[Runner] = []
+
+    def runner_for(operation: Operation[Any]) -> Runner:
+        if not runners:
+            runners.append(start_runner(operation))
+        return runners[0]
+
+    try:
+        yield runner_for
+    finally:
+        for runner in runners:
+            runner.close()
+
+
+def _tuned(
+    row: Counted,
+    backends: frozenset[str] | None,
+    search: Search,
+    seconds: float,
+    runner_for: Callable[[Operation[Any]], Runner],
+) -> Known:
+    name = f"{row.operation.name} {row.problem}"
+    logger.info("tuning %s, %d times a call", name, row.count)
+    runner, told = runner_for(row.operation), search.progress
+    try:
+        record = tuner.tune(
+            row.operation,
+            row.problem,
+            backends=backends,
+            budget=search.budget,
+            seconds=seconds,
+            store=search.store,
+            runner=runner,
+            progress=None if told is None else lambda step: told(name, step),
+        )
+    except (SchedulerError, DeclarationError) as error:
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"{name} is not tuned: {reason} (XLA answers it)", RuntimeWarning, stacklevel=2)
+        return Known(row, reason=f"not tuned: {reason}")
+    return of_record(row, record, backends)

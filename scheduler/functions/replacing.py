@@ -1,0 +1,108 @@
+"""Lowers a function with kernels in place of the equations that they answer, and says which."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from scheduler.core.errors import NoCandidate
+from scheduler.core.records import schedule_text
+from scheduler.dispatch import dispatch
+from scheduler.dispatch.dispatch import ON_A_MESH, Options
+from scheduler.dispatch.primitive import tuned_call_p
+from scheduler.functions import layouts
+from search_spaces import OPERATIONS, load, lowering_compat
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Replaced:
+    """A kernel in place of equations that are alike.
+
+    Attributes:
+      reason: why this schedule, in words.
+    """
+
+    operation: str
+    problem: Problem
+    backend: str
+    schedule: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.problem} by {self.backend} {self.schedule} ({self.reason})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A function as it was lowered.
+
+    Attributes:
+      lowered: `jax.stages.Lowered`.
+      replaced: the kernels in it. Equations that are alike in one module are lowered once, and are here once.
+      left: why equations are XLA's, in words -> how many kinds of them.
+    """
+
+    lowered: Any
+    replaced: tuple[Replaced, ...]
+    left: Mapping[str, int]
+
+
+@functools.cache
+def answering() -> Mapping[Any, Operation[Any]]:
+    """JAX's primitives whose equations an operation can answer."""
+    operations = [load(name) for name in OPERATIONS]
+    return {primitive: operation for operation in operations for primitive in operation.equations}
+
+
+def lower(traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...] | None = None) -> Lowered:
+    """Lowers what `jax.jit` traced, with the answers that are not the library's.
+
+    What the library answers is JAX's own equation, as it stands, so that XLA fuses there what it always fuses.
+
+    Args:
+      options: operation's name -> what its answers may be.
+      platforms: to lower for; None is where the arguments are.
+
+    Raises:
+      CacheMiss: nothing is stored and the policy is "error".
+    """
+    around = layouts.around(traced.jaxpr, answering().keys())
+    replaced: dict[Replaced, None] = {}
+    left: collections.Counter[str] = collections.Counter()
+
+    def answer(
+        primitive: Any, platform: str, partitioned: bool, avals: tuple[Any, ...], params: Mapping[str, Any]
+    ) -> Any:
+        operation = answering()[primitive]
+        stored = around.get(layouts.key(primitive, avals, params))
+        posed = operation.equations[primitive](*avals, **params, **({"stored": stored} if stored else {}))
+        if isinstance(posed, str) or partitioned:
+            left[posed if isinstance(posed, str) else ON_A_MESH] += 1
+            return None
+        problem = posed.problem
+        try:
+            found = dispatch.decide(operation, problem, platform, options[operation.name])
+        except NoCandidate as error:
+            left[str(error)] += 1
+            return None
+        if found.kernel.library:
+            left[f"{operation.library.backend} answers {operation.name} {problem}: {found.reason}"] += 1
+            return None
+        words = schedule_text(dataclasses.asdict(found.schedule))
+        replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            return (
+                posed.restore(*found.kernel.results(problem, found.schedule, found.target, *posed.operands(*args))),
+            )
+
+        return run
+
+    answers = {primitive: functools.partial(answer, primitive) for primitive in answering()}
+    lowered = lowering_compat.lower(traced, answers, untouched=(tuned_call_p,), platforms=platforms)
+    return Lowered(lowered, tuple(replaced), dict(left))

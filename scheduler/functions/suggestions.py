@@ -1,0 +1,134 @@
+"""What a function computes by plain JAX and a tuned one could: products, and patterns that operations recognise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from scheduler.core.errors import SchedulerError
+from scheduler.core.frames import Call
+from scheduler.core.hardware import CPU, Hardware
+from scheduler.dispatch import dispatch
+from scheduler.functions import layouts
+from scheduler.functions.counted import Counted, Tally
+from scheduler.functions.equations import inside, is_backward, line_of
+from scheduler.prediction.predict import predict
+from search_spaces import OPERATIONS, load
+from search_spaces.operation import Operation, Posed
+from search_spaces.recognise import graph
+from search_spaces.recognise.pattern import Recognised
+
+# Less than this is no reason to change a line.
+WORTH_TELLING = 1.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """What a function computes by plain JAX, and a tuned function could.
+
+    Attributes:
+      row: what that would pose, and where it is computed now.
+      call: the tuned function.
+      gain: XLA's time over that call's, by a record or by the model; None where they expect none.
+    """
+
+    row: Counted
+    call: str
+    gain: float | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scope:
+    """Equations that all run equally often, and what operations recognise in them."""
+
+    nodes: list[graph.Node]
+    count: int
+    backward: bool
+    patterns: list[tuple[Operation[Any], Recognised]]
+
+
+def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
+    """What could be tuned in a function, the most expensive first.
+
+    Where one pattern is part of another the larger counts, and what its backward pass computes goes with it.
+    """
+    operations = [load(name) for name in OPERATIONS]
+    scopes, tally = list(_scopes(operations, jaxpr, {}, 1, False)), Tally(chip)
+    covered = {
+        line
+        for scope in scopes
+        for _, pattern in scope.patterns
+        for line in _lines(pattern)
+        if len(pattern.shown) > 1 and not scope.backward
+    }
+    stored = layouts.around(jaxpr, {primitive for operation in operations for primitive in operation.equations})
+    for scope in scopes:
+        replaced = set[int]()
+        for operation, pattern in scope.patterns:
+            if not (scope.backward and covered.issuperset(_lines(pattern)) and len(pattern.shown) == 1):
+                tally.add(operation, pattern.problem, scope.count, [node.equation for node in pattern.shown])
+            replaced |= set(map(id, pattern.nodes))
+        for node in scope.nodes:
+            backward = scope.backward or is_backward(node.equation)
+            if id(node) in replaced or (backward and line_of(node.equation) in covered):
+                continue
+            for operation in operations:
+                if isinstance(posed := _posed(operation, node.equation, stored), Posed):
+                    tally.add(operation, posed.problem, scope.count, [node.equation])
+    calls = {operation.name: f"tuned_{operation.name}" for operation in operations}
+    calls |= {operation.name: found.call for scope in scopes for operation, found in scope.patterns if found.call}
+    return tuple(Suggestion(row, calls[row.operation.name], _gain(row, chip)) for row in tally.rows())
+
+
+def _scopes(
+    operations: Sequence[Operation[Any]], jaxpr: Any, known: Mapping[Any, graph.Value], count: int, backward: bool
+) -> Iterator[_Scope]:
+    nodes = graph.nodes(jaxpr, known)
+    yield _Scope(nodes, count, backward, _patterns(operations, nodes))
+    for node in nodes:
+        within = backward or is_backward(node.equation)
+        for held, times in inside(node.equation):
+            yield from _scopes(operations, held, graph.arguments(node, held), count * times, within)
+
+
+def _lines(pattern: Recognised) -> set[Call | None]:
+    return {line_of(node.equation) for node in pattern.shown}
+
+
+def _patterns(
+    operations: Sequence[Operation[Any]], nodes: Sequence[graph.Node]
+) -> list[tuple[Operation[Any], Recognised]]:
+    found = [
+        (operation, pattern)
+        for operation in operations
+        if operation.recognise is not None
+        for node in nodes
+        if (pattern := operation.recognise(node)) is not None
+    ]
+    found.sort(key=lambda each: -len(each[1].nodes))
+    kept, replaced = [], set[int]()
+    for operation, pattern in found:
+        if not any(id(node) in replaced for node in pattern.shown):
+            kept.append((operation, pattern))
+            replaced |= set(map(id, pattern.nodes))
+    return kept
+
+
+def _posed(operation: Operation[Any], equation: Any, stored: Mapping[Any, layouts.Stored]) -> Any:
+    if (posed := operation.equations.get(equation.primitive)) is None:
+        return None
+    avals = [x.aval for x in equation.invars]
+    return posed(*avals, stored=stored[layouts.key(equation.primitive, avals, equation.params)], **equation.params)
+
+
+def _gain(row: Counted, chip: Hardware) -> float | None:
+    if chip.platform == CPU.platform:
+        return None
+    try:
+        records = dispatch.user_cache().records(operation=row.operation.name, hardware=chip.id)
+        answer = predict(row.operation, row.problem, chip, records=records)
+    except SchedulerError:
+        return None
+    gain = answer.library_s / answer.predicted_s
+    return gain if answer.backend != row.operation.library.backend and gain >= WORTH_TELLING else None

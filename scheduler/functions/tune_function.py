@@ -1,0 +1,217 @@
+"""tune_function(): a plan for a whole function, decided by the whole function's time."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from scheduler.core import hardware as chips
+from scheduler.core.backends import named_backends
+from scheduler.core.errors import SchedulerError
+from scheduler.core.hardware import Hardware
+from scheduler.core.plan import Figure, Plan, Variant
+from scheduler.core.progress import Progress
+from scheduler.dispatch import calls, dispatch
+from scheduler.functions import agreement, in_turns
+from scheduler.functions.answers import WORTH, Known, Search, known
+from scheduler.functions.counted import Counted
+from scheduler.functions.in_context import Ablated, Reference, Run, Whole, ablate, failure, groups
+from scheduler.functions.in_turns import Seconds
+from scheduler.functions.problems import problems
+from scheduler.measure.runner import environment
+from scheduler.search.jobs import BUDGET
+from scheduler.store.store import Store
+from tile_scheduler import __version__
+
+logger = logging.getLogger("scheduler")
+
+
+def tune_function(
+    fn: Callable[..., Any],
+    *args: Any,
+    minutes: float = 10.0,
+    budget: int = BUDGET,
+    backends: str | Sequence[str] | None = None,
+    store: Store | None = None,
+    progress: Callable[[str, Progress], None] | None = None,
+) -> Plan:
+    """A plan of the schedules that make ``fn(*args)`` as a whole faster than with XLA's answers.
+
+    XLA stands for the fastest library of each problem: of attention that may be the vendor's, cuDNN.
+
+    What no store answers is tuned first, the largest count times expected gain before the others. Then `fn` is compiled
+    with all answers, with XLA's alone, and with each problem turned back to XLA's (those that save little together),
+    and timed in interleaved rounds of wall time: what does not help there stays with XLA. At last the plan is timed
+    against XLA once more; where it is not faster beyond doubt, every answer of it is XLA's, and its `verdict` says so.
+    Results of both are compared: a kernel that fails within `fn`, or changes its results, is XLA's, with the reason.
+
+    `fn` is called many times; its arguments stay as they are, whatever it donates.
+
+    Args:
+      fn: plain or jitted; it makes tuned calls. Keyword arguments are given by `functools.partial`.
+      args: arrays to compute with. Whatever else is among them is part of the program.
+      minutes: for searches; comparing takes less than a minute for most functions.
+      budget: trials of each search.
+      backends: what may answer beside XLA, as in `tuned_matmul`; None allows all.
+      store: where records are looked for and kept; None is the user's own, and the shipped one where that has none.
+      progress: called after each trial of a search, with its problem as text.
+
+    Raises:
+      ValueError: `minutes` is negative, an unknown backend, or a shape in place of an array.
+      SchedulerError: `fn` makes no tuned call (and what of it could be one), or is asked about under a trace or in a
+        job of several processes.
+    """
+    _require(args, minutes, store)
+    whole = Whole(fn, args)
+    found = problems(whole.call, *whole.arrays)
+    if not found.tuned:
+        raise SchedulerError(f"{_name(fn)} makes no tuned call, and so there is nothing to plan. {found!r}")
+    for row in found.tuned:
+        named_backends(row.operation, backends)
+    return _Tuning(_name(fn), whole, found.tuned, chips.detect()).run(
+        backends, Search(dispatch.user_cache() if store is None else store, 60 * minutes, budget, progress)
+    )
+
+
+def _require(args: Sequence[Any], minutes: float, store: Any) -> None:
+    if jax.process_count() > 1:
+        raise SchedulerError(
+            f"tune_function in a job of {jax.process_count()} processes, which would decide apart: make the plan in "
+            "one process, on one process's share of the work, and give it to all with scheduler.plan"
+        )
+    if calls.target.value:
+        raise SchedulerError(f"a plan is made by measuring: leave scheduler.target({calls.target.value!r})")
+    if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not minutes >= 0:
+        raise ValueError(f"{minutes=} is no time for searches; give 0 or more")
+    if isinstance(store, str | os.PathLike):
+        raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.core.Tracer):
+            raise SchedulerError(
+                "tune_function is called under a trace (jit, grad, vmap): call it outside, with arrays"
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(f"{leaf} is a shape; the function is to be timed: give an array")
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or _name(getattr(fn, "func", type(fn)))
+
+
+class _Tuning:
+    """One function on its way to a plan."""
+
+    def __init__(self, name: str, whole: Whole, rows: Sequence[Counted], chip: Hardware) -> None:
+        self.name, self.whole, self.rows, self.chip = name, whole, rows, chip
+        self.known: list[Known] = [Known(row) for row in rows]
+        self.reasons: dict[int, str] = {}
+
+    def run(self, backends: str | Sequence[str] | None, search: Search) -> Plan:
+        self.known = known(
+            self.rows,
+            self.chip,
+            lambda operation: named_backends(operation, backends),
+            search,
+            lambda: self.whole.time({"xla": self.whole.under(self.plan(()))})["xla"].median_s,
+        )
+        calls.forget()
+        dispatch.reload()  # what was just found answers other calls, too
+        self.reasons = {i: each.reason for i, each in enumerate(self.known) if each.best is None}
+        xla = self.whole.under(self.plan(()))
+        rounding = agreement.rounding(row.problem for row in self.rows)
+        reference = Reference(xla, jax.block_until_ready(xla()), rounding)
+        candidates = [i for i in range(len(self.known)) if i not in self.reasons]
+        candidates, everything = self._that_run(candidates, reference)
+        if everything is None:
+            left = sum(each.library is None for each in self.known)
+            untuned = f"; {left} of {len(self.known)} problems are not tuned" if left else ""
+            return self._without(xla, f"XLA answers everything: nothing else is faster alone and can be used{untuned}")
+        kept, ablated = self._that_help(candidates, everything, xla)
+        self.reasons |= {i: f"alone it is faster, but {ablated[i]}" for i in candidates if i not in kept}
+        return self._decided(candidates, kept, reference, {"xla": xla, "all": everything}, ablated)
+
+    def plan(self, best: Collection[int], reasons: Mapping[int, str] | None = None) -> Plan:
+        """The plan in which these problems have their best answers, and XLA answers the others."""
+        said = reasons or {}
+        answers = [
+            each.planned(best=i in best, reason=said.get(i, self.reasons.get(i, "")))
+            for i, each in enumerate(self.known)
+        ]
+        return Plan(self.name, self.chip.id, self.chip.kind, environment(""), __version__, tuple(answers))
+
+    def _that_run(self, candidates: list[int], reference: Reference) -> tuple[list[int], Run | None]:
+        """Those that can be used in the function, and it with all of them; None where there are none."""
+        if not candidates:
+            return [], None
+        everything, why = failure(self.whole, self.plan(candidates), reference)
+        if everything is not None:
+            return candidates, everything
+        logger.info("with all answers: %s; each is tried alone", why)
+        usable = []
+        for i in candidates:
+            run, reason = failure(self.whole, self.plan([i]), reference)
+            if run is None:
+                self.reasons[i] = f"it cannot be used in the function: {reason}"
+            else:
+                usable.append(i)
+        everything, why = failure(self.whole, self.plan(usable), reference) if usable else (None, "")
+        if everything is None:
+            self.reasons |= dict.fromkeys(usable, f"together with the others it cannot be used in the function: {why}")
+            return [], None
+        return usable, everything
+
+    def _that_help(self, candidates: Sequence[int], everything: Run, xla: Run) -> tuple[list[int], dict[int, Ablated]]:
+        """Those without which the function is slower, and what it says of each."""
+        step_s = self.whole.time({"xla": xla}, at_least_rounds=1)["xla"].median_s
+        of = groups({i: self.known[i].gain_s for i in candidates}, step_s, WORTH)
+        ablated = ablate(
+            self.whole, everything, xla, of, lambda group: self.plan([i for i in candidates if i not in group])
+        )
+        of_each = {i: each for each in ablated for i in each.group}
+        return [i for i in candidates if of_each[i].helps], of_each
+
+    def _decided(
+        self,
+        candidates: list[int],
+        kept: list[int],
+        reference: Reference,
+        runs: dict[Variant, Run],
+        ablated: Mapping[int, Ablated],
+    ) -> Plan:
+        """The plan of those that are kept, or of all, whichever is faster; XLA's where neither is beyond doubt."""
+        if kept and kept != candidates:
+            run, why = failure(self.whole, self.plan(kept), reference)
+            if run is None:
+                return self._without(runs["xla"], f"XLA answers everything: the plan cannot be used: {why}")
+            runs = {**runs, "plan": run}
+        times = self.whole.time(runs)
+        best: Variant = min((v for v in runs if v != "xla"), key=lambda v: times[v].median_s)
+        if "plan" in runs and best == "all" and not in_turns.faster(times["all"], times["plan"]):
+            best = "plan"
+        margin = in_turns.margin(times[best], times["xla"])
+        between = f"{1 + margin.middle:.3f}x as fast as XLA alone ({1 + margin.low:.3f} to {1 + margin.high:.3f})"
+        if not margin.low > 0:
+            for i in kept:
+                self.reasons.setdefault(i, "alone it is faster, but the function is not faster beyond doubt")
+            figures = {v: times[v] for v in runs if v != "plan"}
+            return self._with(self.plan(()), figures, f"XLA answers everything: the function would be {between}")
+        chosen = candidates if best == "all" else kept
+        said = {i: f"{ablated[i]}" for i in chosen}
+        return self._with(self.plan(chosen, said), {**times, "plan": times[best]}, between)
+
+    def _without(self, xla: Run, verdict: str) -> Plan:
+        return self._with(self.plan(()), self.whole.time({"xla": xla}), verdict)
+
+    def _with(self, plan: Plan, times: Mapping[Any, Seconds], verdict: str) -> Plan:
+        order: tuple[Variant, ...] = ("xla", "all", "plan")
+        figures = tuple(
+            Figure(variant, times[variant].median_s, times[variant].spread_s, times[variant].rounds)
+            for variant in order
+            if variant in times
+        )
+        return dataclasses.replace(plan, figures=figures, verdict=verdict)

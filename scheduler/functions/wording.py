@@ -1,0 +1,85 @@
+"""A function's problems as a person reads them, in a hundred columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scheduler.core.frames import Call
+from scheduler.core.quantities import seconds_text
+
+if TYPE_CHECKING:
+    from scheduler.functions.counted import Counted
+    from scheduler.functions.problems import Problems
+    from scheduler.functions.suggestions import Suggestion
+
+WIDTH = 100
+HEAD = ("count", "at least", "share")
+
+
+def place(line: Call) -> str:
+    """``model.py:41``; below the current directory with its path."""
+    file = Path(line.file)
+    try:
+        name = str(file.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        name = file.name
+    return f"{name}:{line.line}" if name.isprintable() else f"{name!r}:{line.line}"
+
+
+def places(lines: Iterable[Call]) -> str:
+    return ", ".join(map(place, lines))
+
+
+def figures(found: Problems) -> list[tuple[str, str, str]]:
+    """Of each tuned problem: its count, the least time of all of them, and its share of the sum of these."""
+    total = sum(row.least_s for row in found.tuned)
+    return [(str(row.count), seconds_text(row.least_s), f"{100 * row.least_s / total:.1f} %") for row in found.tuned]
+
+
+def of(row: Counted) -> str:
+    return f"{row.operation.name} {row.problem}"
+
+
+def notes(found: Problems) -> Iterator[str]:
+    """What is to be known of the counts and of the times."""
+    if found.tuned:
+        yield f"Times are what {found.hardware.kind} needs at least, by its roofline."
+    else:
+        yield "It calls no tuned function."
+    for kind, says in (("while", "the turns of a while loop count as one"), ("cond", "all branches of a cond count")):
+        loops = [loop for loop in found.loops if loop.kind == kind]
+        if loops:
+            yield ": ".join(filter(None, (places(loop.line for loop in loops if loop.line), f"{says}.")))
+
+
+def suggestion(found: Suggestion) -> str:
+    """``model.py:41: softmax rows=2048 columns=32000, 3 times: tuned_softmax; 2.14x expected``."""
+    row = found.row
+    where = f"{places(row.lines)}: " if row.lines else ""
+    times = f"{row.count} times" if row.count > 1 else "once"
+    gain = f"; {found.gain:.2f}x expected" if found.gain is not None else ""
+    return f"{where}{of(row)}, {times}: {found.call}{gain}"
+
+
+def text(found: Problems) -> str:
+    """All of it: for each problem its figures, and below it the user's lines that pose it."""
+    lines: list[str] = []
+    if found.tuned:
+        cells = [HEAD, *figures(found)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        heads = ["".join(f"{cell:>{width}}  " for cell, width in zip(row, widths, strict=True)) for row in cells]
+        lines.append(f"{heads[0]}problem")
+        for head, row in zip(heads[1:], found.tuned, strict=True):
+            below = " " * len(head)
+            lines += _folded(of(row), head, below) + _folded(places(row.lines), below, below)
+    lines += [line for note in notes(found) for line in _folded(note)]
+    if found.untuned:
+        lines.append("Not tuned, and could be:")
+    return "\n".join(lines + [line for each in found.untuned for line in _folded(suggestion(each), "  ", "    ")])
+
+
+def _folded(said: str, first: str = "", others: str = "") -> list[str]:
+    return textwrap.wrap(said, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)

@@ -1,0 +1,150 @@
+"""Which of the problems that calls missed are worth a search: what each may gain, and where the rest gains nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from scheduler.core.errors import NoCandidate
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Entry, Key, Miss, Record
+from scheduler.model.constants import model_of
+from scheduler.prediction.predict import predict
+from scheduler.prediction.validation import recheck
+from scheduler.search.jobs import Task
+from search_spaces import OPERATIONS, load_known
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+# Of what all of them take by the library: less than that is not worth the searches.
+LEAST = 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A miss as it stands today.
+
+    Attributes:
+      operation, problem: None where nobody here can say what it is.
+      settled: what a record answers since then; None where the miss is open.
+      library_s: the library's predicted time of one call, seconds; None where it cannot be predicted.
+      best_s: the best predicted time of another kernel; `library_s` where there is no such kernel, None where there is
+        one of which no time can be predicted.
+      reason: why something is None, in words.
+    """
+
+    miss: Miss
+    operation: Operation[Any] | None = None
+    problem: Problem | None = None
+    settled: Entry | None = None
+    library_s: float | None = None
+    best_s: float | None = None
+    reason: str = ""
+
+    @property
+    def library_total_s(self) -> float:
+        """What the library takes for as many calls as were lowered; 0 where that is not known."""
+        return self.miss.lowered * (self.library_s or 0.0)
+
+    @property
+    def gain_s(self) -> float | None:
+        """What the best schedule is expected to save of that; None where that is not known."""
+        if self.library_s is None or self.best_s is None:
+            return None
+        return self.miss.lowered * max(0.0, self.library_s - self.best_s)
+
+
+def weigh(misses: Iterable[Miss], records: Iterable[Record], chip: Callable[[str], Hardware | None]) -> list[Missed]:
+    """What is known of each miss, those that a search is expected to gain most of first.
+
+    Args:
+      records: the user's own, before the shipped ones.
+      chip: by its `Hardware.id`, or None where nobody knows it.
+    """
+    of_chip: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        of_chip.setdefault((record.key.operation, record.key.hardware), []).append(record)
+    weighed = [
+        _weighed(miss, of_chip.get((miss.key.operation, miss.key.hardware), []), chip(miss.key.hardware))
+        for miss in misses
+    ]
+    return sorted(weighed, key=_order)
+
+
+def _order(missed: Missed) -> tuple[float, ...]:
+    # What gains nobody knows how much stands between what gains something and what gains nothing.
+    gain_s = 1e-30 if missed.gain_s is None else missed.gain_s
+    return -gain_s, -missed.library_total_s, -missed.miss.lowered
+
+
+def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None) -> Missed:
+    key = miss.key
+    try:
+        operation = load_known(key.operation)
+        problem = operation.problem.from_canonical(key.problem)
+    except (ValueError, RecursionError) as error:  # a store may hold any text
+        return Missed(miss, reason=_unknown(miss, error))
+    if hardware is None:
+        return Missed(miss, operation, problem, reason="the table has no such chip")
+    for record in records:
+        if record.key == key and isinstance(entry := recheck(operation, problem, hardware, record), Entry):
+            return Missed(miss, operation, problem, settled=entry)
+    library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
+    kernels = frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
+    try:
+        best = predict(operation, problem, hardware, backends=kernels, records=_newest(records))
+    except NoCandidate as none:
+        return Missed(miss, operation, problem, None, library_s, library_s, str(none))
+    if not best.ranked:
+        unknown = f"{best.backend} declares no footprint to predict its time by"
+        return Missed(miss, operation, problem, None, best.library_s, None, unknown)
+    return Missed(miss, operation, problem, None, best.library_s, best.predicted_s)
+
+
+def _newest(records: Sequence[Record]) -> list[Record]:
+    """One of each problem: the user's own, where there is one."""
+    found: dict[Key, Record] = {}
+    for record in records:
+        found.setdefault(record.key, record)
+    return list(found.values())
+
+
+def _unknown(miss: Miss, error: Exception) -> str:
+    if miss.key.operation in OPERATIONS:
+        return f"it is no problem of {miss.key.operation} today: {error}"
+    where = f"--own {miss.place}" if miss.place else "--own file.py:NAME, once a file holds it"
+    return f"{miss.key.operation} is an operation of one's own: name it, {where}"
+
+
+def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
+    """The open ones that are worth a search, the largest expected gain first, and those that are not.
+
+    These are the last ones, which gain together less than `LEAST` of what all take by the library. Of those in between
+    no gain can be predicted: only a search tells.
+    """
+    ordered = sorted((one for one in missed if one.settled is None and one.problem is not None), key=_order)
+    total_s, left_s, worth = sum(one.library_total_s for one in ordered), 0.0, set[Key]()
+    for one in reversed(ordered):
+        left_s += one.gain_s or 0.0
+        if one.gain_s is None or (left_s >= LEAST * total_s and one.gain_s > 0):
+            worth.add(one.miss.key)
+    return [one for one in ordered if one.miss.key in worth], [one for one in ordered if one.miss.key not in worth]
+
+
+def within(tasks: Sequence[Task], seconds: float | None, left: Callable[[int], None]) -> Iterator[Task]:
+    """The tasks, one after the other, as long as time is left, and each with no more of it than that.
+
+    Args:
+      seconds: from when the first is taken; None sets no limit.
+      left: told how many were not begun when the time was over.
+    """
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    for number, task in enumerate(tasks):
+        if (remaining := until - time.monotonic()) <= 0:
+            left(len(tasks) - number)
+            return
+        bound = min(remaining, math.inf if task.seconds is None else task.seconds)
+        yield task if bound == math.inf else dataclasses.replace(task, seconds=bound)

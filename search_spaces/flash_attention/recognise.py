@@ -1,0 +1,179 @@
+"""Attention in a jaxpr: a softmax between two products, by the axes that these share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from search_spaces.attention.causal_mask import is_causal
+from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.recognise.graph import Node, Value
+from search_spaces.recognise.pattern import Recognised, as_of, between, number, rounded, source, strip
+from search_spaces.softmax.recognise import argument
+
+# A logit that is masked is this small, or smaller.
+_MASKED = -1e4
+# An axis of one of the products: ("batch", i), or ("a" or "b", i) for a free one of its first or second operand.
+Label = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Logits:
+    """What a softmax gets: the product that it comes from, the label of each axis, and the masks on the way."""
+
+    product: Node
+    labels: tuple[Label, ...]
+    masks: tuple[tuple[Value, bool, tuple[Label, ...]], ...] = ()
+
+
+def recognise(node: Node) -> Recognised | None:
+    """``softmax(q k^T * scale, masked or not) v``, heads and batch wherever einsum has them; masks that are causal.
+
+    Of other masks, biases and dropout no kernel is known, so there is no attention then.
+    """
+    if node.name != "dot_general":
+        return None
+    for side in (0, 1):
+        weights, order = _transposed(node.inputs[side])
+        logits = None if (of := argument(weights)) is None else _logits(of)
+        if logits is not None:
+            labels = tuple(logits.labels[i] for i in order)
+            problem = _problem(node, side, labels, logits)
+            if problem is not None:
+                inputs = [strip(x) for x in (*logits.product.inputs, node.inputs[1 - side])]
+                divided = strip(weights).node
+                shown = tuple(each for each in (logits.product, divided, node) if each is not None)
+                return Recognised(problem, between(node.results[0], inputs), shown)
+    return None
+
+
+def _transposed(value: Value) -> tuple[Value, tuple[int, ...]]:
+    """What is transposed and cast to `value`, and which axis of that each of its axes is."""
+    order = tuple(range(len(value.shape)))
+    while (node := strip(value).by("transpose")) is not None:
+        order = tuple(node.params["permutation"][i] for i in order)
+        value = node.inputs[0]
+    return value, order
+
+
+def _logits(value: Value) -> _Logits | None:
+    value = strip(value)
+    if (node := value.by("dot_general")) is not None:
+        (of_a, of_b), (batch_a, batch_b) = node.params["dimension_numbers"]
+        free = [
+            [(name, i) for i in range(len(x.shape)) if i not in (*contracted, *batch)]
+            for name, x, contracted, batch in zip("ab", node.inputs, (of_a, of_b), (batch_a, batch_b), strict=True)
+        ]
+        if len(of_a) != 1:
+            return None
+        return _Logits(node, (*(("batch", i) for i in range(len(batch_a))), *free[0], *free[1]))
+    if (node := value.by("transpose")) is not None:
+        inner = _logits(node.inputs[0])
+        permutation = node.params["permutation"]
+        return inner and dataclasses.replace(inner, labels=tuple(inner.labels[i] for i in permutation))
+    if (node := value.by("mul", "div")) is not None:
+        first, second = node.inputs
+        if not source(second)[0].shape:
+            return _logits(first)
+        return _logits(second) if node.name == "mul" and not source(first)[0].shape else None
+    if (node := value.by("select_n")) is not None and len(node.inputs) == 3:
+        return _masked(*node.inputs)
+    if (node := value.by("add")) is not None:
+        for logits, mask in (node.inputs, node.inputs[::-1]):
+            base, where = source(mask)
+            chosen = base.by("select_n")
+            if chosen is None or len(chosen.inputs) != 3 or (inner := _logits(logits)) is None:
+                continue
+            seen, values = _kept(chosen.inputs[1:]), [number(each) for each in chosen.inputs[1:]]
+            if seen is not None and values[seen] == 0.0 and len(where) == len(chosen.inputs[0].shape):
+                labels = tuple(("none", 0) if at is None else inner.labels[at] for at in where)
+                return dataclasses.replace(inner, masks=(*inner.masks, (chosen.inputs[0], bool(seen), labels)))
+    return None
+
+
+def _masked(which: Value, *cases: Value) -> _Logits | None:
+    if (seen := _kept(cases)) is None or (inner := _logits(cases[seen])) is None:
+        return None
+    return dataclasses.replace(inner, masks=(*inner.masks, (which, bool(seen), inner.labels)))
+
+
+def _kept(cases: Sequence[Value]) -> int | None:
+    """Which of two cases is not the masked one."""
+    masked = [(value := number(each)) is not None and value <= _MASKED for each in cases]
+    return masked.index(False) if masked.count(True) == 1 else None
+
+
+def _problem(node: Node, side: int, labels: tuple[Label, ...], logits: _Logits) -> FlashAttentionProblem | None:
+    """The problem of the product `node`, of weights with these labels and of values.
+
+    Args:
+      side: which operand of it are the weights.
+    """
+    key = logits.labels[-1]  # along which the softmax is
+    if key[0] not in "ab":
+        return None
+    q_side, k_side = (1, 0) if key[0] == "a" else (0, 1)
+    q, k, v = logits.product.inputs[q_side], logits.product.inputs[k_side], node.inputs[1 - side]
+    contract, batch = node.params["dimension_numbers"]
+    if [labels[i] for i in contract[side]] != [key]:
+        return None
+    shared = [label for label in logits.labels if label[0] == "batch"]
+    free = [label for label in logits.labels if label[0] == "ab"[q_side]]
+    if sorted(labels[i] for i in batch[side]) != sorted(shared) or len(logits.labels) != len(shared) + len(free) + 1:
+        return None
+    values = [i for i in range(len(v.shape)) if i not in (*contract[1 - side], *batch[1 - side])]
+    heads = _heads(logits.product, q_side, shared, free)
+    if len(values) != 1 or heads is None:
+        return None
+    lead, kv_heads, group, q_axis = heads
+    if (causal := _causal(logits.masks, ("ab"[q_side], q_axis), key)) is None:
+        return None
+    result = rounded(node.results[0])
+    if any(as_of(x, result.dtype) is None for x in (q, k, v)):
+        return None
+    try:
+        return FlashAttentionProblem(
+            batch=lead,
+            q_len=q.shape[q_axis],
+            kv_len=k.shape[key[1]],
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            head_dim=q.shape[logits.product.params["dimension_numbers"][0][q_side][0]],
+            head_dim_v=v.shape[values[0]],
+            causal=causal,
+            dtype=str(result.dtype),
+        )
+    except ValueError:
+        return None
+
+
+def _heads(
+    product: Node, q_side: int, shared: Sequence[Label], free: Sequence[Label]
+) -> tuple[int, int, int, int] | None:
+    """Batch, heads of keys, query heads of each of them, and the axis of q along which queries lie.
+
+    The last batch axis of q is that of the heads. Where queries have two free axes, the one that follows it is the
+    group of heads.
+    """
+    q = product.inputs[q_side]
+    axes = sorted(product.params["dimension_numbers"][1][q_side])
+    extents = [q.shape[axis] for axis in axes]
+    lead, kv_heads = math.prod(extents[:-1]), (extents or [1])[-1]
+    positions = [label[1] for label in free]
+    if len(positions) == 1:
+        return lead, kv_heads, 1, positions[0]
+    if len(positions) != 2 or not axes or axes[-1] + 1 not in positions:
+        return None
+    group = axes[-1] + 1
+    (queries,) = (axis for axis in positions if axis != group)
+    return lead, kv_heads, q.shape[group], queries
+
+
+def _causal(masks: Sequence[Any], query: Label, key: Label) -> bool | None:
+    """Whether keys behind a query are masked, and nothing else is; None where something else is."""
+    for which, keeps, labels in masks:
+        if not is_causal(which, keeps, [{query: "query", key: "key"}.get(label) for label in labels]):
+            return None
+    return bool(masks)

@@ -1,0 +1,20 @@
+"""A product times the activation of another of the same rows: ``GATED_MATMUL``, its problem and its kernels."""
+
+from search_spaces.gated_matmul import front_end, recognise, rules
+from search_spaces.gated_matmul.hopper import MosaicGpuGatedMatmul
+from search_spaces.gated_matmul.interpret import InterpretGatedMatmul
+from search_spaces.gated_matmul.problem import GatedMatmulProblem
+from search_spaces.gated_matmul.xla import XlaGatedMatmul
+from search_spaces.operation import Operation
+
+GATED_MATMUL = Operation[GatedMatmulProblem](
+    name="gated_matmul",
+    problem=GatedMatmulProblem,
+    kernels=(MosaicGpuGatedMatmul(), InterpretGatedMatmul(), XlaGatedMatmul()),
+    jvp=rules.jvp,
+    batch=rules.batch,
+    front_end=front_end.bind,
+    recognise=recognise.recognise,
+)
+
+__all__ = ["GATED_MATMUL", "GatedMatmulProblem"]

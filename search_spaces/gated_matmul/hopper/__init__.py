@@ -1,0 +1,5 @@
+"""The gated product on Hopper: the matrix product's kernel with two factors, and its schedules."""
+
+from search_spaces.gated_matmul.hopper.launch import MosaicGpuGatedMatmul
+
+__all__ = ["MosaicGpuGatedMatmul"]

@@ -1,0 +1,69 @@
+"""The gated product on Hopper: what it supports, and how one is launched.
+
+The kernel is that of the matrix product (search_spaces/matmul/hopper), whose launch multiplies the results of two
+factors. A tile of either has as many results as the result itself, so that `HopperSchedule` means here what it means
+there, but for twice the accumulators. Where k is split, the reduction kernel multiplies.
+
+**Joined weights** are read where they lie: the second factor's tiles begin n columns further on. Where TMA cannot
+start there, or arrays must be padded for it, each half is copied into an array of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from search_spaces.footprint import Footprint
+from search_spaces.gated_matmul.hopper.footprint import footprint
+from search_spaces.gated_matmul.hopper.weights import read_joined, reads_joined_bias
+from search_spaces.gated_matmul.problem import GatedMatmulProblem
+from search_spaces.hopper.operands import not_hopper, padded
+from search_spaces.kernel import Kernel, Target
+from search_spaces.matmul.hopper.factors import Gate
+from search_spaces.matmul.hopper.persistent_launch import launched
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.space import space
+from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.space import Columns, Space
+
+
+class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
+    backend = "mosaic_gpu"
+    version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
+
+    def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
+        return not_hopper(target)
+
+    def verified(self, problem: GatedMatmulProblem, schedules: Columns, target: Target) -> bool:
+        as_it_lies = problem.pair or not problem.bias or reads_joined_bias(problem)  # no other has been on a device
+        return target.architecture in self.verified_on and as_it_lies
+
+    def space(self, problem: GatedMatmulProblem, target: Target) -> Space[HopperSchedule]:
+        return space(problem.gate, target.cores, factors=2)
+
+    def footprint(self, problem: GatedMatmulProblem, schedules: Columns, target: Target) -> Footprint:
+        return footprint(problem, schedules)
+
+    def run(
+        self, problem: GatedMatmulProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, s = problem, schedule
+        whole = s.split_k == 1
+        inside = p.gate if whole else p.gate.plain  # The reduction kernel applies the epilogue of a split.
+        t = Tiling(inside, s)
+        joined = not p.pair and bool(read_joined(p, t))
+        x, weights, _ = p.named(args) if joined else p.apart(args)
+        biases = (p.named(args) if reads_joined_bias(p) else p.apart(args)).biases
+        operands = [padded(x, t.extents[0]), *(w if joined else padded(w, t.extents[1]) for w in weights)]
+        gate = Gate(joined, reads_joined_bias(p))
+        (c,) = launched(inside, s, target, [*operands, *(biases if whole else ())], posed=p, gate=gate)
+        return c if whole else _reduce(p, s, c, args)
+
+
+def _reduce(p: GatedMatmulProblem, s: HopperSchedule, splits: jax.Array, args: Any) -> jax.Array:
+    """The result from the accumulators ``[2 * split_k, m, n]`` of all splits, added first to last, rounded once."""
+    factors = splits.reshape(2, s.split_k, p.m, p.n)
+    products = [sum((factor[split] for split in range(1, s.split_k)), start=factor[0]) for factor in factors]
+    return p.gated(products, p.apart(args).biases).astype(p.result().dtype)

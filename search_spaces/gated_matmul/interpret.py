@@ -1,0 +1,127 @@
+"""A tiled gated product in plain ``pallas_call``: the teaching kernel, run by the interpreter on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.gated_matmul.problem import GatedMatmulProblem
+from search_spaces.kernel import Kernel, Target
+from search_spaces.matmul.epilogue import EXPONENTIALS
+from search_spaces.matmul.interpret import masked, tile_extents
+from search_spaces.space import Columns, Space, cdiv
+
+
+@dataclasses.dataclass(frozen=True)
+class InterpretSchedule:
+    """Tile extents: of the result, and of k. Columns of tiles follow each other."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+
+
+class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
+    backend = "interpret"
+    version = 1
+
+    def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
+        return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
+
+    def space(self, problem: GatedMatmulProblem, target: Target) -> Space[InterpretSchedule]:
+        p = problem
+        largest = cdiv(p.m, 512) * cdiv(p.n, 512) * cdiv(p.k, 512)
+        return Space(
+            InterpretSchedule,
+            choices={"tile_m": tile_extents(p.m), "tile_n": tile_extents(p.n), "tile_k": tile_extents(p.k)},
+            rules={
+                # An interpreted grid step costs about a millisecond whatever it computes.
+                "at most 4096 grid steps": lambda s: (
+                    cdiv(p.m, s.tile_m) * cdiv(p.n, s.tile_n) * cdiv(p.k, s.tile_k) <= max(4096, largest)
+                ),
+            },
+        )
+
+    def footprint(self, problem: GatedMatmulProblem, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        itemsize, bias_itemsize = jnp.dtype(p.dtype).itemsize, jnp.dtype(p.bias).itemsize if p.bias else 0
+        rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
+        weights = (p.k / steps) * (p.n / columns) * itemsize
+        result = s.tile_m * s.tile_n
+        return Footprint(
+            arithmetic=p.arithmetic,
+            grid=(rows, columns),
+            step=Phase(
+                loads=(
+                    Operand(bytes=(p.m / rows) * (p.k / steps) * itemsize, axes=(0,), name="x"),
+                    Operand(bytes=weights, axes=(1,), name="gate"),
+                    Operand(bytes=weights, axes=(1,), name="up"),
+                ),
+                flops=4.0 * result * s.tile_k,
+            ),
+            tile=Phase(
+                loads=(Operand(bytes=2 * p.n / columns * bias_itemsize, axes=(1,), name="bias"),) if p.bias else (),
+                mufu_ops=result * EXPONENTIALS[p.activation],
+                bytes_written=(p.m / rows) * (p.n / columns) * itemsize,
+            ),
+            onchip_bytes=(s.tile_m + 2 * s.tile_n) * s.tile_k * itemsize
+            + 2 * s.tile_n * bias_itemsize
+            + result * (8 + itemsize),
+            steps=steps,
+            minor=1,
+            group=columns,
+            axes=("m", "n"),
+        )
+
+    def run(
+        self, problem: GatedMatmulProblem, schedule: InterpretSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, s = problem, schedule
+        x, weights, biases = p.apart(args)
+        grid = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
+        w_axis = 1 if p.transpose_w else 0  # of k
+
+        def body(x_ref: Any, *refs: Any) -> None:
+            weight_refs, bias_refs, (out_ref, *acc_refs) = refs[:2], refs[2:-3], refs[-3:]
+            step = pl.program_id(2)
+            # What lies beyond the edge of k is not zero but undefined, and 0 * NaN is NaN: mask both operands.
+            left = p.k - step * s.tile_k
+            x_tile = masked(x_ref[...], axis=1, extent=left)
+            for w_ref, acc_ref in zip(weight_refs, acc_refs, strict=True):
+
+                @pl.when(step == 0)
+                def _(acc_ref: Any = acc_ref) -> None:
+                    acc_ref[...] = jnp.zeros_like(acc_ref)
+
+                acc_ref[...] += p.product(x_tile, masked(w_ref[...], axis=w_axis, extent=left))
+
+            @pl.when(step == grid[2] - 1)
+            def _() -> None:
+                value = p.gated([acc[...] for acc in acc_refs], [bias[...] for bias in bias_refs])
+                out_ref[...] = value.astype(out_ref.dtype)
+
+        if p.transpose_w:
+            weight = pl.BlockSpec((s.tile_n, s.tile_k), lambda row, column, step: (column, step))
+        else:
+            weight = pl.BlockSpec((s.tile_k, s.tile_n), lambda row, column, step: (step, column))
+        bias = pl.BlockSpec((1, s.tile_n), lambda row, column, step: (0, column))
+        out: jax.Array = pl.pallas_call(
+            body,
+            grid=grid,
+            in_specs=[
+                pl.BlockSpec((s.tile_m, s.tile_k), lambda row, column, step: (row, step)),
+                weight,
+                weight,
+                *[bias] * len(biases),
+            ],
+            out_specs=pl.BlockSpec((s.tile_m, s.tile_n), lambda row, column, step: (row, column)),
+            out_shape=p.result(),
+            scratch_shapes=[pl.MemorySpace.ANY((s.tile_m, s.tile_n), jnp.float32)] * 2,
+            interpret=True,
+        )(x, *weights, *(b[None] for b in biases))
+        return out

@@ -1,0 +1,84 @@
+"""The gated product as XLA computes it: one or two products by cuBLAS, and a fusion; the answer to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.gated_matmul.problem import GatedMatmulProblem
+from search_spaces.kernel import Library, LibraryKernel, Target
+from search_spaces.matmul import epilogue
+from search_spaces.problem import Tolerance
+
+
+class XlaGatedMatmul(LibraryKernel[GatedMatmulProblem]):
+    """Products, activation and their product in float32; or also as users write that, rounded at each step."""
+
+    version = 1
+
+    def programs(self, problem: GatedMatmulProblem) -> tuple[str, ...]:
+        return (Library.program, "plain")
+
+    def tolerance(self, problem: GatedMatmulProblem, schedule: Library) -> Tolerance:
+        """Of what users write, that of a program which rounds at each step: it is what they would have without us.
+
+        Both factors are rounded several times, an activation's argument among them, which may reach 6 deviations.
+        """
+        exact = problem.tolerance()
+        if schedule.program != "plain":
+            return exact
+        return Tolerance(absolute=exact.absolute + 36 * exact.relative, relative=8 * exact.relative)
+
+    def run(
+        self, problem: GatedMatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, (x, weights, biases) = problem, problem.named(args)
+        plain = schedule.program == "plain"
+        products = [p.product(x, w) for w in weights]
+        if plain:
+            products = [acc.astype(p.dtype) for acc in products]
+        if not p.pair:  # One product, of both halves.
+            (both,), biases = products, p.apart(args).biases
+            products = [both[:, : p.n], both[:, p.n :]]
+        return (_plain(p, products, biases) if plain else p.gated(products, biases)).astype(p.result().dtype)
+
+
+def _plain(p: GatedMatmulProblem, products: Sequence[jax.Array], biases: Sequence[jax.Array]) -> jax.Array:
+    with jax.numpy_dtype_promotion("standard"):  # a bias may be wider than the result
+        gate, up = (acc if b is None else acc + b for acc, b in zip(products, biases or (None, None), strict=True))
+        result: jax.Array = getattr(jax.nn, p.activation)(gate) * up
+    return result
+
+
+def formula(x: Any, weights: Sequence[Any], biases: Sequence[Any], *, transpose_w: bool, activation: str) -> jax.Array:
+    """The same of whatever `jnp.matmul` takes, where no problem says it; a pair is joined nowhere.
+
+    Accumulators are in float32 or wider; the result, rounded once, has the dtype of `jnp.matmul`.
+
+    Raises:
+      TypeError, ValueError: as `jnp.matmul`; an unknown activation; operands of integers or of 8 bits.
+    """
+    if activation not in epilogue.ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not one of {', '.join(epilogue.ACTIVATIONS)}")
+    pair = len(weights) == 2
+    out = jnp.result_type(x, *weights)
+    if not jnp.issubdtype(out, jnp.floating) or out.itemsize == 1:
+        raise TypeError(
+            f"products of {out} take no activation: their accumulators are to be scaled first, by way of tuned_matmul"
+        )
+    with jax.numpy_dtype_promotion("standard"):
+        wide = jnp.promote_types(out, jnp.float32)
+    turned = [jnp.swapaxes(w, -1, -2) if transpose_w else w for w in weights]
+    products = [jnp.matmul(x, w, preferred_element_type=wide) for w in turned]
+    with jax.numpy_dtype_promotion("standard"):
+        added = [
+            acc if b is None else acc + b for acc, b in zip(products, biases or [None] * len(products), strict=True)
+        ]
+    if not pair:
+        added = jnp.split(added[0], 2, axis=-1)
+    gate, up = added
+    result: jax.Array = (epilogue.apply(gate, activation=activation) * up).astype(out)
+    return result

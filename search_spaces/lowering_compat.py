@@ -1,0 +1,82 @@
+"""JAX's private half of a compiled call: what an equation is lowered to, and by what `jax.jit` tells calls apart."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+from jax._src import config
+from jax._src.interpreters import mlir
+from jax._src.pallas.pallas_call import pallas_call_p
+
+from search_spaces import jax_compat
+
+# (platform, whether XLA divides it over devices, the equation's inputs, its parameters) -> what computes its results
+# there; None leaves it to JAX.
+Answer = Callable[[str, bool, tuple[Any, ...], Mapping[str, Any]], Callable[..., tuple[jax.Array, ...]] | None]
+
+
+def lower(
+    traced: Any,
+    answers: Mapping[Any, Answer],
+    untouched: Collection[Any] = (),
+    *,
+    platforms: tuple[str, ...] | None = None,
+) -> Any:
+    """``traced.lower(lowering_platforms=platforms)``, with equations of these primitives lowered to what answers give.
+
+    Wherever they are: by then scans, branches, remat, custom derivatives and batching are plain equations, so none is
+    lost, and other lowerings of the same function stay as they are. What an answer computes is lowered as JAX always
+    does it, and so is what equations of `untouched` and Pallas kernels hold.
+    """
+    rules: dict[Any, Any] = {primitive: functools.partial(_answered, answer) for primitive, answer in answers.items()}
+    rules |= dict.fromkeys((pallas_call_p, *untouched), _plain)
+    how = mlir.LoweringParameters(override_lowering_rules=_as_wanted(rules))
+    return traced.lower(lowering_platforms=platforms, _private_parameters=how)
+
+
+def _as_wanted(rules: Mapping[Any, Any]) -> Any:
+    """As this version of JAX has it: pairs, or a mapping."""
+    annotation = str(mlir.LoweringParameters.__dataclass_fields__["override_lowering_rules"].type)
+    return dict(rules) if "apping" in annotation or "dict" in annotation else tuple(rules.items())
+
+
+def _answered(answer: Answer, ctx: Any, *args: Any, **params: Any) -> Any:
+    platforms = ctx.platforms or ctx.module_context.platforms
+    elsewhere = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None)  # on the host of an accelerator, above all
+    if len(platforms) == 1 and elsewhere is None:
+        partitioned = jax_compat.is_partitioned(ctx.module_context.axis_context)
+        run = answer(platforms[0], partitioned, tuple(ctx.avals_in), params)
+        if run is not None:
+            return jax_compat.lower(run, _unruled(ctx), args)
+    return _plain(ctx, *args, **params)
+
+
+def _plain(ctx: Any, *args: Any, **params: Any) -> Any:
+    """What JAX lowers the equation to by itself."""
+    ctx = _unruled(ctx)
+    platforms, default, _ = mlir._get_lowering_rules(ctx.module_context, ctx.primitive, ctx.jaxpr_eqn_ctx)
+    described = str(ctx.primitive)
+    return tuple(mlir.lower_per_platform(ctx, described, platforms, default, frozenset(), *args, **params))
+
+
+def _unruled(ctx: Any) -> Any:
+    """The context without rules of ours, and without what was lowered by them."""
+    parameters = mlir.LoweringParameters()
+    module = ctx.module_context.replace(
+        lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
+    )
+    return ctx.replace(module_context=module)
+
+
+def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The numbers and the names of a jitted function's static arguments."""
+    known = jitted._jit_info
+    return tuple(known.static_argnums or ()), tuple(known.static_argnames or ())
+
+
+def trace_context() -> Any:
+    """What JAX traces anew for, beside arguments: a mesh, the default precision, `scheduler.target`."""
+    return config.trace_context()

@@ -1,0 +1,69 @@
+"""Products of one `a` whose results a launch multiplies: one, or the two of a gated product.
+
+``activation(a @ b + bias) * (a @ up + up_bias)``: each step multiplies its stage of `a` by a stage of both, so that `a`
+is loaded once and no accumulator leaves its registers before the two meet in the epilogue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from search_spaces.matmul.problem import MatmulProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """Makes a product the gate of another of the same shapes and dtypes, which has no activation.
+
+    Attributes:
+      joined: both take their columns from one array, ``[batch, k, 2 n]``, the gate first; else from one each.
+      bias_joined: likewise their biases, ``[batch, 2 n]``.
+    """
+
+    joined: bool
+    bias_joined: bool
+
+
+class Source(NamedTuple):
+    """An array in device memory, and how far into each of its last axes what is meant begins."""
+
+    array: Any
+    first: tuple[int, ...] = ()
+
+    def at(self, *corner: Any) -> tuple[Any, ...]:
+        """A corner of what is meant as one of the array."""
+        return tuple(x + by if by else x for x, by in zip(corner, self.first or (0,) * len(corner), strict=True))
+
+
+class Sources(NamedTuple):
+    """The operands of a launch: of `b` and the bias one for each factor; none of what there is not."""
+
+    a: Any
+    b: tuple[Source, ...]
+    bias: tuple[Source, ...]
+    residual: Any
+
+
+def factors(problem: MatmulProblem, gate: Gate | None) -> tuple[MatmulProblem, ...]:
+    """The products that are multiplied, `problem` first."""
+    return (problem,) if gate is None else (problem, dataclasses.replace(problem, activation=""))
+
+
+def sources(problem: MatmulProblem, gate: Gate | None, arrays: Sequence[Any]) -> tuple[Sources, list[Any]]:
+    """A launch's operands, and the arrays that follow them."""
+    count = len(problem.operands())
+    if gate is None:
+        a, b, bias, residual = problem.named(arrays[:count])
+        biases: tuple[Source, ...] = () if bias is None else (Source(bias),)
+        return Sources(a, (Source(b),), biases, residual), list(arrays[count:])
+    a, *left = arrays
+    n = problem.n
+    along = (n, 0) if problem.transpose_b else (0, n)
+    weights = (Source(left[0]), Source(left[0], along)) if gate.joined else (Source(left[0]), Source(left[1]))
+    left = left[1 if gate.joined else 2 :]
+    if not problem.bias:
+        return Sources(a, weights, (), None), left
+    biases = (Source(left[0]), Source(left[0], (n,))) if gate.bias_joined else (Source(left[0]), Source(left[1]))
+    return Sources(a, weights, biases, None), left[1 if gate.bias_joined else 2 :]

@@ -1,0 +1,64 @@
+"""One launch of persistent CTAs: how many clusters there are, the arrays that they leave, and Pallas's call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.kernel import Target
+from search_spaces.matmul.hopper.factors import Gate
+from search_spaces.matmul.hopper.kernel import kernel
+from search_spaces.matmul.hopper.plan import plan
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.problem import Problem
+
+
+def launched(
+    problem: MatmulProblem,
+    schedule: HopperSchedule,
+    target: Target,
+    operands: Sequence[jax.Array],
+    *,
+    posed: Problem,
+    gate: Gate | None = None,
+) -> list[jax.Array]:
+    """The results ``[..., m, n]``; of splits of k the accumulators of each, and of each factor, along the first axis.
+
+    Args:
+      problem: what the launch itself computes of `posed`.
+      operands: as they lie in device memory.
+
+    Raises:
+      ValueError: two CTAs share each tile along k, and there are more tiles than clusters.
+    """
+    launch = plan(problem, schedule, gate)
+    t, reduction = launch.tiling, launch.reduction
+    ctas = t.cluster_m * t.cluster_n * t.cluster_k
+    tiles = t.products * t.grid_m * t.grid_n  # of a cluster
+    clusters = max(1, min(target.cores // ctas, tiles))
+    if reduction and clusters < tiles:
+        raise ValueError(
+            f"{schedule} shares a tile along k between two CTAs, for which {posed} has too many on {target}"
+        )
+    dtype = problem.whole.dtype if schedule.split_k == 1 else problem.acc_dtype
+    lead = (launch.places,) if launch.places > 1 else ()
+    mailboxes = len(launch.factors) * reduction.mailbox(clusters) if reduction else ()
+    run = plgpu.kernel(
+        kernel(problem, schedule, gate),
+        out_type=(*(jax.ShapeDtypeStruct((*lead, *map(int, each)), dtype) for each in t.c_extents), *mailboxes),
+        grid=(clusters,),
+        grid_names=("cluster_grid",),
+        cluster=(ctas,),
+        cluster_names=("cluster",),
+        num_threads=t.consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    # Indices are 32 bits wide, whatever the user's default.
+    with jax.enable_x64(False):
+        stored: Sequence[jax.Array] = run(*operands)
+    results = zip(stored, t.c_extents, problem.columns, strict=False)  # beside mailboxes
+    return [c if extents == (problem.m, n) else c[..., : problem.m, :n] for c, extents, n in results]

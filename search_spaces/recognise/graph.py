@@ -1,0 +1,118 @@
+"""A jaxpr as arrays and the equations that make them, with the bodies of calls in their places."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jax.extend import core
+
+# Equations that run what they hold once, with their own operands.
+CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
+    | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"}
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """An array, told from others by its identity.
+
+    Attributes:
+      node: the equation that makes it; None for arguments and constants.
+      literal: the number that it is, where the jaxpr tells; else None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    node: Node | None = None
+    literal: Any = None
+
+    def by(self, *names: str) -> Node | None:
+        """The equation that makes it, if it is one of these primitives."""
+        return self.node if self.node is not None and self.node.name in names else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An equation; `results` and `users` are complete once the graph is.
+
+    Attributes:
+      equation: of the jaxpr.
+      users: the equations that read a result.
+    """
+
+    name: str
+    equation: Any
+    inputs: tuple[Value, ...]
+    results: list[Value] = dataclasses.field(default_factory=list)
+    users: list[Node] = dataclasses.field(default_factory=list)
+
+    @property
+    def params(self) -> Any:
+        return self.equation.params
+
+
+def nodes(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({})) -> list[Node]:
+    """The equations of a jaxpr in order, those of the calls in it in place of these.
+
+    Args:
+      known: what is known of its arguments.
+    """
+    return list(_nodes(jaxpr, dict(known)))
+
+
+def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
+    """The arguments of a jaxpr that an equation runs, as far as they are the equation's own in each run of it."""
+    if node.name == "scan":  # constants first; then what is carried, of one shape inside and outside; then slices
+        sliced = sum(len(x.aval.shape) != len(given.shape) for x, given in zip(jaxpr.invars, node.inputs, strict=True))
+        results = zip(jaxpr.outvars, node.equation.outvars, strict=True)
+        carried = sum(len(x.aval.shape) == len(outer.aval.shape) for x, outer in results)
+        constants = len(node.inputs) - carried - sliced
+        return dict(zip(jaxpr.invars[:constants], node.inputs[:constants], strict=True))
+    return dict(zip(jaxpr.invars, node.inputs[1:], strict=True)) if node.name == "cond" else {}
+
+
+def body(equation: Any) -> Any:
+    """What a call runs; None where the equation is no call."""
+    if equation.primitive.name not in CALLS:
+        return None
+    held = [value for value in equation.params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)]
+    inner = getattr(held[0], "jaxpr", held[0]) if len(held) == 1 else None
+    return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
+
+
+def _nodes(jaxpr: Any, known: dict[Any, Value]) -> Iterator[Node]:
+    def value_of(atom: Any) -> Value:
+        if isinstance(atom, core.Literal):
+            return _literal(atom)
+        if atom not in known:
+            known[atom] = Value(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None))
+        return known[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = tuple(map(value_of, equation.invars))
+        inner = body(equation)
+        if inner is not None:
+            within = dict(zip(inner.invars, inputs, strict=True))
+            yield from _nodes(inner, within)
+            for mine, its in zip(equation.outvars, inner.outvars, strict=True):
+                if isinstance(its, core.Literal):
+                    known[mine] = _literal(its)
+                else:
+                    known[mine] = within.get(its) or Value(its.aval.shape, its.aval.dtype)
+            continue
+        node = Node(equation.primitive.name, equation, inputs)
+        for each in inputs:
+            if each.node is not None:
+                each.node.users.append(node)
+        for atom in equation.outvars:
+            known[atom] = Value(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None), node)
+            node.results.append(known[atom])
+        yield node
+
+
+def _literal(atom: Any) -> Value:
+    return Value(atom.aval.shape, atom.aval.dtype, literal=atom.val)

@@ -1,0 +1,161 @@
+"""The steps of recognising: what lies behind casts and broadcasts, sums along an axis, factors of a product."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from search_spaces.problem import Problem
+from search_spaces.recognise.graph import Node, Value
+
+# What changes neither values (but for rounding) nor shapes.
+_SAME = (
+    "convert_element_type",
+    "stop_gradient",
+    "copy",
+    "name",
+    "sharding_constraint",
+    "optimization_barrier",
+    "pvary",
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recognised:
+    """What equations compute, as a problem.
+
+    Attributes:
+      nodes: all that a tuned call would replace.
+      shown: those whose lines a person wants to see.
+      call: the tuned call, where its name is not ``tuned_`` and the operation's.
+    """
+
+    problem: Problem
+    nodes: frozenset[Node]
+    shown: tuple[Node, ...]
+    call: str = ""
+
+
+def strip(value: Value) -> Value:
+    """The same before casts."""
+    for before in casts(value):
+        value = before
+    return value
+
+
+def casts(value: Value) -> Iterator[Value]:
+    """The value, and what it was before each cast."""
+    yield value
+    while (node := value.by(*_SAME)) is not None:
+        value = node.inputs[node.results.index(value)]
+        yield value
+
+
+def rounded(value: Value) -> Value:
+    """What is kept of a result: its cast, where everything that reads it reads one."""
+    if value.node is None:
+        return value
+    kept = [user for user in value.node.users if value in user.inputs]
+    cast = all(user.name == "convert_element_type" for user in kept)
+    one = len({user.results[0].dtype for user in kept}) == 1
+    return kept[0].results[0] if cast and one else value
+
+
+def as_of(value: Value, dtype: Any) -> Value | None:
+    """The value, or what it was cast from, in this dtype; None where it never had that."""
+    return next((each for each in casts(value) if each.dtype == dtype), None)
+
+
+def number(value: Value) -> float | None:
+    """The number that all elements are; None where they are no literal."""
+    base, _ = source(value)
+    if base.literal is None or base.shape or jnp.issubdtype(base.dtype, jnp.complexfloating):
+        return None
+    return float(base.literal)
+
+
+def source(value: Value) -> tuple[Value, tuple[int | None, ...]]:
+    """What is broadcast and cast to `value`, and where its axes lie in that; None for an axis of extent 1."""
+    where: list[int | None] = [i if n > 1 else None for i, n in enumerate(value.shape)]
+    while True:
+        value = strip(value)
+        if (node := value.by("broadcast_in_dim")) is not None:
+            before = node.inputs[0]
+            dims = node.params["broadcast_dimensions"]
+            where = [where[dims[i]] if n > 1 else None for i, n in enumerate(before.shape)]
+        elif (node := value.by("reshape", "squeeze", "expand_dims")) is not None:
+            before = node.inputs[0]
+            if [n for n in before.shape if n > 1] != [n for n in value.shape if n > 1]:
+                return value, tuple(where)
+            wide = [where[i] for i, n in enumerate(value.shape) if n > 1]
+            where = [wide.pop(0) if n > 1 else None for n in before.shape]
+        else:
+            return value, tuple(where)
+        value = before
+
+
+def constant_along(value: Value, axis: int) -> bool:
+    """Whether it is the same everywhere along this axis of whatever it is combined with elementwise."""
+    return axis not in source(value)[1]
+
+
+def reduced(value: Value, name: str) -> tuple[Value, int] | None:
+    """The array whose reduction along one axis this is, with that axis kept or broadcast again; and the axis."""
+    base, where = source(value)
+    if (node := base.by(name)) is None or len(node.params["axes"]) != 1:
+        return None
+    (axis,) = node.params["axes"]
+    of = node.inputs[0]
+    kept = [i for i in range(len(of.shape)) if i != axis]
+    same = len(of.shape) == len(value.shape) and all(at in (None, i) for at, i in zip(where, kept, strict=True))
+    return (strip(of), axis) if same else None
+
+
+def factors(value: Value, steps: int = 3) -> list[Value]:
+    """What is multiplied to it, through casts, in at most so many steps."""
+    if not steps or (node := strip(value).by("mul")) is None:
+        return [value]
+    return [factor for each in node.inputs for factor in factors(each, steps - 1)]
+
+
+def between(result: Value, inputs: Iterable[Value]) -> frozenset[Node]:
+    """The equations on the way from these to the result; not what comes to it from elsewhere."""
+    ends = {id(value) for value in inputs}
+    above: dict[int, Node] = {}
+    left = [result]
+    while left:
+        value = left.pop()
+        if value.node is not None and id(value) not in ends and id(value.node) not in above:
+            above[id(value.node)] = value.node
+            left += value.node.inputs
+    found: dict[int, Node] = {}
+    below = [node for node in above.values() if any(id(value) in ends for value in node.inputs)]
+    while below:
+        node = below.pop()
+        if id(node) not in found:
+            found[id(node)] = node
+            below += [user for user in node.users if id(user) in above]
+    return frozenset(found.values())
+
+
+def rows_of(value: Value) -> tuple[int, int]:
+    """Rows and columns of an array whose leading axes are one."""
+    return math.prod(value.shape[:-1]), value.shape[-1]
+
+
+def same(one: Value, other: Value, steps: int = 6) -> bool:
+    """Whether they are one array but for casts, or are computed alike from one in so many steps."""
+    one, other = strip(one), strip(other)
+    if one is other:
+        return True
+    if one.literal is not None or other.literal is not None:
+        return number(one) is not None and number(one) == number(other)
+    x, y = one.node, other.node
+    if x is None or y is None or not steps or (x.name, str(x.params)) != (y.name, str(y.params)):
+        return False
+    alike = x.results.index(one) == y.results.index(other) and len(x.inputs) == len(y.inputs)
+    return alike and all(same(a, b, steps - 1) for a, b in zip(x.inputs, y.inputs, strict=True))

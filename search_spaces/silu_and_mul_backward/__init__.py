@@ -1,0 +1,17 @@
+"""The gradient of SiLU-and-mul: ``SILU_AND_MUL_BACKWARD``, its problem and its kernels."""
+
+from search_spaces.operation import Operation
+from search_spaces.rowwise import rules
+from search_spaces.rowwise.interpret import InterpretedRows
+from search_spaces.rowwise.xla import XlaRows
+from search_spaces.silu_and_mul_backward.hopper import HopperSiluAndMulBackward
+from search_spaces.silu_and_mul_backward.problem import SiluAndMulBackwardProblem
+
+SILU_AND_MUL_BACKWARD = Operation[SiluAndMulBackwardProblem](
+    name="silu_and_mul_backward",
+    problem=SiluAndMulBackwardProblem,
+    kernels=(HopperSiluAndMulBackward(), InterpretedRows(), XlaRows()),
+    batch=rules.batch,
+)
+
+__all__ = ["SILU_AND_MUL_BACKWARD", "SiluAndMulBackwardProblem"]

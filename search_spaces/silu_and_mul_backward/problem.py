@@ -1,0 +1,61 @@
+"""The gradient of SiLU-and-mul as a problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.problem import Tolerance
+from search_spaces.rowwise.problem import RowProblem, matrix
+
+
+@dataclasses.dataclass(frozen=True)
+class SiluAndMulBackwardProblem(RowProblem):
+    """The cotangent of ``x[rows, 2 * columns]``, whose first half is the gate, from `d_out`, that of the result.
+
+    ``d_out * up * silu'(gate)`` and ``d_out * silu(gate)``, side by side as the halves of `x` are.
+    """
+
+    row_operands: ClassVar[tuple[str, ...]] = ("x", "d_out")
+
+    @classmethod
+    def of(cls, x: Any, d_out: Any, **params: Any) -> SiluAndMulBackwardProblem:  # type: ignore[override]
+        """From ``x[rows, 2 * columns]`` and ``d_out[rows, columns]``."""
+        rows, columns = matrix(d_out)
+        if x.shape != (rows, 2 * columns) or x.dtype != d_out.dtype:
+            raise ValueError(f"x {x.dtype}{list(x.shape)} is not two of d_out {d_out.dtype}{list(d_out.shape)}")
+        return cls(rows=rows, columns=columns, dtype=str(d_out.dtype))
+
+    def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.result(), jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
+
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, 2 * self.columns), jnp.dtype(self.dtype))
+
+    @staticmethod
+    def compute(*args: jax.Array, **params: Any) -> jax.Array:
+        x, d_out = args
+        gate, up = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([d_out * slope for slope in slopes(gate, up, jax.nn.sigmoid(gate))], axis=-1)
+
+    @property
+    def row_bytes(self) -> int:
+        return 3 * self.columns * self.itemsize
+
+    @property
+    def flops(self) -> float:
+        return 11.0 * self.rows * self.columns
+
+    def tolerance(self) -> Tolerance:
+        """Where ``silu'`` is close to zero, its terms cancel: they are off by 2^-19 of themselves, times some 6 x 6."""
+        exact = super().tolerance()
+        return Tolerance(absolute=2.0**-13, relative=exact.relative)
+
+
+def slopes(gate: jax.Array, up: jax.Array, sigmoid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of ``silu(gate) * up`` in both: with ``silu' = s + silu (1 - s)``, of the sigmoid s."""
+    active = gate * sigmoid
+    return up * (sigmoid + active * (1 - sigmoid)), active

@@ -1,0 +1,28 @@
+"""The tangent of SiLU-and-mul: ``SILU_AND_MUL_JVP``. XLA computes it; transposed it is the gradient, tuned as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from search_spaces.operation import Operation
+from search_spaces.rowwise import rules
+from search_spaces.rowwise.xla import XlaRows
+from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
+from search_spaces.silu_and_mul_jvp.problem import SiluAndMulJvpProblem
+
+
+def transpose(call: Callable[..., Any], p: SiluAndMulJvpProblem, cotangent: Any, args: Any) -> tuple[None, Any]:
+    """It is linear in `dx` alone."""
+    return None, call(SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem(p.rows, p.columns, p.dtype), args[0], cotangent)
+
+
+SILU_AND_MUL_JVP = Operation[SiluAndMulJvpProblem](
+    name="silu_and_mul_jvp",
+    problem=SiluAndMulJvpProblem,
+    kernels=(XlaRows(),),
+    transpose=transpose,
+    batch=rules.batch,
+)
+
+__all__ = ["SILU_AND_MUL_JVP", "SiluAndMulJvpProblem"]

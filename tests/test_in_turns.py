@@ -1,0 +1,83 @@
+"""Whole functions timed in turns."""
+
+import fcntl
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scheduler.functions import in_turns
+from scheduler.functions.in_turns import Seconds, compare, faster, margin
+from scheduler.measure import turns
+
+
+def sleeping(seconds):
+    def run():
+        time.sleep(seconds)
+        return jnp.zeros(())
+
+    return run
+
+
+def test_who_sleeps_longer_is_slower_beyond_doubt():
+    times = compare({"short": sleeping(0.004), "long": sleeping(0.006)}, seconds=2)
+    assert faster(times["short"], times["long"])
+    assert not faster(times["long"], times["short"])
+    assert times["short"].rounds == times["long"].rounds >= 8
+    assert 0.004 <= times["short"].median_s < times["long"].median_s
+
+
+def test_one_and_the_same_function_is_not_faster_than_itself():
+    run = sleeping(0.02)
+    times = compare({"one": run, "other": run}, seconds=2)
+    assert abs(margin(times["one"], times["other"]).middle) < 0.3  # other processes may have the core meanwhile
+
+
+def test_a_margin_pairs_rounds_so_that_a_drift_of_both_drops_out():
+    drift = [1.0, 1.5, 2.0, 1.2, 3.0, 1.1, 2.5, 1.9, 1.0, 1.4]
+    one, other = Seconds(tuple(drift)), Seconds(tuple(1.02 * s for s in drift))
+    found = margin(one, other)
+    assert found.low == pytest.approx(0.02)
+    assert found.high == pytest.approx(0.02)
+    assert faster(one, other)
+
+
+def test_too_few_rounds_leave_doubt():
+    assert not faster(Seconds((1.0,) * 5), Seconds((2.0,) * 5))
+
+
+def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts():
+    times = compare({"one": sleeping(0.03)}, seconds=0.01, at_least_rounds=9)
+    assert times["one"].rounds == 9
+    assert times["one"].spread_s < 0.03
+
+
+def test_what_a_function_raises_is_raised():
+    def broken():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        compare({"broken": broken})
+
+
+def test_nothing_to_time_is_said():
+    with pytest.raises(ValueError, match="at least one"):
+        compare({})
+
+
+def test_nobody_else_has_the_device_meanwhile():
+    refused = []
+
+    def run():
+        with turns._closing(turns._opened("cpu")) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refused.append(True)
+        return jnp.zeros(())
+
+    compare({"one": run}, seconds=0.01)
+    assert refused
+    with in_turns.turns_on(jax.devices()):
+        pass  # given back
