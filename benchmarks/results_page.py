@@ -149,6 +149,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_quality(of["search_quality"]),
         *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
+        *_layers(of["layer"]),
         *_sizes(of["sizes"]),
         *_faults(of["faults-cpu"], of["faults"]),
     ]
@@ -345,6 +346,20 @@ def _attention(result: Result) -> Iterator[str]:
         microseconds = (number(row[name], 1) for name in ("cudnn_us", "jax_us", "pallas_us"))
         ratios = (f"{row[name]:.3f}" for name in ("pallas_vs_cudnn", "model_vs_pallas"))
         yield line(row["point"], *microseconds, number(rate, 2 if row["kind"] == "decode" else 0), *ratios)
+
+
+def _layers(result: Result) -> Iterator[str]:
+    yield from _section("Whole layers", "layer-nvidia-h200", result)
+    yield from text(
+        "Wall time of a layer, microseconds, under sustained load, in turns: plain jnp with cuDNN's attention; tuned "
+        "calls under a plan that was decided in context; all of them as their records say; and `optimize` of the plain "
+        "code. *Error* is the plan's distance from the same model in float32, over that of jnp."
+    )
+    yield from table("", "jnp", "plan", "tuned calls", "`optimize`", "jnp / plan", "error", left=1)
+    for row in result["rows"]:
+        times = (number(row[f"{name}_us"], 1) for name in ("jnp", "plan", "tuned", "optimize"))
+        what = f"{row['case']}: {row['model']}"
+        yield line(what, *times, f"{row['plan_vs_jnp']:.3f}", f"{row['error_vs_jnp']['plan']:.3f}")
 
 
 def _sizes(result: Result) -> Iterator[str]:

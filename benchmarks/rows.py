@@ -35,7 +35,7 @@ from scheduler.search import jobs
 from scheduler.search.jobs import Malformed
 from scheduler.store.store import Store, default_url
 from search_spaces import LibraryKernel, Operation, load
-from search_spaces.problem import Tolerance
+from search_spaces.add_rms_norm import ADD_RMS_NORM, AddRmsNormProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.rms_norm.problem import EPS
 from search_spaces.rowwise.problem import RowProblem
@@ -48,6 +48,7 @@ JOB = Path(__file__).with_suffix(".toml")
 CPU_SUITE: tuple[tuple[Operation[Any], RowProblem], ...] = (
     (SOFTMAX, SoftmaxProblem(64, 128, "float32")),
     (RMS_NORM, RmsNormProblem(33, 100, "float32")),
+    (ADD_RMS_NORM, AddRmsNormProblem(33, 100, "float32")),
     (SILU_AND_MUL, SiluAndMulProblem(16, 256, "float32")),
 )
 MIB = 2**20
@@ -78,13 +79,13 @@ class AsWritten(LibraryKernel[RowProblem]):
 
     backend = "as_written"
 
-    def __init__(self, write: Callable[..., jax.Array]) -> None:
+    def __init__(self, write: Callable[..., Any]) -> None:
         self.write = write
 
-    def tolerance(self, problem: RowProblem, schedule: Any) -> Tolerance:
+    def tolerance(self, problem: RowProblem, schedule: Any) -> Any:
         return rounded_at_each_step(problem)
 
-    def run(self, problem: RowProblem, schedule: Any, target: Any, /, *args: Any, **params: Any) -> jax.Array:
+    def run(self, problem: RowProblem, schedule: Any, target: Any, /, *args: Any, **params: Any) -> Any:
         return self.write(*args)
 
 
@@ -100,12 +101,18 @@ def _rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     return (wide * (lax.rsqrt(jnp.mean(lax.square(wide), axis=-1, keepdims=True) + EPS) * weight)).astype(x.dtype)
 
 
+def _add_rms_norm(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As a step of a residual stream."""
+    total = x + residual
+    return _rms_norm(total, weight), total
+
+
 def _silu_and_mul(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     return jax.nn.silu(x[..., :half]) * x[..., half:]
 
 
-def _written(operation: Operation[Any], write: Callable[..., jax.Array]) -> Operation[RowProblem]:
+def _written(operation: Operation[Any], write: Callable[..., Any]) -> Operation[RowProblem]:
     library = operation.library
     assert isinstance(library, XlaRows)
     others = [kernel for kernel in operation.kernels if not kernel.library]
@@ -117,10 +124,12 @@ def _written(operation: Operation[Any], write: Callable[..., jax.Array]) -> Oper
 # Workers find each by its name in this module. One bench times all of its kernels on the same operands.
 SOFTMAX_WRITTEN = _written(SOFTMAX, jax.nn.softmax)
 RMS_NORM_WRITTEN = _written(RMS_NORM, _rms_norm)
+ADD_RMS_NORM_WRITTEN = _written(ADD_RMS_NORM, _add_rms_norm)
 SILU_AND_MUL_WRITTEN = _written(SILU_AND_MUL, _silu_and_mul)
 WRITTEN = {
     SOFTMAX.name: SOFTMAX_WRITTEN,
     RMS_NORM.name: RMS_NORM_WRITTEN,
+    ADD_RMS_NORM.name: ADD_RMS_NORM_WRITTEN,
     SILU_AND_MUL.name: SILU_AND_MUL_WRITTEN,
 }
 
@@ -147,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Console().print(figures)
     done = {(row["operation"], posed(load(row["operation"]).problem, row["problem"])) for row in rows}
     missing = [str(task) for task in chosen if (task.operation.name, task.problem) not in done]
-    operations = (SOFTMAX, RMS_NORM, SILU_AND_MUL)
+    operations = (SOFTMAX, RMS_NORM, ADD_RMS_NORM, SILU_AND_MUL)
     conclude("rows", fresh, rows, figures, *operations, missing=missing, chosen=options, partly=bool(options.only))
 
 
@@ -274,6 +283,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
         "softmax_vs_xla_worst": worst("pallas_vs_xla", of("softmax")),
         "softmax_long_vs_xla_worst": worst("pallas_vs_xla", [row for row in of("softmax") if is_long(row)]),
         "rms_norm_long_vs_xla_worst": worst("pallas_vs_xla", [row for row in of("rms_norm") if is_long(row)]),
+        "add_rms_norm_vs_xla_worst": worst("pallas_vs_xla", of("add_rms_norm", rows)),
         "silu_and_mul_vs_xla_worst": worst("pallas_vs_xla", gated),
         "final_vs_xla_worst": worst("final_vs_xla", rows),
     }
