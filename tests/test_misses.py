@@ -199,14 +199,20 @@ def test_of_ten_thousand_problems_the_rarest_and_oldest_go():
     assert sum(name[0] == "0" for name in kept) == KEPT - 1 - 8000
 
 
-def test_ten_thousand_distinct_problems_are_noted_without_a_call_that_waits():
-    cache, slowest_s = dispatch.user_cache(), 0.0
+def test_ten_thousand_distinct_problems_are_noted_without_a_call_that_waits(monkeypatch):
+    written, write, writer = threading.Event(), noting._Writer._write, noting._writer
+
+    def write_later(self, store):
+        written.wait()
+        write(self, store)
+
+    monkeypatch.setattr(noting._Writer, "_write", write_later)
+    cache = dispatch.user_cache()
     for number in range(MOST):
-        started = time.perf_counter()
-        cache.note(miss(str(number)))
-        slowest_s = max(slowest_s, time.perf_counter() - started)
+        cache.note(miss(str(number)))  # none of which is written before all have returned
+    assert writer.started
+    written.set()
     assert len(noted()) == MOST
-    assert slowest_s < 1
 
 
 def test_a_name_of_a_file_may_be_any_bytes():
@@ -308,10 +314,8 @@ def test_a_store_that_refuses_is_asked_a_few_times_and_then_nothing_is_kept_for_
 def test_what_a_locked_store_was_to_be_told_it_is_told_later(tmp_path):
     with locked_file(tmp_path / "own.db"):
         store = Store(tmp_path / "own.db")
-        started = time.perf_counter()
         for _ in range(5):
-            noting.note(store, miss())
-        assert time.perf_counter() - started < 1
+            noting.note(store, miss())  # which, if it waited, would do so for longer than this file is locked
         assert not noting.flush(0.3)
     assert noting.flush(30)
     assert [one.lowered for one in store.misses.all()] == [5]
@@ -367,7 +371,7 @@ def test_a_process_ends_in_time_though_its_store_does_not_answer(what, tmp_path)
         process = started(path, 1, TILE_SCHEDULER_CACHE=str(url))
         out, err = process.communicate()
     assert process.returncode == 0, err
-    assert float(out) < noting.EXIT_S + 0.5
+    assert float(out) < noting.EXIT_S + 10  # a lock, or a server, is waited for longer
 
 
 def test_a_process_that_is_killed_leaves_what_it_had_written(tmp_path):
@@ -419,7 +423,7 @@ while not noting._writer.writing.locked():
 started = time.monotonic()
 if not (pid := os.fork()):
     os._exit(noting._writer.writing.locked())
-assert time.monotonic() - started < 1 + noting.FORK_S
+assert time.monotonic() - started < 10 + noting.FORK_S  # SQLite waits 30 s
 assert os.waitpid(pid, 0)[1] == 0
 assert noting._writer.writing.locked()  # by its thread still
 """

@@ -182,7 +182,7 @@ def test_who_holds_a_gpu_for_ever_is_waited_for_once_and_not_for_ever(runtime, d
             pass
     done.set()
     holder.join()
-    assert 0.2 < time.monotonic() - started < 2
+    assert 0.2 < time.monotonic() - started < 50 * 0.2
 
 
 def test_a_process_that_a_candidate_forks_does_not_keep_the_turn(runtime):

@@ -75,8 +75,8 @@ def test_calls_wait_five_seconds_in_all_once_a_process(what, tmp_path):
         pytest.importorskip("psycopg", reason="PostgreSQL's driver is missing: pip install 'psycopg[binary]'")
     with silent_server() if "server" in what else locked_file(tmp_path / "cache.db") as url:
         first, *later = seconds_of_calls(url)
-    assert first < 5 + 1, first  # and what a first call takes on a machine that is at work
-    assert max(later) < 2, later
+    assert first < 5 + 5, first  # and what a first call takes on a machine that is at work
+    assert max(later) < patience.PATIENCE_S, later
 
 
 def test_what_answers_promptly_costs_no_patience_and_what_does_not_adds_up(monkeypatch):
@@ -89,10 +89,10 @@ def test_what_answers_promptly_costs_no_patience_and_what_does_not_adds_up(monke
         patience.patiently("slow", lambda: time.sleep(0.2))
     with pytest.raises(patience.TooLong, match=r"slow kept calls waiting for 0\.5 s"):
         patience.patiently("slow", lambda: time.sleep(0.2))
-    started = time.monotonic()
+    asked = []
     with pytest.raises(patience.TooLong):
-        patience.patiently("slow", lambda: time.sleep(60))
-    assert time.monotonic() - started < 0.1
+        patience.patiently("slow", lambda: asked.append("again"))
+    assert asked == []
     with pytest.raises(StoreError, match="no such file"):
         patience.patiently("prompt", lambda: (_ for _ in ()).throw(StoreError("no such file")))
 
