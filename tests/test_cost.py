@@ -456,11 +456,21 @@ def test_operands_that_fit_into_the_cache_are_read_from_memory_once():
     assert again.memory_bytes > 2 * 16384 * 16384 * 2
 
 
+def test_half_as_many_blocks_as_cores_wait_half_as_long_for_their_first_loads():
+    """Device memory serves those that run: a wave that fills all cores is none of this launch."""
+    half, whole = (
+        CostModel(H200).terms(blocks(count, steps=1, flops=np.full(1, 1e9)))["prologue"][0] - H200.memory_latency_s
+        for count in (66, 132)
+    )
+    assert half == pytest.approx(whole / 2)
+
+
 def test_copies_and_launches_add_up():
     model, plain = CostModel(H200), blocks(132)
     copied = dataclasses.replace(plain, copied_bytes=4.8e9, launches=3)
     extra = model.seconds(copied)[0] - model.seconds(plain)[0]
-    assert extra == pytest.approx(1e-3 / model.in_force.e_hbm + 2 * model.in_force.launch_share * H200.launch_s)
+    launch_s = model.in_force.launch_share * H200.launch_s + H200.memory_latency_s
+    assert extra == pytest.approx(1e-3 / model.in_force.e_hbm + 2 * launch_s)
 
 
 def test_terms_bracket_the_prediction():

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces import Columns
 from search_spaces.flash_attention.hopper import FlashDecodingSchedule, decode
 from search_spaces.flash_attention.problem import FlashAttentionProblem
@@ -92,6 +94,44 @@ def test_clusters_combine_all_splits_or_eight_of_them():
 def test_a_cluster_of_all_splits_saves_the_second_launch(split_kv, cluster, launches):
     found = decode.footprint(LLAMA, Columns.of([by(split_kv=split_kv, cluster=cluster)]), TARGET)
     assert found.launches[0] == launches
+
+
+# NVIDIA H200, 32 heads on 4 of keys (benchmarks/results/attention-nvidia-h200.json, and records): of so many sequences
+# and keys, microseconds by block_kv, stages, split_kv, cluster.
+MEASURED = {
+    (1, 1024): {(128, 2, 8, 8): 4.90, (64, 2, 8, 8): 5.18, (64, 2, 16, 1): 6.22},
+    (1, 8192): {(64, 3, 32, 1): 10.34, (64, 4, 32, 1): 10.37, (64, 3, 33, 1): 10.53},
+    (1, 65536): {(64, 3, 32, 1): 37.0, (64, 3, 33, 1): 37.1, (64, 4, 33, 1): 37.3},
+    (16, 32768): {(128, 3, 2, 2): 234.0, (64, 4, 2, 2): 238.2, (64, 2, 4, 4): 295.4},
+    (32, 4096): {(64, 3, 1, 1): 63.0, (64, 4, 1, 1): 64.6, (128, 3, 1, 1): 64.7, (64, 2, 2, 2): 65.2},
+    (64, 1024): {(64, 2, 1, 1): 34.0},
+    (64, 16384): {(64, 2, 1, 1): 467.1, (64, 3, 1, 1): 472.7, (128, 2, 1, 1): 482.0},
+}
+
+
+def ranked(batch, kv_len):
+    """Schedules of the space, best prediction first, and their seconds."""
+    problem, kernel = (
+        dataclasses.replace(LLAMA, batch=batch, kv_len=kv_len, kv_heads=4),
+        decode.MosaicGpuFlashDecoding(),
+    )
+    pruned = prune(kernel, problem, hopper.H200, CostModel(hopper.H200))
+    return {tuple(pruned.points.row(i).values()): pruned.predicted_s[i] for i in range(len(pruned.points))}
+
+
+@pytest.mark.parametrize("point", MEASURED)
+def test_of_what_was_measured_the_top_prediction_is_nearly_the_fastest(point):
+    times, predicted = MEASURED[point], ranked(*point)
+    top = next(schedule for schedule in predicted if schedule in times)
+    assert times[top] * 0.97 <= min(times.values())
+
+
+def test_a_cluster_beats_a_second_launch_where_keys_are_few():
+    predicted, measured = ranked(1, 1024), MEASURED[1, 1024]
+    assert [schedule for schedule in predicted if schedule in measured] == sorted(measured, key=measured.__getitem__)
+    ratios = [predicted[schedule] / (1e-6 * time) for schedule, time in measured.items()]
+    assert min(ratios) > 0.85
+    assert max(ratios) < 1.05
 
 
 def test_keys_that_32_bit_indices_do_not_reach_are_refused():

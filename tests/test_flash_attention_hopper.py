@@ -92,7 +92,7 @@ def test_the_longest_tile_is_that_of_those_that_start_last():
     assert KERNEL.footprint(problem, columns, TARGET).step_range[1].tolist() == [64, 33, 32.5]
 
 
-@pytest.mark.parametrize(("section", "cores"), [(1, 4), (1, 3), (2, 5), (4, 5)])
+@pytest.mark.parametrize(("section", "cores"), [(1, 4), (1, 3), (2, 5), (4, 5), (3, 5)])
 def test_imbalance_is_that_of_the_tiles_that_ctas_take(section, cores):
     problem = Problem(2, 500, 500, 2, 2, 64, causal=True)
     schedule = dataclasses.replace(PERSISTENT, order="snake", section=section)
@@ -101,6 +101,30 @@ def test_imbalance_is_that_of_the_tiles_that_ctas_take(section, cores):
         order = TileOrder(tiling, jnp.int32(cta), cores)
         work.append(sum(int(order.tile(jnp.int32(n)).steps) for n in range(int(order.count))))
     assert steps.imbalance(problem, schedule, cores) == pytest.approx(max(work) / (sum(work) / cores))
+
+
+@pytest.mark.parametrize("section", [1, 2, 3, 5])
+def test_every_tile_is_dealt_once_also_where_the_last_section_has_fewer_heads(section):
+    problem = Problem(1, 500, 500, 5, 5, 64, causal=True)
+    tiling = Tiling(problem, dataclasses.replace(PERSISTENT, order="snake", section=section))
+    orders = [TileOrder(tiling, jnp.int32(cta), 3) for cta in range(3)]
+    tiles = [order.tile(jnp.int32(n)) for order in orders for n in range(int(order.count))]
+    dealt = sorted((int(tile.head), int(tile.row)) for tile in tiles)
+    assert dealt == [(head, 64 * q_tile) for head in range(5) for q_tile in range(8)]
+
+
+def test_tiles_of_as_many_heads_as_fill_rounds_are_tried_where_dealing_by_heads_is_uneven():
+    """16 tiles of 128 queries: those of 33 heads are four rounds of 132 CTAs."""
+    problem = Problem(8, 2048, 2048, 32, 32, 64, causal=True)
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    two = points.take(points.persistent & (points.consumers == 2) & (points.block_kv == 128))
+    found = dict(zip(two.section.tolist(), steps.imbalance(problem, two, TARGET.cores), strict=True))
+    assert found == {section: pytest.approx(ratio, abs=1e-3) for section, ratio in EVEN.items()}
+    unchecked = np.unique(points.section[~KERNEL.verified(problem, points, TARGET)])
+    assert set(unchecked.tolist()) == {12, 24, 33, 66}
+
+
+EVEN = {1: 1.031, 256: 1.031, 33: 1.008, 66: 1.005}
 
 
 def test_tiles_are_dealt_to_persistent_ctas_where_that_is_fair():
@@ -181,6 +205,12 @@ CASES = {  # name: problem, schedule, cores, lengths
     ),
     "sections of heads, dealt back and forth": (
         Problem(2, 192, 192, 2, 1, 64, causal=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, order="snake", section=2),
+        2,
+        (),
+    ),
+    "sections of heads, of which the last has fewer": (
+        Problem(1, 192, 192, 3, 1, 64, causal=True, return_lse=True),
         dataclasses.replace(PERSISTENT, order="snake", section=2),
         2,
         (),

@@ -107,7 +107,7 @@ class CostModel:
         cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
           bytes a nanosecond).
-        launch: empty launches.
+        launch: empty launches, and the memory's latency in each after the first, which nothing was loaded ahead for.
         """
         parts = self.breakdown(footprint)
         return {**parts.overlapped, **parts.serial}
@@ -173,7 +173,7 @@ class CostModel:
         f, h, c, demand = footprint, self.hardware, self.in_force, footprint.mean_step
         blocks, steps, at_once = block_count(f), column(f.steps), concurrent(f, h)
         full = np.floor(blocks / at_once)
-        running = np.stack([at_once, blocks - full * at_once])
+        running = np.stack([np.where(full > 0, at_once, 0), blocks - full * at_once])
         waves = np.stack([full, np.ceil(blocks / at_once) - full])
         count, per_core = waves.sum(axis=0), np.ceil(running / h.cores)
         # Cores that take one tile after another do a mean number of steps in each; what the longest has more is last.
@@ -183,6 +183,7 @@ class CostModel:
 
         moved = traffic(f, h, l2_share=c.l2_share)
         peak, core_rate, hbm_rate = h.peak(f.arithmetic), h.l2_bytes_per_s / h.cores, c.e_hbm * h.hbm_bytes_per_s
+        launches = column(f.launches)
         beyond_edges = sum(column(o.fill_rows) * o.multicast for o in demand.loads)
         overlapped = {
             "mma": per_core * demand.flops * h.cores / (h.boost * peak),
@@ -214,7 +215,7 @@ class CostModel:
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
             "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,
-            "launch": c.launch_share * h.launch_s * column(f.launches) + zero,
+            "launch": c.launch_share * h.launch_s * launches + h.memory_latency_s * (launches - 1) + zero,
         }
         return overlapped, serial, paced
 

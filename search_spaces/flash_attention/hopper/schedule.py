@@ -20,7 +20,7 @@ class FlashAttentionSchedule:
       order: of tiles. "plain": all of a head, from its first query on. "longest_first": within each section of heads
         from the tiles that see most keys to those that see fewest. "snake": likewise, dealt to persistent CTAs forwards
         and backwards in turn, so that each gets about as much work.
-      section: heads, of all sequences, whose tiles are dealt out together.
+      section: heads, of all sequences, whose tiles are dealt out together; the last section has what is left.
       epi_tile_n: columns of the result that a consumer stages in shared memory at a time.
     """
 

@@ -11,7 +11,7 @@ from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
 from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WGMMA_ROWS
-from search_spaces.space import Space
+from search_spaces.space import Space, cdiv
 
 BLOCKS = (128, 176, 160, 144, 112, 192, 96, 80, 64, 48)
 # Registers of a thread for logits, probabilities in float32 and 16 bits, and the result: with more, ptxas spills or
@@ -28,6 +28,10 @@ MOST_IMBALANCE = 1.05
 # Heads whose tiles are dealt out together: few, so that their keys and values stay in the last-level cache, but enough
 # for the tiles that start last to be short.
 SECTIONS = (1, 2, 3, 4, 8)
+# Tiles of several heads are dealt by length where the busiest CTA is then so little above the mean, and so much less
+# than if they were dealt by heads: as many heads as give each CTA equally many tiles, or twice as many, whose keys and
+# values stay in the last-level cache (H200: those of 256 heads of 512 KiB took 1.11 times as long as by heads).
+EVEN, EVENED_OUT, ROUND_HEADS = 1.025, 0.01, (1, 2)
 # Keys of a block whose step takes longer than a load from device memory (H200: 1.5 us against 0.7 us), and of the
 # largest for which ptxas finds registers beside the limits of a mask, or the end of another tile (on an H200 larger
 # ones take 1.04 to 1.6 times as long).
@@ -41,16 +45,29 @@ def accumulator_registers(p: FlashAttentionProblem, s: Any) -> Any:
     return 3 * s.block_kv // 4 + p.value_dim // 2
 
 
+def round_heads(p: FlashAttentionProblem, cores: int, consumers: Any) -> Any:
+    """The fewest heads whose tiles give each core's persistent CTA equally many."""
+    return cores // np.gcd(cores, cdiv(p.q_len, consumers * WGMMA_ROWS))
+
+
 def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]:
     """The schedules for `p` on a chip of so many cores: some dozens, of those that H200 sweeps have not ruled out."""
     blocks = tuple(size for size in BLOCKS if size == min(BLOCKS) or size < 2 * p.kv_len)
     heads = p.batch * p.heads
-    sections = tuple(dict.fromkeys((*[n for n in SECTIONS if heads % n == 0][-2:], 1, heads)))
-
+    few = [n for n in SECTIONS if heads % n == 0][-2:]
+    units = [int(round_heads(p, cores, consumers)) for consumers in (2, 3, 1)]
+    evened = [n * unit for unit in units for n in ROUND_HEADS if n * unit < heads]
     masks = p.left is not None or p.right is not None or p.kv_lengths
 
     def tiles(s: Any) -> Any:
         return Tiling(p, s).tiles
+
+    def by_heads(s: Any) -> Any:
+        return (s.section == 1) | (s.section == heads)
+
+    def by_rounds(s: Any) -> Any:
+        unit = round_heads(p, cores, s.consumers)
+        return (s.section % unit == 0) & np.isin(s.section // unit, ROUND_HEADS)
 
     def registers(s: Any) -> Any:
         return np.where(s.consumers == 3, MOST_REGISTERS[3], MOST_REGISTERS[2])
@@ -73,7 +90,7 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
             "ping_pong": (True, False),
             "persistent": (True, False),
             "order": ("longest_first", "snake", "plain") if p.causal else ("plain",),
-            "section": sections if p.causal else (1,),
+            "section": tuple(dict.fromkeys((*few, 1, heads, *evened))) if p.causal else (1,),
             "epi_tile_n": tuple(dict.fromkeys((p.value_dim, *((64,) if p.value_dim % 64 == 0 else ())))),
         },
         rules={
@@ -119,12 +136,19 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
                 (s.order == "plain") | ((s.order == "snake") == s.persistent)
             ),
             "sections are for orders that have them": lambda s: (s.order != "plain") | (s.section == 1),
-            "tiles are dealt by heads, or those of all heads by length": lambda s: (
-                (s.order != "snake") | (s.section == 1) | (s.section == heads)
+            "tiles are dealt by heads, or by length those of all heads, or of as many as fill whole rounds": lambda s: (
+                (s.order != "snake") | by_heads(s) | by_rounds(s)
             ),
-            "sections of all heads are for dealing": lambda s: (s.order == "snake") | (s.section <= max(SECTIONS)),
+            "sections of many heads are for dealing": lambda s: (
+                (s.order == "snake") | ((s.section <= max(SECTIONS)) & (heads % s.section == 0))
+            ),
             "dealt tiles are about as much work for each CTA": lambda s: (
                 (s.order != "snake") | (steps.imbalance(p, s, cores) <= MOST_IMBALANCE)
+            ),
+            "tiles of several heads are dealt by length where that evens them out": lambda s: (
+                (s.order != "snake")
+                | by_heads(s)
+                | (steps.imbalance(p, s, cores) <= np.minimum(EVEN, steps.imbalance(p, s, cores, 1) - EVENED_OUT))
             ),
             "a result that is staged in parts is waited for": lambda s: (
                 (s.epi_tile_n == p.value_dim) | (s.persistent & (p.value_dim > EPI_WHOLE))

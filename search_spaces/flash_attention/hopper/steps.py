@@ -37,28 +37,34 @@ def longest_of_last(p: FlashAttentionProblem, s: Any, cores: int) -> Any:
 
     Sections end with the shortest tiles of all of their heads. One of few heads has its longest tiles among the last.
     """
+    heads = p.batch * p.heads
 
     def count(rows: int, block: int, section: int, in_order: bool) -> float:
         steps = of_tiles(p, rows, block)
-        last = steps.size if in_order else min(-(-cores // section), steps.size)
+        last = steps.size if in_order else min(-(-cores // (heads % section or section)), steps.size)
         return max(float(np.sort(steps)[:last].max()), float(steps.mean()))
 
     return _each(count, Tiling(p, s).rows, s.block_kv, s.section, s.order == "plain")
 
 
-def imbalance(p: FlashAttentionProblem, s: Any, cores: int) -> Any:
-    """Steps of the busiest of so many persistent CTAs, over the mean, where tiles are dealt back and forth."""
+def imbalance(p: FlashAttentionProblem, s: Any, cores: int, section: Any = None) -> Any:
+    """Steps of the busiest of so many persistent CTAs, over the mean, where tiles are dealt back and forth.
+
+    In sections of the schedule's heads, or of `section`.
+    """
     heads = p.batch * p.heads
 
     def ratio(rows: int, block: int, section: int) -> float:
-        # Sections of all heads: a head's tiles from its last on, each `section` times.
-        steps = np.tile(np.repeat(of_tiles(p, rows, block)[::-1], section), heads // section)
+        # A section: a head's tiles from its last on, each as often as it has heads.
+        longest_first = of_tiles(p, rows, block)[::-1]
+        whole, left = np.tile(np.repeat(longest_first, section), heads // section), heads % section
+        steps = np.concatenate([whole, np.repeat(longest_first, left)])
         rounds = -(-steps.size // cores)
         dealt = np.pad(steps, (0, rounds * cores - steps.size)).reshape(rounds, cores)
         dealt[1::2] = dealt[1::2, ::-1]
         return float(dealt.sum(axis=0).max() / dealt.sum(axis=0).mean())
 
-    return _each(ratio, Tiling(p, s).rows, s.block_kv, s.section)
+    return _each(ratio, Tiling(p, s).rows, s.block_kv, s.section if section is None else section)
 
 
 def _each(function: Any, *columns: Any) -> Any:

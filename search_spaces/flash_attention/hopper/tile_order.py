@@ -64,8 +64,11 @@ class TileOrder:
             head, q_tile = lax.div(number, t.q_tiles), lax.rem(number, t.q_tiles)
         else:
             section, within = lax.div(number, s.section * t.q_tiles), lax.rem(number, s.section * t.q_tiles)
-            head = section * s.section + lax.rem(within, s.section)
-            q_tile = t.q_tiles - 1 - lax.div(within, s.section)
+            first, heads = section * s.section, s.section
+            if t.heads % s.section:  # The last section has what is left.
+                heads = jnp.minimum(heads, t.heads - first)
+            head = first + lax.rem(within, heads)
+            q_tile = t.q_tiles - 1 - lax.div(within, heads)
         return self._blocks(lax.div(head, t.p.heads), lax.rem(head, t.p.heads), q_tile * t.rows)
 
     def _place(self, position: Any) -> Any:
