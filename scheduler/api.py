@@ -70,7 +70,8 @@ def tuned_softmax(
     ``backends="pallas"`` leaves it out). Along another axis it is `jax.nn.softmax`.
 
     Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for another axis than the last, for
-    arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+    arrays other than float32, bfloat16 or float16, and for empty ones; with `return_lse` also on a mesh outside of
+    manual axes.
 
     Args:
       x: ``[..., columns]``.
@@ -99,7 +100,7 @@ def tuned_silu_and_mul(
     (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it out).
 
     Works where `tuned_matmul` works; its gradient is a tuned call, too ("silu_and_mul_backward"). XLA also answers for
-    arrays other than float32, bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+    arrays other than float32, bfloat16 or float16, and for empty ones.
 
     Args:
       x: ``[..., 2 * d]``; the first half of the last axis is the gate.

@@ -76,8 +76,8 @@ def tuned_flash_attention(
     Works where `tuned_matmul` works, but in reverse mode alone: `jax.jvp` raises a TypeError, as of any
     `jax.custom_vjp`. The backward pass is an operation of its own, "flash_attention_backward", tuned and cached as
     such, and under a derivative the forward pass also returns the log-sum-exp: what is tuned for training is
-    ``return_lse=True`` and that. XLA answers for q, k and v that are not of one bfloat16, float16 or float32 dtype, for
-    empty arrays, and on a mesh outside of manual axes.
+    ``return_lse=True`` and that. XLA answers for q, k and v that are not of one bfloat16, float16 or float32 dtype, and
+    for empty arrays.
 
     Args:
       q: ``[batch, q_len, heads, head_dim]`` or ``[q_len, heads, head_dim]``.

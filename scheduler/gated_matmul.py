@@ -32,7 +32,7 @@ def tuned_gated_matmul(
 
     Works where `tuned_matmul` works. Under a derivative both products, by `tuned_matmul`'s kernels, are rounded and
     kept, and the backward pass is of such products, too. XLA also answers for operands other than bfloat16 or float16
-    of one dtype, for empty ones, and on a mesh outside of manual axes. A vmapped `x` is more rows; of vmapped weights
+    of one dtype, and for empty ones. A vmapped `x` is more rows; of vmapped weights
     each takes a call of its own.
 
     Args:

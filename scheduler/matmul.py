@@ -72,12 +72,13 @@ def tuned_matmul(
     leaves it out).
 
     Works eager and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`; backward products are
-    tuned calls too. On a mesh outside of manual axes XLA answers, as it does for empty operands, where `precision`
-    names an algorithm, and for operands other than two of one float32, bfloat16 or float16 dtype; or of one
-    float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the sums and `preferred_element_type` is one of the
-    former (for int8: int32, bfloat16 or float32). Why, the logger `scheduler` says (DEBUG); whoever leaves XLA out by
-    `backends`, or gives a `schedule`, gets an error that says it. Under a derivative an activation is a pass of its own
-    over float32 sums, and the backward pass keeps its slope. To policies of `jax.checkpoint` a product is a dot.
+    tuned calls too. On arrays divided over a mesh each device's part is such a call, answered by the schedule of its
+    own shapes. XLA answers for empty operands, where `precision` names an algorithm, and for operands other than two of
+    one float32, bfloat16 or float16 dtype; or of one float8_e4m3fn, float8_e5m2 or int8 dtype where nothing follows the
+    sums and `preferred_element_type` is one of the former (for int8: int32, bfloat16 or float32). Why, the logger
+    `scheduler` says (DEBUG); whoever leaves XLA out by `backends`, or gives a `schedule`, gets an error that says it.
+    Under a derivative an activation is a pass of its own over float32 sums, and the backward pass keeps its slope. To
+    policies of `jax.checkpoint` a product is a dot.
 
     Args:
       a: ``[..., m, k]`` or ``[k]``.

@@ -54,7 +54,7 @@ def tuned_rms_norm(
 
     Works where `tuned_matmul` works; derivatives are XLA's, in all operands. XLA also answers for a weight that is
     neither of the dtype of `x` nor float32, for a residual of another dtype than `x`, for arrays other than float32,
-    bfloat16 or float16, for empty ones, and on a mesh outside of manual axes.
+    bfloat16 or float16, and for empty ones.
 
     Args:
       x: ``[..., columns]``.

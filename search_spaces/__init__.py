@@ -160,13 +160,15 @@ def _held(wanted: Callable[[Any], bool]) -> str | None:
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if wanted(value):
                 file = getattr(module, "__file__", None)
-                if module_name != "__main__" and not module_name.startswith(LOADED_FILE):
+                if module_name not in SCRIPT and not module_name.startswith(LOADED_FILE):
                     return f"{module_name}:{attribute}"
                 # Only where no module holds it: loading a script runs it.
                 script = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
     return script
 
 
+# How the script that a process runs is named: multiprocessing has a name of its own for it.
+SCRIPT = ("__main__", "__mp_main__")
 # How the modules of files that were loaded by their paths are named.
 LOADED_FILE = "tile_scheduler_file_"
 _loading = contextvars.ContextVar("loading", default=False)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 
 from search_spaces import jax_compat
 
+# The reason of who does not divide such a call, before why not.
 EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
+_posing: ContextVar[bool] = ContextVar("posing", default=False)
+
+
+@contextmanager
+def posing_explicit() -> Iterator[None]:
+    """Within this context problems are posed of arrays on a mesh with explicit axes, too: of whole arrays."""
+    before = _posing.set(True)
+    try:
+        yield
+    finally:
+        _posing.reset(before)
 
 
 def unposed(arrays: Mapping[str, Any]) -> str | None:
@@ -21,7 +35,7 @@ def unposed(arrays: Mapping[str, Any]) -> str | None:
             return f"{name} has symbols for extents: {x.shape}"
         if not all(x.shape):
             return f"{name} is empty: {x.shape}"
-    return EXPLICIT_AXES if jax_compat.has_explicit_axes(list(arrays.values())) else None
+    return EXPLICIT_AXES if jax_compat.has_explicit_axes(list(arrays.values())) and not _posing.get() else None
 
 
 def weakly_typed(*arrays: jax.Array) -> str | None:

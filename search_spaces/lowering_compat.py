@@ -17,6 +17,8 @@ from search_spaces import jax_compat
 # there; None leaves it to JAX.
 Answer = Callable[[str, bool, tuple[Any, ...], Mapping[str, Any]], Callable[..., tuple[jax.Array, ...]] | None]
 
+_JITTED: Any = type(jax.jit(lambda: None))
+
 
 def lower(
     traced: Any,
@@ -69,6 +71,11 @@ def _unruled(ctx: Any) -> Any:
         lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
     )
     return ctx.replace(module_context=module)
+
+
+def is_jitted(fn: Any) -> bool:
+    """Whether it is a function of `jax.jit`; those that a library jits in a way of its own are not."""
+    return isinstance(fn, _JITTED)
 
 
 def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:

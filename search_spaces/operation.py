@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from search_spaces import aliases
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
+from search_spaces.sharding import Sharding
 
 P = TypeVar("P", bound=Problem)
 # What a kernel gets besides arrays, and changes no schedule: names and values.
@@ -98,6 +99,8 @@ class Operation(Generic[P]):
         result, the order in which its axes lie in memory, None where that is their own.
       recognise: ``recognise(node)`` -> `Recognised` where an equation of a graph (`search_spaces.recognise`) is the
         last of several that compute what the operation does, else None. What is not there must not be recognised.
+      shard: ``shard(problem)`` -> `Sharding`, what of it the devices of a mesh may divide; None where nothing may be.
+        Default: nothing, of any problem: the library answers there, which XLA divides by itself.
 
     Raises:
       ValueError: no library kernel or two, two kernels of one backend, or rules that exclude each other.
@@ -116,6 +119,7 @@ class Operation(Generic[P]):
     front_end: Callable[..., Bound[P] | Unbound] | None = None
     equations: Mapping[Any, Callable[..., Posed[P] | str]] = dataclasses.field(default_factory=dict)
     recognise: Callable[[Any], Any] | None = None
+    shard: Callable[[P], Sharding[P] | None] | None = None
 
     def __post_init__(self) -> None:
         libraries = [kernel.backend for kernel in self.kernels if kernel.library]
@@ -127,6 +131,9 @@ class Operation(Generic[P]):
             raise ValueError(f"operation {self.name!r} has one of vjp_fwd and vjp_bwd, which belong together")
         if self.vjp_fwd is not None and (self.jvp is not None or self.transpose is not None):
             raise ValueError(f"operation {self.name!r} has a vjp, which takes the place of jvp and transpose")
+
+    def __repr__(self) -> str:  # part of each call in a printed jaxpr
+        return self.name
 
     @property
     def backends(self) -> tuple[str, ...]:

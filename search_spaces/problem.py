@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from search_spaces import reference_programs
 from search_spaces.space import unknown
 
 P = TypeVar("P", bound="Problem")
@@ -227,12 +228,26 @@ def _floats(s: jax.ShapeDtypeStruct) -> bool:
 
 
 def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
-    return (_drawn if s.size <= SLAB else _in_slabs)(key, s.shape, s.dtype)
+    drawn: jax.Array = reference_programs.run(_in_slabs, key, shape=s.shape, dtype=s.dtype)
+    return drawn
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _in_slabs(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """An operand that was drawn, times `factor`, in its dtype."""
+    product: jax.Array = reference_programs.run(_scaled, x, factor=factor)
+    return product
+
+
+@functools.partial(jax.jit, static_argnames="factor")
+def _scaled(x: jax.Array, *, factor: float) -> jax.Array:
+    return (x * factor).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _in_slabs(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """`_drawn` with the temporary memory of one slab at a time."""
+    if math.prod(shape) <= SLAB:
+        return _drawn(key, shape, dtype)
     count = math.prod(shape)
     keys = jax.random.split(key, -(-count // SLAB))
     slabs = lax.map(lambda key: _drawn(key, (SLAB,), dtype), keys)

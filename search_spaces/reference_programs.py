@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import pickle
@@ -17,7 +18,11 @@ from jax.experimental import serialize_executable
 
 Program = Callable[..., Any]
 
+Turn = Callable[[], contextlib.AbstractContextManager[None]]
+
 _DIRECTORY: ContextVar[Path | None] = ContextVar("directory", default=None)
+_TURN: ContextVar[Turn] = ContextVar("turn", default=contextlib.nullcontext)
+_RAN: dict[Any, Program] = {}
 
 
 @contextlib.contextmanager
@@ -31,6 +36,36 @@ def shared_in(directory: str) -> Iterator[None]:
         yield
     finally:
         _DIRECTORY.reset(token)
+
+
+@contextlib.contextmanager
+def in_turns(turn: Turn) -> Iterator[None]:
+    """Within it `run` enters a `turn` for each run on the device, which others are timing on, and for nothing else."""
+    token = _TURN.set(turn)
+    try:
+        yield
+    finally:
+        _TURN.reset(token)
+
+
+def run(function: Any, *args: jax.Array, **statics: Any) -> Any:
+    """`function` of these, jitted and with `statics` by name, once it is ready: so operands are drawn."""
+    run = program(function, *args, **statics)
+    with _TURN.get()():
+        return jax.block_until_ready(run(*args))
+
+
+def program(function: Any, *args: jax.Array, **statics: Any) -> Program:
+    """`function`, jitted and with `statics` by name, for such arrays as `args`.
+
+    In a process that shares programs it is compiled when this returns, and is one of them.
+    """
+    if _DIRECTORY.get() is None:
+        return functools.partial(function, **statics)
+    which = function, tuple((x.shape, x.dtype) for x in args), tuple(sorted(statics.items()))
+    if which not in _RAN:
+        _RAN[which] = compiled(function.lower(*args, **statics))
+    return _RAN[which]
 
 
 def compiled(lowered: Any) -> Program:

@@ -162,6 +162,12 @@ def test_sizes_are_checked_whoever_answers():
         tuned_matmul(X, W, split_sizes=(56, -8))
 
 
+def test_a_call_that_is_refused_leaves_no_trace_in_one_whose_sizes_equal_its_own():
+    with pytest.raises(TypeError, match="no sequence of integers"):
+        tuned_matmul(X, W, split_sizes=(40.0, 8.0))
+    assert [c.shape[-1] for c in tuned_matmul(X, W, split_sizes=(40, 8))] == [40, 8]
+
+
 def test_a_search_finds_and_a_call_serves_a_schedule_from_the_cache():
     problem = MatmulProblem(30, 48, 20, "float32", split_sizes="24+8+16")
     with pytest.raises(scheduler.CacheMiss, match=r"tile-scheduler tune matmul .*split_sizes=24\+8\+16"):

@@ -178,6 +178,8 @@ def test_a_gate_is_seen_however_it_is_written(fn):
         lambda x: jax.nn.sigmoid(x[:, :32]) * x[:, 32:],
         lambda x: jax.nn.silu(x[:4]) * x[4:],
         lambda x: jax.nn.silu(x[:, :32]) * jnp.sin(x)[:, 32:],
+        lambda x: jax.nn.silu(x)[:, :32] * x[:, 32:] * x[:, 32:],
+        lambda x: x * x * x[:, :1],
     ],
 )
 def test_what_only_looks_like_a_gate_is_none(fn):
@@ -438,3 +440,8 @@ def test_what_no_operation_knows_is_read_without_harm():
     products = {str(each.row.problem): each.row.count for each in found.untuned if each.call == "tuned_matmul"}
     assert products["m=8 n=8 k=8 dtype=float32"] >= 2
     assert {loop.kind for loop in found.loops} >= {"while", "cond"}
+
+
+def test_a_product_in_which_one_array_is_two_factors_is_read_without_harm():
+    """As in the derivative of a GELU."""
+    assert suggested(lambda x, y: x * x * y, X, X) == {}

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler.dispatch import dispatch, planned
-from scheduler.dispatch.primitive import tuned_call
-from search_spaces.operation import Operation, Unbound
+from scheduler.dispatch import dispatch, explicit, planned
+from scheduler.dispatch.primitive import library, tuned_call
+from search_spaces import jax_compat, partitioning_compat
+from search_spaces.front_end import EXPLICIT_AXES, posing_explicit
+from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import as_tuple
 
 Backends = str | Sequence[str]
@@ -61,8 +63,11 @@ def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
     try:
         compiled = _compiled[called, how, target.value, in_plan.value]
     except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
-        compiled = _compile(called, how)
-    return compiled(*arrays)
+        compiled = None
+    try:
+        return _first_answer(called, tuple(map(_frozen, how)), arrays) if compiled is None else compiled(*arrays)
+    except jax.errors.JaxRuntimeError as error:
+        raise partitioning_compat.raised_by(error) from None
 
 
 def forget() -> None:
@@ -70,19 +75,28 @@ def forget() -> None:
     _compiled.clear()
 
 
-def _compile(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
-    """The jitted function that answers such calls, remembered."""
-    how = tuple(map(_frozen, how))
+def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    """The answer to such a call by a function that is jitted now, and forgotten where it fails.
+
+    What it refuses, 8.0 columns, may equal what another call means: 8.
+    """
     key = called, how, target.value, in_plan.value
+    compiled = None
     with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for the answer to refuse
-        return _compiled[key]
+        compiled = _compiled[key]
+    if compiled is not None:
+        return compiled(*arrays)
     function = _function(called, how)
     function.__name__ = f"tuned_{called.operation.name}"
     _require_hashable(called.operation, key)
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
     compiled = _compiled[key] = jax.jit(function)
-    return compiled
+    try:
+        return compiled(*arrays)
+    except BaseException:
+        _compiled.pop(key, None)
+        raise
 
 
 def _require_hashable(operation: Operation[Any], values: Any) -> None:
@@ -102,6 +116,27 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
+def _tuned(operation: Operation[Any], options: dispatch.Options, bound: Bound[Any]) -> Any:
+    _require_hashable(operation, bound.params)
+    result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
+    return result if bound.restore is None else bound.restore(*as_tuple(result))
+
+
+def _by_library(operation: Operation[Any], bound: Bound[Any]) -> Any:
+    params = tuple(named for named in bound.params if named[0] not in operation.vjp_params)
+    results = library(operation, bound.problem, params, *bound.operands)
+    return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)
+
+
+def _of_whole_arrays(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
+    """The call on arrays with explicit axes."""
+    with posing_explicit():
+        bound = bind()
+    if isinstance(bound, Unbound):
+        raise explicit.WholeError(bound.reason)
+    return _tuned(operation, options, bound)
+
+
 def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
     on_miss, backends, schedule, *values = how
     operation, last = called.operation, called.last
@@ -118,13 +153,23 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
         arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
         first = len(arrays) - len(last)
         named = dict(zip(called.options, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
-        bound = operation.bind(*arrays[:first], **named)
+        bind = functools.partial(operation.bind, *arrays[:first], **named)
+        bound = bind()
+        given = [x for x in arrays if isinstance(x, jax.Array)]
         if isinstance(bound, Unbound):
-            result = bound.answer()  # first: what JAX refuses, it refuses in its own words
-            dispatch.leave_to_library(operation, options, bound.reason)
-            return result
-        _require_hashable(operation, bound.params)
-        result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
-        return result if bound.restore is None else bound.restore(*as_tuple(result))
+            plain, reason = bound.answer, bound.reason
+        elif jax_compat.has_explicit_axes(given):
+            plain, reason = functools.partial(_by_library, operation, bound), EXPLICIT_AXES
+        else:
+            return _tuned(operation, options, bound)
+        if reason == EXPLICIT_AXES:
+            whole = functools.partial(_of_whole_arrays, operation, options, bind)
+            result = explicit.unless(given, whole, plain)
+            if not isinstance(result, str):
+                return result
+            reason = f"{reason}: {result}"
+        result = plain()  # first: what JAX refuses, it refuses in its own words
+        dispatch.leave_to_library(operation, options, reason)
+        return result
 
     return call

@@ -46,7 +46,7 @@ OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
 ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
-# Why no kernel can be asked on a mesh, whatever the operation.
+# Why no kernel can be asked on a mesh, where no device is asked for its part, whatever the operation.
 ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
 
 logger = logging.getLogger("scheduler")
@@ -64,6 +64,7 @@ class Options:
       target: the chip to answer for, by its driver's name; "" is the one that runs the call.
       plan: what answers in place of stores and the model, or None.
       generation: how often answers have been forgotten: a raised one makes JAX trace and lower again.
+      divided: one device asks for its part of a call, while XLA compiles: nothing can be measured meanwhile.
     """
 
     on_miss: OnMiss = "model"
@@ -72,6 +73,7 @@ class Options:
     target: str = ""
     plan: InForce | None = None
     generation: int = 0
+    divided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +238,7 @@ class _Deciding:
 
     def decide(self) -> Decision:
         try:
-            hardware = _hardware(self.platform, self.options.target)
+            hardware = hardware_for(self.platform, self.options.target)
         except UnknownChip as unknown:
             reason = str(unknown)
             leave_to_library(self.operation, self.options, reason)
@@ -327,6 +329,11 @@ class _Deciding:
                 f"on_miss='tune' in a job of {jax.process_count()} processes, which would choose apart; "
                 f"tune beforehand ({command}) and ship the record, or use on_miss='model'"
             )
+        if self.options.divided:
+            reason = "it is one device's part of a call, which is known when XLA compiles that"
+            command = hints.tune(self.operation, self.problem)
+            warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead); run: {command}")
+            return self._predicted(hardware)
         end_load()
         _say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
@@ -363,7 +370,7 @@ def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, sche
     return fields - space.defaults.keys() <= schedule.keys() <= fields
 
 
-def _hardware(platform: str, target: str) -> Hardware:
+def hardware_for(platform: str, target: str) -> Hardware:
     """The chip that a lowering for `platform` is for; an `UnknownChip` says why none is known."""
     if target and (named := chips.find(target)).platform == platform:
         return named

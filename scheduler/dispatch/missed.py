@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +23,8 @@ ENVIRONMENT = "TILE_SCHEDULER_MISSES"
 
 _log = logging.getLogger("scheduler")
 _places: dict[Operation[Any], str] = {}
+# Of a call that XLA compiles, and with it asks about: the line that posed it runs no more.
+_asking: ContextVar[str | None] = ContextVar("asking", default=None)
 
 
 def noted() -> bool:
@@ -44,9 +48,21 @@ def line_asking() -> str:
 
     Where a call was traced under another function, its line there; of an eager call, the line that made it.
     """
+    if (told := _asking.get()) is not None:
+        return told
     traced = frames.traced(source_info_util.current().traceback)
     call = frames.asked_by(traced) or frames.asked_by(_running())
     return f"{os.path.abspath(call.file)}:{call.line}" if call else ""
+
+
+@contextmanager
+def asking_from(line: str) -> Iterator[None]:
+    """Within this context `line`, as `line_asking` returns it, asks."""
+    before = _asking.set(line)
+    try:
+        yield
+    finally:
+        _asking.reset(before)
 
 
 def _running() -> Iterator[frames.Place]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from scheduler.core.errors import CacheMiss, NoCandidate
+from scheduler.core.errors import CacheMiss, NoCandidate, PlanError
 from scheduler.core.hardware import Hardware
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
@@ -60,7 +60,10 @@ def in_force() -> InForce | None:
 
 @functools.cache
 def _of_process(path: str) -> InForce:
-    return InForce(Plan.load(path))
+    try:
+        return InForce(Plan.load(path))
+    except PlanError as error:
+        raise PlanError(f"{ENVIRONMENT}: {error}") from None
 
 
 def forget() -> None:

@@ -15,10 +15,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from scheduler.core.backends import backends_of_another
-from scheduler.dispatch import dispatch
+from scheduler.dispatch import dispatch, divided, explicit
 from scheduler.dispatch.dispatch import Options
+from scheduler.dispatch.listening import Listening
 from search_spaces import jax_compat
-from search_spaces.front_end import EXPLICIT_AXES
 from search_spaces.kernel import Library, Target
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
@@ -39,9 +39,15 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
 
     Raises:
       ValueError: the arrays are not those that the problem describes.
-      NoCandidate, IllegalSchedule: as `dispatch.leave_to_library`, on a mesh with explicit axes.
+      WholeError: as `explicit.over`, on a mesh with explicit axes.
     """
-    if operation.vjp_fwd is not None and not jax_compat.has_explicit_axes(args):
+    if jax_compat.has_explicit_axes(args):
+
+        def part(posed: Problem, *local: Any) -> Any:
+            return tuned_call(operation, posed, *local, params=params, options=options)
+
+        return explicit.over(operation, problem, options, part, *args)
+    if operation.vjp_fwd is not None:
         return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
     return _bind(operation, problem, _of_kernels(operation, params), options, *args)
 
@@ -59,9 +65,6 @@ def _bind(operation: Operation[Any], problem: Problem, params: Params, options: 
             f"{operation.name} {problem} wants {', '.join(map(_typed, [(s.shape, s.dtype) for s in wanted]))} "
             f"and got {', '.join(map(_typed, found)) or 'nothing'}"
         )
-    if jax_compat.has_explicit_axes(args):
-        dispatch.leave_to_library(operation, options, EXPLICIT_AXES)
-        return problem.pack(library(operation, problem, params, *args))
     args = jax_compat.alike(args)
     bound = tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
     return problem.pack(bound)
@@ -96,14 +99,25 @@ def _types(*avals: Any, problem: Problem, **_: Any) -> Any:
 
 def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
     if jax_compat.is_partitioned(ctx.module_context.axis_context):
-        # XLA cannot divide a kernel of ours over devices.
-        dispatch.leave_to_library(operation, options, f"{problem}: {dispatch.ON_A_MESH}")
+        lowered = divided.lower(ctx, args, _part, operation, problem, params, options)
+        if not isinstance(lowered, str):
+            return lowered
+        dispatch.leave_to_library(operation, options, f"{problem}: {dispatch.ON_A_MESH}, and {lowered}")
+        if isinstance(options, Listening):
+            options.listener.left.append(lowered)
+        return jax_compat.lower(functools.partial(library, operation, problem, params), ctx, args)
+    if isinstance(options, Listening):
+        options.listener.asked.append((operation, problem))
         return jax_compat.lower(functools.partial(library, operation, problem, params), ctx, args)
 
     (platform,) = ctx.platforms or ctx.module_context.platforms
     found = dispatch.decide(operation, problem, platform, options)
     run = functools.partial(found.kernel.results, problem, found.schedule, found.target, **dict(params))
     return jax_compat.lower(run, ctx, args)
+
+
+def _part(operation: Operation[Any], params: Params, options: Options, problem: Problem, *args: Any) -> Any:
+    return tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
 
 
 def _differentiate(

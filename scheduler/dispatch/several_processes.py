@@ -32,7 +32,7 @@ def require_one_code(plan: str = "") -> None:
     with _guard:
         if plan in _agreed:
             return
-        own = f"{plan} {_digest_of_code() if plan else _digest()}"
+        own = f"{plan} {digest_of_code() if plan else _digest()}"
         try:
             first = jax_compat.value_of_first_process(f"digest/{len(_agreed)}", own)
         except RuntimeError as error:
@@ -59,10 +59,11 @@ def _digest() -> str:
     from scheduler.store import store
 
     shipped = store.shipped()
-    return _digest_of_code(*([Path(shipped.location)] if shipped else []))
+    return digest_of_code(*([Path(shipped.location)] if shipped else []))
 
 
-def _digest_of_code(*others: Path) -> str:
+def digest_of_code(*others: Path) -> str:
+    """Of this package and of JAX's version, and of these files."""
     packages = [Path(__file__).parents[1], Path(search_spaces_file).parent]
     files = sorted(file for package in packages for file in package.rglob("*.py"))
     digest = hashlib.sha256(jax.__version__.encode())

@@ -18,6 +18,7 @@ ADD_RMS_NORM = Operation[AddRmsNormProblem](
     batch=of_rows.batch,
     front_end=front_end.bind,
     recognise=recognise.recognise,
+    shard=of_rows.shard,
 )
 
 __all__ = ["ADD_RMS_NORM", "AddRmsNormProblem"]

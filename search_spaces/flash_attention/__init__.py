@@ -25,6 +25,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_bwd=rules.vjp_bwd,
     front_end=front_end.bind,
     recognise=recognise.recognise,
+    shard=rules.shard,
 )
 
 __all__ = ["FLASH_ATTENTION", "FlashAttentionProblem"]

@@ -1,4 +1,4 @@
-"""How attention is differentiated, by an operation of its own, and how it batches: more sequences, or more heads."""
+"""How attention is differentiated, by an operation of its own; how it batches and divides: by sequences and heads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.attention import heads
 from search_spaces.attention.batch import as_sequences, sequences_apart
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
+from search_spaces.sharding import Sharding
 
 Call = Callable[..., Any]
 
@@ -60,3 +62,8 @@ def _as_heads(call: Call, p: FlashAttentionProblem, args: Any, dim: int, size: i
         x = jnp.moveaxis(x.reshape(p.batch, p.kv_heads, size, p.group, p.q_len), 2, 0)
         apart.append(x.reshape(size, p.batch, p.heads, p.q_len))
     return jax.tree.unflatten(jax.tree.structure(results), apart), 0
+
+
+def shard(p: FlashAttentionProblem) -> Sharding[FlashAttentionProblem]:
+    lengths = ["lengths"] * len(p.length_operands())
+    return heads.sharding(p, ["q", "k", "v", *lengths], ["out", "lse"] if p.return_lse else ["out"])

@@ -20,6 +20,7 @@ FLASH_ATTENTION_BACKWARD = Operation[FlashAttentionBackwardProblem](
     ),
     params=("scale", "softcap"),
     batch=rules.batch,
+    shard=rules.shard,
 )
 
 __all__ = ["FLASH_ATTENTION_BACKWARD", "FlashAttentionBackwardProblem"]

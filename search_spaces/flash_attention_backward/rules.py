@@ -1,4 +1,4 @@
-"""How the gradients of attention batch: more sequences."""
+"""How the gradients of attention batch: more sequences; and divide over devices: by sequences and heads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from search_spaces.attention import heads
 from search_spaces.attention.batch import as_sequences, sequences_apart
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
+from search_spaces.sharding import Sharding
 
 
 def batch(call: Callable[..., Any], p: FlashAttentionBackwardProblem, args: Any, dims: Any) -> tuple[Any, int]:
@@ -15,3 +17,9 @@ def batch(call: Callable[..., Any], p: FlashAttentionBackwardProblem, args: Any,
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
     many = dataclasses.replace(p, batch=size * p.batch)
     return sequences_apart(call(many, *as_sequences(args, dims, size)), size), 0
+
+
+def shard(p: FlashAttentionBackwardProblem) -> Sharding[FlashAttentionBackwardProblem]:
+    """Of a group that is divided, the gradients of keys and values are summed over devices in their own dtype."""
+    cotangents = ["out", *["lse"] * p.lse_cotangent, *["lengths"] * len(p.length_operands())]
+    return heads.sharding(p, ["q", "k", "v", "out", "lse", *cotangents], ["q", "k", "v"])

@@ -15,6 +15,7 @@ GATED_MATMUL = Operation[GatedMatmulProblem](
     batch=rules.batch,
     front_end=front_end.bind,
     recognise=recognise.recognise,
+    shard=rules.shard,
 )
 
 __all__ = ["GATED_MATMUL", "GatedMatmulProblem"]

@@ -15,7 +15,7 @@ from jax import lax
 
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
-from search_spaces.problem import Problem, TakeRows, Tolerance
+from search_spaces.problem import Problem, TakeRows, Tolerance, scaled
 
 DTYPES = ("bfloat16", "float16")
 
@@ -157,7 +157,7 @@ class GatedMatmulProblem(Problem):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Standard normal; `x` is scaled so that the accumulators are, too: it is there that activations differ."""
         x, *others = super().inputs(seed)
-        return (x * self.k**-0.5).astype(x.dtype), *others
+        return scaled(x, self.k**-0.5), *others
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[GatedMatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""How a gated product differentiates, in terms of products, and how it batches.
+"""How a gated product differentiates, in terms of products, and how it batches and divides over devices.
 
 The backward pass needs both products. To compute them anew takes ``4 m n k`` operations, to write them and read them
 again ``8 m n`` bytes in 16 bits, which is less from a k of some 400 on (an H200's 4.2 TB/s and 800 TFLOP/s). So under a
@@ -21,6 +21,7 @@ from jax import lax
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
 from search_spaces.matmul import MATMUL, epilogue
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.sharding import Sharding
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
 from search_spaces.silu_and_mul_jvp import SILU_AND_MUL_JVP, SiluAndMulJvpProblem
 
@@ -75,6 +76,17 @@ def batch(call: Call, p: GatedMatmulProblem, args: Any, dims: Any) -> tuple[jax.
         return call(p, *(arg if dim is None else next(rest) for arg, dim in zip(args, dims, strict=True)))
 
     return lax.map(one, moved), 0
+
+
+def shard(p: GatedMatmulProblem) -> Sharding[GatedMatmulProblem]:
+    """Columns are divided of a pair alone: of joined weights a device would have the gate's, or the other's.
+
+    k is whole on each device: to sum over devices takes both accumulators, which the kernel does not return.
+    """
+    columns, count = ("n", 2) if p.pair else ("columns", 1)
+    weights = [f"{columns} k" if p.transpose_w else f"k {columns}"] * count
+    operands = ["m k", *weights, *[columns] * (count if p.bias else 0)]
+    return Sharding(f"{', '.join(operands)} -> m n", divided=("m", "n") if p.pair else ("m",))
 
 
 def _product(p: GatedMatmulProblem) -> MatmulProblem:

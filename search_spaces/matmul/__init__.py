@@ -18,6 +18,7 @@ MATMUL = Operation(
     batch=rules.batch,
     front_end=front_end.bind,
     equations={lax.dot_general_p: from_dot_general.posed},
+    shard=rules.shard,
 )
 
 __all__ = ["MATMUL", "MatmulProblem"]

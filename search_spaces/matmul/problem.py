@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jax import lax
 
 from search_spaces.matmul import epilogue, several_results
-from search_spaces.problem import Arrays, Problem, TakeRows, Tolerance, nbytes
+from search_spaces.problem import Arrays, Problem, TakeRows, Tolerance, nbytes, scaled
 
 _FLOATS = ("bfloat16", "float16", "float32")
 # Operands' dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: they are for the
@@ -250,7 +250,7 @@ class MatmulProblem(Problem):
         It is near zero that activations differ, and that a bias and a residual of this size are not lost in them.
         """
         a, *others = super().inputs(seed)
-        return ((a * self.k**-0.5).astype(a.dtype) if self.fused else a), *others
+        return (scaled(a, self.k**-0.5) if self.fused else a), *others
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[MatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

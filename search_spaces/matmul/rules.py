@@ -1,4 +1,4 @@
-"""How a product differentiates, transposes and batches, in terms of other products."""
+"""How a product differentiates, transposes, batches and divides over devices, in terms of other products."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from search_spaces.matmul.problem import RESULTS, MatmulProblem
 from search_spaces.problem import Arrays
+from search_spaces.sharding import Sharding
 
 Call = Callable[..., Any]
 
@@ -173,6 +174,34 @@ def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Ar
         return p.cut(p.apply_epilogue(acc, (a, b, *rest)).astype(p.whole.dtype))
 
     return jax.vmap(finish, (dim, *dims[2:]))(acc, *rest), 0
+
+
+def shard(p: MatmulProblem) -> Sharding[MatmulProblem]:
+    """Where k is divided, devices sum products in the result's dtype, and the epilogue is a pass after that.
+
+    As XLA does for a `dot_general`: a sum of accumulators would move twice the bytes of one in 16 bits. Columns that
+    come in several arrays are not divided: each device would need some of each, which do not lie beside each other in
+    `b`.
+    """
+    lead = "batch " if p.batch > 1 else ""
+    columns = [f"n{i}" for i in range(len(p.columns))] if p.split_sizes else ["n"]
+    operands = ["k m" if p.transpose_a else "m k", "n k" if p.transpose_b else "k n"]
+    operands += ["n"] * bool(p.bias) + ["m n"] * bool(p.residual)
+    arrows = ", ".join(lead + x for x in operands), ", ".join(f"{lead}m {x}" for x in columns)
+    return Sharding(
+        rule=" -> ".join(arrows),
+        divided=(*lead.split(), "m", *([] if p.split_sizes else ["n"])),
+        summed=("k",),
+        partial=lambda local: local.plain.joined,
+        finish=_finish,
+    )
+
+
+def _finish(local: MatmulProblem, sums: Sequence[Any], args: Sequence[Any]) -> Arrays:
+    (total,) = sums
+    if local.fused:
+        total = local.apply_epilogue(total.astype(local.acc_dtype), args).astype(local.whole.dtype)
+    return local.cut(total)
 
 
 def _given(*operands: jax.Array | None) -> tuple[jax.Array, ...]:

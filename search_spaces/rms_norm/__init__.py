@@ -18,6 +18,7 @@ RMS_NORM = Operation[RmsNormProblem](
     batch=rules.batch,
     front_end=front_end.bind,
     recognise=recognise.recognise,
+    shard=rules.shard,
 )
 
 __all__ = ["RMS_NORM", "RmsNormProblem"]

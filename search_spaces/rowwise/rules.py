@@ -1,4 +1,4 @@
-"""How a row-wise operation batches: a new axis of rows is more rows."""
+"""How a row-wise operation batches: a new axis of rows is more rows; and divides over devices: by rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.rowwise.problem import RowProblem
+from search_spaces.sharding import Sharding
 
 Call = Callable[..., Any]
 
@@ -35,3 +36,14 @@ def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int]:
         return call(p, *(arg if dim is None else next(rest) for arg, dim in zip(args, dims, strict=True)))
 
     return lax.map(one, moved), 0
+
+
+def shard(p: RowProblem) -> Sharding[Any]:
+    """Rows are divided; each is whole on one device, and so is what all share."""
+
+    def letters(shape: tuple[int, ...]) -> str:
+        return "columns" if shape[-1] == p.columns else "halves"
+
+    by_row, shared = p.apart([letters(s.shape) for s in p.operands()])
+    results = [f"rows {letters(s.shape)}" for s in p.results()]
+    return Sharding(f"{', '.join([*(f'rows {x}' for x in by_row), *shared])} -> {', '.join(results)}", ("rows",))

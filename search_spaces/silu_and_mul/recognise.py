@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from search_spaces.recognise.graph import Node, Value
 from search_spaces.recognise.pattern import Recognised, as_of, between, factors, number, rounded, rows_of, same, strip
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
@@ -30,11 +32,9 @@ def recognise(node: Node) -> Recognised | None:
 def gate_and_up(value: Value) -> tuple[Value, Value] | None:
     """The two arrays of which ``silu(gate) * up`` is the value; None where it is none."""
     found = list(factors(value))
-    for up in found if len(found) == 3 else ():
-        gate, sigmoid = (each for each in found if each is not up)
-        for one, other in ((gate, sigmoid), (sigmoid, gate)):
-            if (of := _sigmoid(other)) is not None and same(of, one) and one.shape == up.shape:
-                return one, up
+    for gate, sigmoid, up in itertools.permutations(found) if len(found) == 3 else ():
+        if (of := _sigmoid(sigmoid)) is not None and same(of, gate) and gate.shape == up.shape:
+            return gate, up
     if len(found) == 2:  # g / (1 + exp(-g)) * up
         for silu, up in (found, found[::-1]):
             node = strip(silu).by("div")

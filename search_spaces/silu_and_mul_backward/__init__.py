@@ -12,6 +12,7 @@ SILU_AND_MUL_BACKWARD = Operation[SiluAndMulBackwardProblem](
     problem=SiluAndMulBackwardProblem,
     kernels=(HopperSiluAndMulBackward(), InterpretedRows(), XlaRows()),
     batch=rules.batch,
+    shard=rules.shard,
 )
 
 __all__ = ["SILU_AND_MUL_BACKWARD", "SiluAndMulBackwardProblem"]

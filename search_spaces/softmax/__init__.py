@@ -18,6 +18,7 @@ SOFTMAX = Operation[SoftmaxProblem](
     batch=rules.batch,
     front_end=front_end.bind,
     recognise=recognise.recognise,
+    shard=rules.shard,
 )
 
 __all__ = ["SOFTMAX", "SoftmaxProblem"]

@@ -1,0 +1,95 @@
+"""A call that XLA divides over the devices of a mesh: each of them asks for its own part, when XLA has divided it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+
+from scheduler.dispatch import missed
+from scheduler.dispatch.digest import digest
+from scheduler.dispatch.dispatch import Options
+from search_spaces import partitioning_compat
+from search_spaces.operation import Operation, Params
+from search_spaces.partitioning_compat import DividedCall, Parts
+from search_spaces.problem import Problem
+from search_spaces.sharding import Divided, Sharding, Spec, divide
+
+# Makes a tuned call of an operation on what one device has.
+Bind = Callable[..., Any]
+
+logger = logging.getLogger("scheduler")
+
+
+def why_whole(operation: Operation[Any], problem: Problem, options: Options) -> str | None:
+    """Why no device is asked for its part of such a call, on whatever mesh; None where they are."""
+    if options.backends == frozenset({operation.library.backend}):
+        return "only the library may answer, which XLA divides by itself"
+    if sharding_of(operation, problem) is None:
+        return f"{operation.name} does not say how it is divided over devices (Operation.shard)"
+    return None
+
+
+def sharding_of(operation: Operation[Any], problem: Problem) -> Sharding[Any] | None:
+    """What of it the devices of a mesh may divide."""
+    return None if operation.shard is None else operation.shard(problem)
+
+
+def lower(
+    ctx: Any,
+    args: Sequence[Any],
+    bind: Bind,
+    operation: Operation[Any],
+    problem: Problem,
+    params: Params,
+    options: Options,
+) -> Any:
+    """Lowers the call so that each device computes its part, by the answer to the problem that this is.
+
+    Returns:
+      What it is lowered to; or why it cannot be, in words.
+
+    Raises:
+      SchedulerError: processes of one job could choose apart.
+    """
+    reason = why_whole(operation, problem, options) or partitioning_compat.why_whole(ctx)
+    if reason is not None:
+        return reason
+    sharding = sharding_of(operation, problem)
+    assert sharding is not None
+    local = dataclasses.replace(options, divided=True)
+
+    def parts(mesh: Mapping[str, int], operands: Sequence[Spec], results: Sequence[Spec]) -> Parts:
+        found = divide(sharding, problem, mesh, operands, results)
+        logger.debug("%s %s over %s: %s", operation.name, problem, _sizes(mesh), told(found))
+        run = functools.partial(compute, found, functools.partial(bind, operation, params, local))
+        return Parts(run, found.operands, found.results)
+
+    (platform,) = ctx.platforms or ctx.module_context.platforms
+    call = DividedCall(
+        meant=(operation, problem, params, dataclasses.replace(options, generation=0)),
+        divide=parts,
+        within=functools.partial(missed.asking_from, missed.line_asking()),
+    )
+    key = digest(operation, problem, params, platform, options)
+    return partitioning_compat.lower_divided(ctx, args, sharding, call, key)
+
+
+def compute(found: Divided[Any], call: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """The results of one device, where all axes of the mesh are manual. `call` is ``call(problem, *args)``."""
+    return found.compute(call, args, lax.psum)
+
+
+def told(found: Divided[Any]) -> str:
+    """What each device computes, in words."""
+    sums = {axis for axes in found.sums for axis in axes}
+    summed = f", summed over {', '.join(sorted(sums))}" if sums else ""
+    return "; ".join([f"each device asks for {found.problem}{summed}", *found.gathered])
+
+
+def _sizes(mesh: Mapping[str, int]) -> str:
+    return " x ".join(map(str, mesh.values())) or "1"
