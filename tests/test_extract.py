@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from operations import DOUBLE
 import scheduler
 from scheduler import tuned_flash_attention, tuned_matmul, tuned_rms_norm, tuned_softmax
 from scheduler.cli.app import main
-from scheduler.functions import job_text, named
+from scheduler.functions import named
 from scheduler.search import jobs
 
 SQUARE = jax.ShapeDtypeStruct((32, 32), jnp.float32)
@@ -109,6 +111,24 @@ def test_second_derivatives_pose_problems_of_their_own():
     first = sum(counts(jax.grad(loss), SQUARE).values())
     second = sum(counts(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x))), SQUARE).values())
     assert (first, second > first) == (3, True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=True)  # and so without a hash, as modules of Equinox that hold arrays
+class Model:
+    weight: jax.Array
+    activation: Callable
+    layers: int
+
+    def __call__(self, x):
+        for _ in range(self.layers):
+            x = self.activation(tuned_matmul(x, self.weight))
+        return x
+
+
+def test_what_is_no_array_is_constant_in_a_model_that_is_called_and_in_one_that_is_an_argument():
+    model = Model(jnp.ones((32, 32)), jnp.tanh, 3)
+    assert counts(model, SQUARE) == counts(lambda model, x: model(x), model, SQUARE) == {square(): 3}
 
 
 def test_what_no_result_needs_is_not_counted():
@@ -205,13 +225,13 @@ def test_a_saved_job_is_read_as_the_same_problems_in_the_same_order(tmp_path):
 
 def test_every_field_that_is_not_at_its_default_is_in_the_job():
     found = scheduler.problems(model, *MODEL)
-    assert [task.problem for task in jobs.parse(job_text.written(found))] == [row.problem for row in found]
+    assert [task.problem for task in jobs.parse(found.job())] == [row.problem for row in found]
 
 
 def test_an_operation_of_ones_own_is_named_for_the_command_to_allow():
     x = jax.ShapeDtypeStruct((64,), jnp.float32)
     found = scheduler.problems(lambda x: scheduler.tuned(DOUBLE)(x), x)
-    text = job_text.written(found)
+    text = found.job()
     allowed = text.partition("--own ")[2].partition("\n")[0]
     assert allowed.endswith("operations.py:DOUBLE")
     (task,) = jobs.parse(text, own=[allowed])

@@ -1,5 +1,6 @@
 """An unmodified function, compiled both ways."""
 
+import functools
 import threading
 import warnings
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental import io_callback
 
@@ -170,6 +172,19 @@ def test_a_jitted_function_keeps_its_static_arguments():
     assert len(fast.decisions) == 2
 
 
+def test_a_method_gets_its_object():
+    class Model:
+        scale = 3.0
+
+        @functools.partial(scheduler.optimize, static_argnums=0, **ON_CPU)
+        def forward(self, x):
+            return self.scale * (x @ x)
+
+    model, x = Model(), normal(4, 4)
+    close(model.forward(x), 3 * (x @ x))
+    assert "Model object" in Model.forward.report()
+
+
 def test_another_precision_is_another_version():
     fast = scheduler.optimize(lambda x: x @ x, **ON_CPU)
     x = normal(4, 4)
@@ -195,6 +210,16 @@ def test_donated_arguments_survive_the_trial_and_are_donated_then():
         assert not x.is_deleted()
         expected = expected + x @ x
     assert fast.decisions[0].kept == "tuned"
+
+
+def test_results_without_numbers_are_compared():
+    def f(n, x):
+        return jax.grad(lambda n, x: (x @ x).sum() * n.sum(), (0, 1), allow_int=True)(n, x), n[:0]
+
+    fast = scheduler.optimize(f, **ON_CPU)
+    (of_n, of_x), none = fast(jnp.arange(3), normal(4, 4))
+    assert fast.decisions[0].kept == "tuned"
+    assert (of_n.dtype, of_x.shape, none.shape) == (jax.dtypes.float0, (4, 4), (0,))
 
 
 def test_side_effects_happen_once():
@@ -241,11 +266,12 @@ def test_a_version_that_computes_something_else_leaves_xlas_with_a_warning(monke
     kernel = type(MATMUL.kernel("interpret"))
     run = kernel.run
     monkeypatch.setattr(kernel, "run", lambda *args, **kwargs: run(*args, **kwargs).at[0, 0].add(5.0))
-    fast = scheduler.optimize(lambda x: x @ x, **ON_CPU)
-    x = normal(6, 6)
+    fast = scheduler.optimize(lambda count, x: (count + 1, x @ x), donate_argnums=0, **ON_CPU)
+    count, x = jnp.arange(6), normal(6, 6)
     with pytest.warns(RuntimeWarning, match="computed something else"):
-        close(fast(x), x @ x)
+        close(fast(count, x), (jnp.arange(1, 7), x @ x))
     assert fast.decisions[0].kept == "plain"
+    assert count.is_deleted()
 
 
 def test_what_the_function_raises_is_raised_as_it_is():
@@ -271,6 +297,8 @@ def test_wrong_options_are_refused_before_anything_is_called():
         scheduler.optimize(jnp.sin, backends="cuda")
     with pytest.raises(TypeError, match="wants a function"):
         scheduler.optimize(3)
+    with pytest.raises(TypeError, match=r"of flax\.nnx.*returns all that it updates"):
+        scheduler.optimize(nnx.jit(lambda model, x: model(x)))  # which would drop the model's statistics
 
 
 def test_threads_share_one_decision():

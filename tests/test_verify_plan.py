@@ -126,6 +126,7 @@ def test_what_cannot_be_verified_is_said_in_a_sentence(plan, tmp_path):
         (["--plan", plan, "--function", f"{place}:none"], "cannot load"),
         (["--plan", plan, "--function", f"{place}:lone"], "returns no (function, (argument, ...)) to time"),
         (["--plan", plan, "--function", f"{place}:of_shapes"], "give the shapes of its arrays"),
+        (["--plan", plan, "--function", f"{place}:of_shapes", "f32[9]"], "holds no problem of this function"),
         (["--plan", tmp_path / "none"], "cannot be read"),
     ):
         status, said = ran(*arguments)

@@ -23,5 +23,5 @@ def lines(found: Problems) -> Iterator[RenderableType]:
         yield made
     yield from map(Text, wording.notes(found))
     if found.untuned:
-        yield Text("Not tuned, and could be:")
+        yield Text(wording.untuned(found))
         yield from (Text(f"  {wording.suggestion(each)}") for each in found.untuned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,8 @@ Owner = Literal["library", "scheduler", "search_spaces", "user"]
 Place = tuple[str, int, str]
 
 _ROOT = Path(__file__).parents[2]
-_INSTALLED = tuple(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
+# Of this environment, of one below it, of a distribution or of a user's home.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = tuple(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "scripts"))
 # What kernels and this program call. Whatever else is installed may be an operation of one's own.
 _CALLED = frozenset(
@@ -71,9 +73,18 @@ def traced(traceback: Any) -> Iterator[Place]:
             yield code.co_filename, first_line, code.co_name
 
 
+@functools.cache
+def _libraries() -> tuple[Path, ...]:
+    """The folders of packages that kernels and this program call, wherever Python finds them."""
+    found = map(importlib.util.find_spec, _CALLED)
+    return tuple(Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ())
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_installed(file: str) -> bool:
-    return any(Path(file).is_relative_to(place) for place in _INSTALLED)
+    path = Path(file)
+    beside = any(path.is_relative_to(folder.parent) for folder in _libraries())
+    return beside or not _INSTALLED.isdisjoint(path.parts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,7 +97,7 @@ def owner_of(file: str) -> Owner:
         return "scheduler"
     if path.is_relative_to(_ROOT / "search_spaces"):
         return "search_spaces"
-    for place in _INSTALLED:
-        if path.is_relative_to(place):
-            return "library" if path.relative_to(place).parts[0].removesuffix(".py") in _CALLED else "user"
-    return "library" if any(path.is_relative_to(place) for place in _STANDARD) else "user"
+    if any(path.is_relative_to(folder) for folder in _libraries()):
+        return "library"
+    standard = any(path.is_relative_to(place) for place in _STANDARD)
+    return "library" if standard and _INSTALLED.isdisjoint(path.parts) else "user"

@@ -114,13 +114,14 @@ def known(
             left.append((_to_be_had_s(row, hardware), i))
     left.sort(key=lambda each: -each[0])
     with _runner() as runner_for:
-        until, least_s = time.perf_counter() + search.seconds, WORTH * step_s() if left else 0.0
+        # Of interpreted kernels the model tells nothing.
+        least_s = WORTH * step_s() if left and not hardware.abilities.interpreted else 0.0
+        until = time.perf_counter() + search.seconds
         while left:
             row, remaining_s = rows[left[0][1]], until - time.perf_counter()
             if remaining_s <= 0:
                 reason = "not tuned: the time for searches was over"
-            # Of interpreted kernels the model tells nothing.
-            elif not hardware.abilities.interpreted and sum(gain for gain, _ in left) < least_s:
+            elif sum(gain for gain, _ in left) < least_s:
                 reason = f"not tuned: all searches left would save less than {WORTH:.1%} of a call"
             else:
                 found[left.pop(0)[1]] = _tuned(row, backends_of(row.operation), search, remaining_s, runner_for)

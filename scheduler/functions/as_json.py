@@ -15,6 +15,8 @@ def to_json(found: Problems) -> dict[str, Any]:
         "hardware": found.hardware.id,
         "tuned": [_row(row) for row in found.tuned],
         "untuned": [_row(each.row) | {"call": each.call, "gain": each.gain} for each in found.untuned],
+        "mesh": found.mesh,
+        "left": [_row(each.row) | {"reason": each.reason} for each in found.left],
         "loops": [{"kind": loop.kind, "line": None if loop.line is None else _line(loop.line)} for loop in found.loops],
     }
 

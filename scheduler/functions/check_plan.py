@@ -84,13 +84,17 @@ def time_again(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> Timed
     """Times ``fn(*args)`` under its plan and under XLA's answers in turns, and compares what both compute.
 
     Raises:
-      SchedulerError: an answer of the plan does not hold here, and why.
+      SchedulerError: an answer of the plan does not hold here, and why; or it answers nothing that `fn` poses.
     """
     whole = Whole(fn, args)
     rows = problems(whole.call, *whole.arrays).tuned
     found = [planned.held(plan, row.operation, row.problem, chips.detect()) for row in rows]
     if stale := dict.fromkeys(each.reason for each in found if isinstance(each, planned.Stale)):
         raise SchedulerError("; ".join(stale))
+    if not any(isinstance(each, Planned) for each in found):
+        raise SchedulerError(
+            f"the plan {plan.digest} of {plan.function} holds no problem of this function and its arrays"
+        )
     runs = {"plan": whole.under(plan), "xla": whole.under(_by_library(plan))}
     rounding = agreement.rounding(row.problem for row in rows)
     reference = Reference(runs["xla"], jax.block_until_ready(runs["xla"]()), rounding)

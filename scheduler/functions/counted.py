@@ -8,7 +8,6 @@ from typing import Any
 
 from scheduler.core.frames import Call
 from scheduler.core.hardware import Hardware
-from scheduler.functions.equations import line_of
 from scheduler.model.cost import CostModel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -38,11 +37,11 @@ class Tally:
         self._bound = CostModel(hardware).lower_bound
         self._found: dict[tuple[Operation[Any], Problem], tuple[int, dict[Call, None]]] = {}
 
-    def add(self, operation: Operation[Any], problem: Problem, count: int, equations: Iterable[Any]) -> None:
-        """Counts a problem that these equations pose together."""
-        before, lines = self._found.get((operation, problem), (0, {}))
-        lines |= {line: None for line in map(line_of, equations) if line is not None}
-        self._found[operation, problem] = before + count, lines
+    def add(self, operation: Operation[Any], problem: Problem, count: int, lines: Iterable[Call | None]) -> None:
+        """Counts a problem that equations of these lines pose together."""
+        before, known = self._found.get((operation, problem), (0, {}))
+        known |= {line: None for line in lines if line is not None}
+        self._found[operation, problem] = before + count, known
 
     def rows(self) -> tuple[Counted, ...]:
         """The most expensive first."""

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType
 
 from scheduler.core import frames
 from scheduler.core.frames import Call, asked_by
 
-# Functions of `jax.jit`; those that a library jits in its own way are functions like others.
-_JITTED: Any = type(jax.jit(lambda: None))
 # What they hold is the inside of a kernel.
 _KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 
@@ -25,10 +24,18 @@ class Body:
 
     Attributes:
       count: how often in one call of the function.
+      manual: whether it is of one device: inside a `shard_map` over all axes of its mesh.
+      line: of the user's code that runs it as a whole; None where none is known.
     """
 
     jaxpr: Any
     count: int
+    manual: bool = False
+    line: Call | None = None
+
+    def line_of(self, equation: Any) -> Call | None:
+        """The line of one of its equations. JAX forgets who called what is in a `shard_map`: then the one above."""
+        return line_of(equation) or self.line
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,40 +51,101 @@ class Loop:
     line: Call | None
 
 
-def traced(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The jaxpr of ``fn(*args, **kwargs)``, without what its results do not need: JAX lowers none of that, either.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function as JAX lowers it.
 
-    Where it returns nothing, nothing is left out.
+    Attributes:
+      jaxpr: open: without what the function's results do not need.
+      constants: arrays that it closes over, of ``jaxpr.constvars``.
+      arguments: of ``jaxpr.invars``, as they were given.
     """
-    jitted: Any = fn if isinstance(fn, _JITTED) else jax.jit(fn)
-    jaxpr = _open(jitted.trace(*args, **kwargs).jaxpr)
-    if not jaxpr.outvars:
-        return jaxpr
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+    jaxpr: Any
+    constants: tuple[Any, ...]
+    arguments: tuple[Any, ...]
 
 
-def bodies(jaxpr: Any, count: int = 1) -> Iterator[Body | Loop]:
+def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
+    """``fn(*arrays)``, without what its results do not need: JAX lowers none of that, either.
+
+    Where it returns nothing, nothing is left out. `fn` is not jitted itself: what it calls may be, and the shardings
+    that were given to that are in its equation.
+    """
+    closed = jax.jit(fn).trace(*arrays).jaxpr
+    jaxpr = _open(closed)
+    if jaxpr.outvars:
+        jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return Traced(jaxpr, tuple(closed.consts), arrays)
+
+
+def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None = None) -> Iterator[Body | Loop]:
     """All jaxprs that run within this one, itself among them, and what their counts leave open.
 
     The length of a scan multiplies. Calls (`jit`, `jax.checkpoint`, custom derivatives, `shard_map`) run what they hold
     once; in a `shard_map` shapes and counts are those of one device.
     """
-    jaxpr = _open(jaxpr)
-    yield Body(jaxpr, count)
-    for equation in jaxpr.eqns:
+    body = Body(_open(jaxpr), count, manual, line)
+    yield body
+    for equation in body.jaxpr.eqns:
         if equation.primitive.name in ("while", "cond"):
-            yield Loop(equation.primitive.name, line_of(equation))
-        for held, times in inside(equation):
-            yield from bodies(held, count * times)
+            yield Loop(equation.primitive.name, body.line_of(equation))
+        for within, times in inside(equation):
+            yield from bodies(within, count * times, manual or is_manual(equation), body.line_of(equation))
 
 
 def inside(equation: Any) -> Iterator[tuple[Any, int]]:
     """The jaxprs that an equation runs, and how often each; nothing of kernels, which are no part of the function."""
+    yield from ((_open(jaxpr), times) for jaxpr, times in held(equation))
+
+
+def held(equation: Any) -> Iterator[tuple[Any, int]]:
+    """The same, with their constants: the objects that the equation's parameters have."""
     if equation.primitive.name in _KERNELS:
         return
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
     if times:
-        yield from ((_open(jaxpr), times) for jaxpr in _held(equation))
+        yield from ((jaxpr, times) for jaxpr in _held(equation))
+
+
+def is_manual(equation: Any) -> bool:
+    """Whether what an equation holds is of one device: a `shard_map` over all axes of its mesh that are not so yet."""
+    if equation.primitive.name != "shard_map":
+        return False
+    mesh = equation.params["mesh"]
+    before = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
+    return set(mesh.axis_names) == before | set(equation.params["newly_manual_axes"])
+
+
+def replaced(jaxpr: Any, replace: Callable[[Any], Any]) -> Any:
+    """`jaxpr` with other equations in place of its own.
+
+    Args:
+      replace: of an equation. What that holds stays, unless `replace` replaces that (`with_inside`), too.
+    """
+    if isinstance(jaxpr, core.Jaxpr):
+        return jaxpr.replace(eqns=[replace(equation) for equation in jaxpr.eqns])
+    return jaxpr.replace(jaxpr=replaced(jaxpr.jaxpr, replace))
+
+
+def with_inside(equation: Any, replace: Callable[[Any], Any]) -> Any:
+    """An equation with other jaxprs in place of those that it holds; as it is, where it holds a kernel.
+
+    Args:
+      replace: of a jaxpr.
+    """
+    if equation.primitive.name in _KERNELS:
+        return equation
+
+    def other(value: Any) -> Any:
+        if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+            return replace(value)
+        if isinstance(value, tuple) and any(isinstance(each, core.Jaxpr | core.ClosedJaxpr) for each in value):
+            each = map(other, value)
+            return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+        return value
+
+    return equation.replace(params={name: other(value) for name, value in equation.params.items()})
 
 
 def line_of(equation: Any) -> Call | None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from scheduler.core.plan import Plan
 from scheduler.dispatch import planned
 from scheduler.functions import agreement, in_turns
 from scheduler.functions.in_turns import Seconds
+from scheduler.functions.inputs import of_arrays
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 
 Run = functools.partial[Any]  # of a compiled function, and its arrays
@@ -35,15 +35,7 @@ class Whole:
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-        leaves, tree = jax.tree.flatten(tuple(args))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
-        self.arrays = tuple(leaves[i] for i in places)
-
-        def call(*arrays: Any) -> Any:
-            given = dict(zip(places, arrays, strict=True))
-            return fn(*jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
-
-        self.call = call
+        self.call, self.arrays = of_arrays(fn, args)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

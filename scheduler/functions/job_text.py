@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from scheduler.core import hints
@@ -14,17 +14,19 @@ from search_spaces import OPERATIONS, locate
 
 if TYPE_CHECKING:
     from scheduler.functions.counted import Counted
-    from scheduler.functions.problems import Problems
 
 
-def written(found: Problems) -> str:
-    """The job: a table for each problem, the most expensive first, with its count.
+def written(rows: Sequence[Counted], of: str) -> str:
+    """The job: a table for each problem, with its count.
 
     An operation that no other process can load is left out, and a comment says so.
+
+    Args:
+      of: what they are, in words.
     """
-    lines = ["# The tuned problems of a function, the most expensive first; on the chip that is to run it:"]
-    lines.append(f"#   tile-scheduler tune --job {shlex.join(['job.toml', *_own(found.tuned)])}")
-    for row in found.tuned:
+    lines = [f"# {of}; on the chip that is to run it:"]
+    lines.append(f"#   tile-scheduler tune --job {shlex.join(['job.toml', *_own(rows)])}")
+    for row in rows:
         lines += ["", *_table(row)]
     return "\n".join(lines) + "\n"
 

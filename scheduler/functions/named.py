@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from search_spaces import value_of
 
-_ARRAY = re.compile(r"(\w+)\[([\d, ]*)\]")
+_ARRAY = re.compile(r"(\w+)\[([\w@(), ]*)\]")
+# An extent, and what divides it: 8, 8@x, 8@(x,y).
+_EXTENT = re.compile(r"\s*(\d+)(?:@(?:(\w+)|\(([\w, ]*)\)))?\s*(?:,|$)")
 # As JAX prints dtypes.
 _SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 _SHORT |= {
@@ -20,13 +23,16 @@ _SHORT |= {
 }
 
 
-def function(name: str, arrays: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+def function(
+    name: str, arrays: Sequence[str] = (), mesh: Mesh | None = None
+) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
     """The function of that name, and what it is to be traced with.
 
     Args:
       name: ``package.module:STEP`` or ``file.py:STEP``. The module is imported, which runs it.
       arrays: of the function, as ``bfloat16[4096,512]``. A function without arguments needs none: it makes its own,
         which take no memory where it is only traced.
+      mesh: what arrays are divided over: ``bfloat16[4096@data,512]``.
 
     Raises:
       ValueError: there is no such function, or it takes other arguments than these.
@@ -39,7 +45,7 @@ def function(name: str, arrays: Sequence[str] = ()) -> tuple[Callable[..., Any],
         raise ValueError(f"cannot load {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}, not a function")
-    given = tuple(map(array, arrays))
+    given = tuple(array(text, mesh) for text in arrays)
     try:
         inspect.signature(found).bind(*given)
     except TypeError as error:
@@ -80,18 +86,32 @@ def _drawn(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(s.shape, s.dtype)
 
 
-def array(text: str) -> jax.ShapeDtypeStruct:
+def array(text: str, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
     """Of a text such as ``bfloat16[4096,512]``, or ``bf16[4096,512]`` as JAX prints it.
 
+    Args:
+      mesh: what it is divided over, as JAX prints that of types: ``bf16[4096@data,512@(x,y)]``.
+
     Raises:
-      ValueError: it is none.
+      ValueError: it is none, or of no such mesh.
     """
-    if (match := _ARRAY.fullmatch(text.strip())) is None:
+    if (match := _ARRAY.fullmatch(text.strip())) is None or (axes := _axes(match[2])) is None:
         raise ValueError(f"{text!r} is no array: write its dtype and extents, as in bfloat16[4096,512]")
-    dtype, extents = match.groups()
+    spec = PartitionSpec(*(names or None for _, names in axes))
+    if mesh is None and any(spec):
+        raise ValueError(f"{text!r} is divided over a mesh: give --mesh with the extents of its axes")
     try:
-        return jax.ShapeDtypeStruct(
-            [int(n) for n in extents.split(",") if n.strip()], jnp.dtype(_SHORT.get(dtype, dtype))
-        )
-    except TypeError as error:
+        sharding = None if mesh is None else NamedSharding(mesh, spec)
+        dtype = jnp.dtype(_SHORT.get(match[1], match[1]))
+        return jax.ShapeDtypeStruct([extent for extent, _ in axes], dtype, sharding=sharding)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is no array: {error}") from error
+
+
+def _axes(text: str) -> list[tuple[int, tuple[str, ...]]] | None:
+    """Of each axis its extent, and what divides it; None where the text has something else."""
+    found = list(_EXTENT.finditer(text))
+    if "".join(match[0] for match in found) != text.rstrip():
+        return None
+    names = (re.findall(r"\w+", match[2] or match[3] or "") for match in found)
+    return [(int(match[1]), tuple(axes)) for match, axes in zip(found, names, strict=True)]

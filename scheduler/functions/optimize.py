@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+import types
 import typing
 from collections.abc import Callable
 from typing import Any, Literal
@@ -60,10 +61,16 @@ def optimize(
 
     Raises:
       ValueError: an unknown policy, backend or choice of what to keep.
-      TypeError: `fn` cannot be called.
+      TypeError: `fn` cannot be called, or a library jitted it in a way of its own, as `flax.nnx.jit`.
     """
     if not callable(fn):
         raise TypeError(f"optimize wants a function, and got {fn!r}")
+    if hasattr(fn, "trace") and hasattr(fn, "lower") and not lowering_compat.is_jitted(fn):
+        raise TypeError(
+            f"optimize wants a function that is plain or jitted by jax.jit; this one is a {type(fn).__qualname__} of "
+            f"{type(fn).__module__}, which may update objects that no result holds: optimize a function that takes "
+            "arrays and returns all that it updates"
+        )
     if keep not in KEEP:
         raise ValueError(f"keep={keep!r} is not one of {', '.join(KEEP)}")
     return Optimized(fn, on_miss, backends, keep, seconds, jit_options)
@@ -81,8 +88,7 @@ class Optimized:
         seconds: float,
         jit_options: dict[str, Any],
     ) -> None:
-        is_jitted = hasattr(fn, "trace") and hasattr(fn, "lower")
-        self._jitted: Any = fn if is_jitted and not jit_options else jax.jit(fn, **jit_options)
+        self._jitted: Any = fn if lowering_compat.is_jitted(fn) and not jit_options else jax.jit(fn, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
         self._on_miss, self._backends, self._keep, self._seconds = on_miss, backends, keep, seconds
         self._table: collections.OrderedDict[Any, Decided] = collections.OrderedDict()
@@ -104,6 +110,10 @@ class Optimized:
             decided = self._decide(key, given)
         return self._jitted(*args, **kwargs) if decided.compiled is None else given.call(decided.compiled)
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, as functions are and those of `jax.jit`."""
+        return self if instance is None else types.MethodType(self, instance)
+
     @property
     def decisions(self) -> tuple[Decided, ...]:
         """What was decided, by arguments, as first asked for."""
@@ -112,7 +122,9 @@ class Optimized:
 
     def report(self) -> str:
         """What was decided for which arguments, and why, as text."""
-        return "\n".join(map(str, self.decisions)) or f"{self.__name__} was not called yet: nothing is decided"
+        return (
+            "\n".join(map(str, self.decisions)) or f"nothing is decided: {self.__name__} was not called with arrays yet"
+        )
 
     def _asked(self) -> tuple[dispatch.Options, ...]:
         """What may answer now, of each operation."""

@@ -12,10 +12,23 @@ from scheduler.core import hardware as chips
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.dispatch import calls
-from scheduler.dispatch.primitive import tuned_call_p
-from scheduler.functions import equations, job_text, wording
+from scheduler.functions import equations, job_text, local, wording
 from scheduler.functions.counted import Counted, Tally
+from scheduler.functions.inputs import of_arrays
 from scheduler.functions.suggestions import Suggestion, suggestions
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A tuned call for which no kernel can be asked where XLA divides the function over devices: it answers.
+
+    Attributes:
+      row: the problem before it is divided.
+      reason: in words.
+    """
+
+    row: Counted
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -26,19 +39,29 @@ class Problems:
       untuned: what could be tuned and is not, the most expensive first.
       hardware: the chip by whose roofline they are in order.
       loops: what the counts leave open: the turns of a `while`, the branches of a `cond`.
+      mesh: that over which XLA divides the function, as ``data=2, model=4``: tuned problems are those of one device.
+        "" where it divides none of its tuned calls.
+      left: tuned calls that XLA answers there.
     """
 
     tuned: tuple[Counted, ...]
     hardware: Hardware
     untuned: tuple[Suggestion, ...] = ()
     loops: tuple[equations.Loop, ...] = ()
+    mesh: str = ""
+    left: tuple[Left, ...] = ()
 
     def __repr__(self) -> str:
         return wording.text(self)
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the tuned problems as a job, which ``tile-scheduler tune --job`` searches."""
-        Path(file).write_text(job_text.written(self), encoding="utf-8")
+        Path(file).write_text(self.job(), encoding="utf-8")
+
+    def job(self) -> str:
+        """That job's text."""
+        of = f"one device's of {self.mesh}, " if self.mesh else ""
+        return job_text.written(self.tuned, f"The tuned problems of a function, {of}the most expensive first")
 
     def __iter__(self) -> Iterator[Counted]:
         return iter(self.tuned)
@@ -54,21 +77,34 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     `while_loop` count as one, and of a `cond` all branches. Calls that give a `schedule=` ask nothing of a store, and
     are left out. Costs are those of the chip here, or of `scheduler.target`.
 
+    Where XLA divides `fn` over the devices of a mesh, problems are those of one of them: `fn` is then compiled for that
+    mesh, with XLA's answers. Shardings may be of a mesh without devices, where there are as many on the CPU.
+
     Args:
       fn: plain, or jitted with what `jax.jit` takes (``static_argnums``, shardings).
-      args, kwargs: of `fn`; a `jax.ShapeDtypeStruct` does for an array.
+      args, kwargs: of `fn`; a `jax.ShapeDtypeStruct` does for an array, with a sharding where it has one. What is no
+        array is constant.
+
+    Raises:
+      SchedulerError: XLA divides `fn` over more devices than there are, or cannot compile it so.
     """
     chip = _chip()
-    jaxpr = equations.traced(fn, *args, **kwargs)
-    tuned, loops = Tally(chip), dict[Any, equations.Loop]()
-    for body in equations.bodies(jaxpr):
+    call, arrays = of_arrays(fn, args, kwargs)
+    function = equations.traced(call, *arrays)
+    loops = dict[Any, equations.Loop]()
+    for body in equations.bodies(function.jaxpr):
         if isinstance(body, equations.Loop):
             loops.setdefault((body.kind, body.line), body)
-            continue
-        for equation in body.jaxpr.eqns:
-            if equation.primitive is tuned_call_p and equation.params["options"].schedule is None:
-                tuned.add(equation.params["operation"], equation.params["problem"], body.count, [equation])
-    return Problems(tuned.rows(), chip, suggestions(jaxpr, chip), tuple(loops.values()))
+    over = local.mesh_of(function)
+    tuned, left = Tally(chip), dict[str, Tally]()
+    for made in local.calls(function) if over is None else local.calls_divided(function, over):
+        for operation, problem in made.asks:
+            tuned.add(operation, problem, made.count, [made.line])
+        if not made.asks:
+            left.setdefault(made.why_not, Tally(chip)).add(made.operation, made.problem, made.count, [made.line])
+    by_library = tuple(Left(row, reason) for reason, tally in left.items() for row in tally.rows())
+    mesh = "" if over is None else local.mesh_text(over)
+    return Problems(tuned.rows(), chip, suggestions(function.jaxpr, chip), tuple(loops.values()), mesh, by_library)
 
 
 def _chip() -> Hardware:

@@ -67,7 +67,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
         replaced = set[int]()
         for operation, pattern in scope.patterns:
             if not (scope.backward and covered.issuperset(_lines(pattern)) and len(pattern.shown) == 1):
-                tally.add(operation, pattern.problem, scope.count, [node.equation for node in pattern.shown])
+                tally.add(operation, pattern.problem, scope.count, _lines(pattern))
             replaced |= set(map(id, pattern.nodes))
         for node in scope.nodes:
             backward = scope.backward or is_backward(node.equation)
@@ -75,7 +75,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
                 continue
             for operation in operations:
                 if isinstance(posed := _posed(operation, node.equation, stored), Posed):
-                    tally.add(operation, posed.problem, scope.count, [node.equation])
+                    tally.add(operation, posed.problem, scope.count, [line_of(node.equation)])
     calls = {operation.name: f"tuned_{operation.name}" for operation in operations}
     calls |= {operation.name: found.call for scope in scopes for operation, found in scope.patterns if found.call}
     return tuple(Suggestion(row, calls[row.operation.name], _gain(row, chip)) for row in tally.rows())

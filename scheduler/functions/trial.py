@@ -120,7 +120,7 @@ class Trial:
             return self.given.copied(donated).call(compiled)
 
         def sensitivity() -> Any:
-            return self._plain(self.given.changed(agreement.rounded_differently))
+            return self._plain(self.given.changed(agreement.rounded_differently).copied(donated))
 
         expected = jax.block_until_ready(plain())
         if wrong := agreement.disagreement(
@@ -152,6 +152,6 @@ def _compared(plain: Seconds, tuned: Seconds) -> str:
     ahead = in_turns.margin(tuned, plain)
     between = f"{1 + ahead.low:.3f} and {1 + ahead.high:.3f}" if math.isfinite(ahead.low) else "anything"
     return (
-        f"tuned takes {seconds_text(tuned.median_s)} and XLA's version {seconds_text(plain.median_s)}, "
-        f"{1 + ahead.middle:.3f} times as much (between {between} in {plain.rounds} rounds)"
+        f"tuned takes {seconds_text(tuned.median_s)} and XLA's version {seconds_text(plain.median_s)}; "
+        f"round by round {1 + ahead.middle:.3f} times as long (between {between} in {plain.rounds} rounds)"
     )

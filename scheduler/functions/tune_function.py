@@ -24,7 +24,7 @@ from scheduler.functions.in_context import Ablated, Reference, Run, Whole, ablat
 from scheduler.functions.in_turns import Seconds
 from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
-from scheduler.search.jobs import BUDGET
+from scheduler.search.task import BUDGET
 from scheduler.store.store import Store
 from tile_scheduler import __version__
 

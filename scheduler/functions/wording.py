@@ -43,25 +43,37 @@ def of(row: Counted) -> str:
     return f"{row.operation.name} {row.problem}"
 
 
+def times(row: Counted) -> str:
+    return f"{row.count} times" if row.count > 1 else "once"
+
+
 def notes(found: Problems) -> Iterator[str]:
     """What is to be known of the counts and of the times."""
     if found.tuned:
         yield f"Times are what {found.hardware.kind} needs at least, by its roofline."
-    else:
+    elif not found.left:
         yield "It calls no tuned function."
+    if found.mesh:
+        yield f"Problems are those of one device; XLA divides the function over {found.mesh}."
+    for each in found.left:
+        yield f"XLA answers {of(each.row)}, {times(each.row)}: {each.reason}."
     for kind, says in (("while", "the turns of a while loop count as one"), ("cond", "all branches of a cond count")):
         loops = [loop for loop in found.loops if loop.kind == kind]
         if loops:
             yield ": ".join(filter(None, (places(loop.line for loop in loops if loop.line), f"{says}.")))
 
 
+def untuned(found: Problems) -> str:
+    """What stands above suggestions."""
+    return f"Not tuned, and could be{', before XLA divides it' if found.mesh else ''}:"
+
+
 def suggestion(found: Suggestion) -> str:
     """``model.py:41: softmax rows=2048 columns=32000, 3 times: tuned_softmax; 2.14x expected``."""
     row = found.row
     where = f"{places(row.lines)}: " if row.lines else ""
-    times = f"{row.count} times" if row.count > 1 else "once"
     gain = f"; {found.gain:.2f}x expected" if found.gain is not None else ""
-    return f"{where}{of(row)}, {times}: {found.call}{gain}"
+    return f"{where}{of(row)}, {times(row)}: {found.call}{gain}"
 
 
 def text(found: Problems) -> str:
@@ -77,7 +89,7 @@ def text(found: Problems) -> str:
             lines += _folded(of(row), head, below) + _folded(places(row.lines), below, below)
     lines += [line for note in notes(found) for line in _folded(note)]
     if found.untuned:
-        lines.append("Not tuned, and could be:")
+        lines.append(untuned(found))
     return "\n".join(lines + [line for each in found.untuned for line in _folded(suggestion(each), "  ", "    ")])
 
 

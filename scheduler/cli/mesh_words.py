@@ -1,0 +1,96 @@
+"""Meshes and partition specs as the words of a command line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+# Mesh axes that divide one axis of an array; one entry for each axis that the spec tells.
+Spec = tuple[tuple[str, ...], ...]
+
+MeshName = Annotated[
+    str | None, typer.Option("--mesh", help="A mesh: names of its axes with their extents, data=2,model=4.")
+]
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Of a text such as ``data=2,model=4``.
+
+    Raises:
+      ValueError: it is none.
+    """
+    found: dict[str, int] = {}
+    for each in text.split(","):
+        name, _, extent = (part.strip() for part in each.partition("="))
+        if not name.isidentifier() or not extent.isdecimal() or not int(extent):
+            raise ValueError(f"{text!r} is no mesh: write its axes with their extents, as in data=2,model=4")
+        if name in found:
+            raise ValueError(f"the mesh {text!r} has the axis {name} twice")
+        found[name] = int(extent)
+    return found
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={extent}" for name, extent in mesh.items())
+
+
+def letters_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of texts such as ``m=data`` or ``m=data,model``: which mesh axes divide what a letter names.
+
+    Raises:
+      ValueError: one is none of these, or names a letter again.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        letter, _, axes = (part.strip() for part in text.partition("="))
+        names = tuple(name.strip() for name in axes.split(","))
+        if not letter or not all(names):
+            raise ValueError(f"{text!r} divides nothing: write what is divided over which axes, as in m=data,model")
+        if letter in found:
+            raise ValueError(f"{letter} is divided twice")
+        found[letter] = names
+    return found
+
+
+def specs_of(text: str) -> list[Spec]:
+    """Of a text such as ``P('data', None), P(None, ('x', 'y'))``; names need no quotes.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        (statement,) = ast.parse(f"[{text}]").body
+        assert isinstance(statement, ast.Expr)
+        assert isinstance(statement.value, ast.List)
+        return [_spec(each) for each in statement.value.elts]
+    except (SyntaxError, AssertionError, ValueError):
+        raise ValueError(
+            f"{text!r} is no list of partition specs: write one for each array, as in P('data', None), P(None, 'model')"
+        ) from None
+
+
+def _spec(node: ast.expr) -> Spec:
+    if not isinstance(node, ast.Call) or node.keywords or ast.unparse(node.func).split(".")[-1] not in _CALLED:
+        raise ValueError
+    return tuple(
+        tuple(map(_name, each.elts)) if isinstance(each, ast.Tuple) else () if _is_none(each) else (_name(each),)
+        for each in node.args
+    )
+
+
+_CALLED = ("P", "PartitionSpec")
+
+
+def _name(node: ast.expr) -> str:
+    match node:
+        case ast.Name(id=name) | ast.Constant(value=str(name)):
+            return name
+        case _:
+            raise ValueError
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
