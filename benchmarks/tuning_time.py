@@ -1,7 +1,8 @@
 """How long a search takes, and whether two searches agree on the winner's time.
 
-One search is timed with and without the start of its workers. Then each problem is searched with two seeds, and a fresh
-process, which chose nothing, times both winners in turns; their disagreement is by how much the slower one is slower.
+One search is timed with and without the start of its workers, then all problems as those of a job, as many at once as
+the runner takes, and their records verified. Then each problem is searched with two seeds, and a fresh process, which
+chose nothing, times both winners in turns; their disagreement is by how much the slower one is slower.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from rich.table import Table
 
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Record
+from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, Task
+from scheduler.search.reverify import reverify
 from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -47,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flush=True,
     )
 
+    job = _timed_job(suite, runner, options.budget)
+    print(f"{job['seconds_a_problem']:.1f} s a problem, {job['verify_seconds_a_record']:.1f} s a record", flush=True)
     pairs = [[_search(problem, runner, options.budget, seed) for seed in SEEDS] for problem in suite]
     runner.close()
     fresh = start_fresh()
@@ -56,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = {
         "seconds_64_trials": timed["seconds"],
         "seconds_with_startup": timed["seconds"] + startup_s,
+        "seconds_a_problem_of_a_job": job["seconds_a_problem"],
+        "verify_seconds_a_record": job["verify_seconds_a_record"],
         "winner_disagreement_worst": max(row["disagreement"] for row in rows),
         "trials": timed["trials"],
         "workers": runner.slots,
@@ -66,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tuning_time",
         runner.hardware,
         summary=summary,
-        rows=[timed, *rows],
+        rows=[timed, job, *rows],
         environment=environment(runner.environment, MATMUL),
     )
 
@@ -87,6 +94,33 @@ def _timed_search(problem: MatmulProblem, runner: Runner, budget: int) -> dict[s
         "failed": sum(step.last is not None and isinstance(step.last.outcome, Failure) for step in ended),
         "run_off_rounds": record.confidence.rounds,
         "notes": list(record.confidence.notes),
+    }
+
+
+def _timed_job(problems: Sequence[MatmulProblem], runner: Runner, budget: int) -> dict[str, Any]:
+    """All problems searched as a job searches them, and what was found verified."""
+    ended_s: dict[str, float] = {}
+    records: list[Record] = []
+    started = time.perf_counter()
+    with Threads[MatmulProblem, Record](runner.searches, runner.close) as threads:
+        for problem, record in threads.map(
+            lambda problem: tune(MATMUL, problem, budget=budget, runner=runner), problems
+        ):
+            ended_s[str(problem)] = round(time.perf_counter() - started, 3)
+            records.append(record)
+    seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    verdicts = list(reverify(records, operation=MATMUL, runner=runner))
+    verify_seconds = time.perf_counter() - started
+    return {
+        "problem": f"a job of {len(problems)} problems",
+        "searches_at_once": runner.searches,
+        "seconds": seconds,
+        "seconds_a_problem": seconds / len(problems),
+        "ended_s": ended_s,
+        "trials": sum(record.tried for record in records),
+        "verify_seconds_a_record": verify_seconds / len(records),
+        "verdicts": [verdict.state for verdict in verdicts],
     }
 
 

@@ -1,5 +1,6 @@
 """A chip of which everything is known: its times are the model's with chosen constants, and noise."""
 
+import contextlib
 import random
 
 from scheduler.core.hardware import find
@@ -19,10 +20,13 @@ TRUE = Constants(e_power=0.8, e_hbm=0.9, tma_row_s=1.3e-9, cluster_sync_s=4e-7, 
 class Alone:
     """What a runner has whatever it says of times: an H200 to itself."""
 
-    hardware, slots, environment = H200, 1, NOW
+    hardware, slots, searches, environment = H200, 1, 1, NOW
 
     def capacity(self, operation, problem, l2="cold"):
         return 1
+
+    def holding(self, operation, problem, l2="cold", *, to_itself=False):
+        return contextlib.nullcontext()
 
     def confirm(self, task):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -12,13 +13,18 @@ from scheduler.measure.runner import Task, environment
 
 class Rehearsal:
     hardware = CPU
-    slots = 1
+    slots = searches = 1
 
     def __init__(self) -> None:
         self.environment = environment(driver="")
 
     def capacity(self, operation: Any, problem: Any, l2: Any = "cold") -> int:
         return 1
+
+    def holding(
+        self, operation: Any, problem: Any, l2: Any = "cold", *, to_itself: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         time.sleep(0.002)

@@ -1,12 +1,16 @@
 """Programs that only check kernels: who compiles them, and who loads them."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scheduler.measure import buffers
 from search_spaces import reference_programs
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
+from search_spaces.matmul import MatmulProblem
 from search_spaces.reference_programs import compiled, shared_in
 
 PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
@@ -56,3 +60,48 @@ def test_what_cannot_be_loaded_is_compiled(tmp_path, compilations, content):
         kept.write_bytes(content)
         assert compiled(sine)(jnp.zeros(8))[0] == 0
     assert len(compilations) == 2
+
+
+def test_operands_are_drawn_by_programs_that_are_shared_and_are_the_same_without(tmp_path, compilations):
+    problem = MatmulProblem(24, 16, 8, bias="bfloat16")
+    alone = problem.inputs(3)
+    reference_programs._RAN.clear()
+    with shared_in(str(tmp_path)):
+        first = problem.inputs(3)
+        count = len(compilations)
+        reference_programs._RAN.clear()  # as another process
+        second = problem.inputs(3)
+    assert len(compilations) == count == len({x.shape for x in first}) + 1, "one for each operand, one that scales"
+    for drawn in (first, second):
+        assert all(jnp.array_equal(one, other) for one, other in zip(drawn, alone, strict=True))
+
+
+def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkeypatch):
+    turns, compiled_within = [], []
+    compile_one = reference_programs._compile
+
+    def compile_noted(lowered):
+        compiled_within.append(bool(turns and turns[-1] == "begin"))
+        return compile_one(lowered)
+
+    @contextlib.contextmanager
+    def turn():
+        turns.append("begin")
+        yield
+        turns.append("end")
+
+    monkeypatch.setattr(reference_programs, "_compile", compile_noted)
+    reference_programs._RAN.clear()
+    with shared_in(str(tmp_path)), reference_programs.in_turns(turn):
+        MatmulProblem(16, 24, 8).inputs(0)
+    assert turns == ["begin", "end"] * 2
+    assert compiled_within == [False, False]
+
+
+def test_a_copy_is_an_array_of_its_own(tmp_path):
+    x = jnp.arange(64.0)
+    for directory in ("", str(tmp_path)):
+        with shared_in(directory):
+            (copy,) = buffers.copying([x])()
+        assert copy.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
+        assert jnp.array_equal(copy, x)

@@ -189,8 +189,10 @@ def test_a_schedule_that_is_legal_no_more_is_broken():
 
 def test_records_of_other_chips_and_unknown_operations_are_told_apart():
     other = record(key=dataclasses.replace(record().key, hardware="NVIDIA H200 (132 cores, 140 GiB)"))
-    first, second = reverify([record(), other], operation=PACED, runner=Told())
-    assert (first.state, second.state) == ("holds", "elsewhere")
+    found = {
+        verdict.record.key: verdict.state for verdict in reverify([record(), other], operation=PACED, runner=Told())
+    }
+    assert found == {record().key: "holds", other.key: "elsewhere"}
     foreign = record(key=dataclasses.replace(record().key, operation="never_loaded"))
     (unknown,) = reverify([foreign], runner=Told())
     assert unknown.state == "broken"

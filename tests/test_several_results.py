@@ -15,7 +15,7 @@ import scheduler
 from scheduler import tuned, tuned_softmax
 from scheduler.core.hardware import CPU
 from scheduler.measure import bench as benches
-from scheduler.measure import verification
+from scheduler.measure import buffers, verification
 from scheduler.measure.bench import Bench
 from scheduler.store.store import Store, default_url
 from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space, Tolerance, load
@@ -259,7 +259,7 @@ def test_each_result_has_its_own_tolerance(behave):
 
 
 def test_buffers_for_all_results_are_poisoned_and_written_over():
-    poison = benches._poison(PairProblem(4))
+    poison = buffers.poisoning(PairProblem(4))()
     assert [x.dtype for x in poison] == [jnp.float32, jnp.bfloat16]
     assert all(bool(jnp.isnan(x).all()) for x in poison)
     unwritten = benches.jax_compat.writing_over(lambda x: (x + 1, x + 2))

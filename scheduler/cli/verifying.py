@@ -94,6 +94,7 @@ def verify(
         say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
         if update and verdict.refreshed is not None:
             user.put(verdict.refreshed)
+    verdicts.sort(key=lambda verdict: records.index(verdict.record))
     if as_json:
         print_json([search_report.reverified_json(verdict) for verdict in verdicts])
     else:
@@ -169,6 +170,7 @@ def _verify_kernels(plan: Plan, within: float, options: Any, seed: int, as_json:
     for verdict in reverify(records, options=options, within=within, seed=seed):
         verdicts.append(verdict)
         say(f"{len(verdicts)}/{len(records)}: {verdict.record.key}: {verdict.state}")
+    verdicts.sort(key=lambda verdict: records.index(verdict.record))
     if as_json:
         print_json([search_report.reverified_json(verdict) for verdict in verdicts])
     elif verdicts:

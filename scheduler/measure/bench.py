@@ -16,7 +16,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Point, label_of, point_of
 from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.core.threads import is_interrupt
-from scheduler.measure import timer
+from scheduler.measure import buffers, timer
 from scheduler.measure.blame import blamed, first_line
 from scheduler.measure.lowered import asked_onchip_bytes
 from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons, mismatches
@@ -95,6 +95,7 @@ class Bench:
         timer.attach(self._clock)
         self._references: dict[Problem, Compiled] = {}
         self._comparisons: dict[Problem, tuple[Any, ...]] = {}
+        self._poisons: dict[Problem, buffers.Fill] = {}
         self._draw = self._drawn(problem, seed)
         self._sets = self._rotation()
         # Operands in a cache may come faster than memory gives them; no time at all is never right.
@@ -223,8 +224,8 @@ class Bench:
     def _wrong(self, candidate: _Candidate, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
         self._results.clear()  # beside these, one more of gigabytes might be one too many
-        poison = jax.block_until_ready(_poison(problem))
         with self._turn():
+            poison = self._poisons[problem]()
             try:
                 actual = candidate.run(poison, *draw.inputs)
                 wrong = self._off(candidate, problem, draw, actual)
@@ -249,10 +250,10 @@ class Bench:
         def timed(repetitions: int, slow_s: float | None = None) -> Measurement:
             return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
 
-        # Results rotate as operands do. A call that fails takes its buffer along.
-        while len(self._results) < _rotating_results(self._problem, self._hardware, len(self._sets)):
-            self._results.append(jax.block_until_ready(_poison(self._problem)))
         with self._turn():
+            # Results rotate as operands do. A call that fails takes its buffer along.
+            while len(self._results) < _rotating_results(self._problem, self._hardware, len(self._sets)):
+                self._results.append(self._poisons[self._problem]())
             try:
                 measured = timed(repetitions, slow_s)
                 if measured.median_s <= self._least_s:
@@ -276,17 +277,32 @@ class Bench:
             self._announce("run")
             yield
 
-    def _drawn(self, problem: Problem, seed: int) -> Draw:
+    @contextlib.contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Within it programs are compiled beside others' timing, and run in turns."""
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            with self._turn():
+                yield
+            self._announce("prepare")
+
         self._announce("prepare")
+        with reference_programs.in_turns(turn):
+            yield
+
+    def _drawn(self, problem: Problem, seed: int) -> Draw:
+        with self._preparing():
+            inputs = jax.block_until_ready(problem.inputs(seed))
         rows = compared_rows(problem)
         if problem not in self._references:
             lowered = jax.jit(_reference(problem, rows)).lower(*problem.operands())
             self._references[problem] = reference_programs.compiled(lowered)
-        inputs = jax.block_until_ready(problem.inputs(seed))
         with self._turn():
             draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)
         if problem not in self._comparisons:
             self._comparisons[problem] = comparisons(problem, draw.expected, rows)
+            self._poisons[problem] = buffers.poisoning(problem)
         return draw
 
     def _rotation(self) -> list[tuple[jax.Array, ...]]:
@@ -294,8 +310,11 @@ class Bench:
         sets = [self._draw.inputs]
         if self._l2 == "cold":
             needed = _rotating_sets(self._problem, self._hardware)
-            sets += [tuple(jnp.copy(x) for x in self._draw.inputs) for _ in range(needed - 1)]
-        return jax.block_until_ready(sets)
+            copies = buffers.copying(self._draw.inputs)
+            with self._turn():
+                sets += [copies() for _ in range(needed - 1)]
+                jax.block_until_ready(sets)
+        return sets
 
 
 def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:
@@ -362,18 +381,6 @@ def _operand_bytes(problem: Problem) -> int:
 
 def _result_bytes(problem: Problem) -> int:
     return sum(map(nbytes, problem.results()))
-
-
-def _poison(problem: Problem) -> Results:
-    """Results in which nothing is right: NaN, or the least number of a dtype without one."""
-    return tuple(map(_poisoned, problem.results()))
-
-
-def _poisoned(wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(wanted.dtype, jnp.inexact):
-        return jnp.full(wanted.shape, jnp.nan, wanted.dtype)
-    least = False if wanted.dtype == bool else jnp.iinfo(wanted.dtype).min
-    return jnp.full(wanted.shape, least, wanted.dtype)
 
 
 def _described(results: Sequence[Any]) -> str:

@@ -1,15 +1,16 @@
-"""A device's memory in equal shares: how many workers hold a problem, and the workers that are up for that."""
+"""A device's memory in equal shares: which problems the workers hold, and which worker is asked of one."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import queue
+import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from scheduler.core.errors import WorkerError
+from scheduler.core.errors import DeviceLost, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2
 from scheduler.core.threads import WAKE_S, Threads
@@ -21,6 +22,8 @@ from search_spaces.problem import Problem
 
 # So many candidates of a problem are tried with the whole device to themselves, and fail for lack of memory there.
 MOST_ALONE = 2
+# Who waits for a worker is told when there is one; it looks for itself once in a while.
+RECHECK_S = 1.0
 
 What = tuple[Operation[Any], Problem, L2]
 
@@ -30,6 +33,7 @@ class Shares:
 
     def __init__(self, free_bytes: int, slots: int) -> None:
         self._free_bytes, self._slots = free_bytes, slots
+        self._needed: dict[What, int] = {}
         self._most: dict[What, int] = {}
         self._failed_alone: collections.Counter[What] = collections.Counter()
 
@@ -42,9 +46,13 @@ class Shares:
         operation, problem, l2 = what
         if what not in self._most:
             require_memory(operation, problem, self.bytes(1))
-            needed = needed_bytes(problem, hardware, l2)
+            needed = self._needed[what] = needed_bytes(problem, hardware, l2)
             self._most[what] = next(n for n in _fewer(self._slots) if n == 1 or needed <= self.bytes(n))
         return self._most[what]
+
+    def hold(self, problems: Iterable[What], count: int) -> bool:
+        """Whether each of `count` workers holds benches of all these problems, of which `holders` was asked before."""
+        return sum(self._needed[what] for what in problems) <= self.bytes(count)
 
     def worth_trying_alone(self, what: What, among: int) -> bool:
         """Whether what lacked memory as one of `among` workers may find it alone."""
@@ -58,12 +66,29 @@ class Shares:
             self._most[what] = min(self._most[what], among * 2 // 3)
 
 
+@dataclasses.dataclass(eq=False)
+class _Waiting:
+    """A request that waits for a worker, the only one where it is `alone`, or for a certain one."""
+
+    what: What
+    number: int
+    alone: bool
+    ready: threading.Condition
+    certain: WorkerProcess | None = None
+
+
 class Division:
-    """The workers that are up, among which the memory is divided now.
+    """The workers that are up, among which the memory is divided now, and the problems that are held.
+
+    Problems are held together that as many workers hold, and a share has the memory for; others wait, in the order in
+    which they came. The workers are the first one's as long as it asks: the next gets what that leaves. Who asks a
+    certain worker (the finalists are timed where they were compiled) has it for its problem until that is no longer
+    held, so that no timing waits for another problem's compilations.
 
     Args:
       workers: all there may be.
       shares: of the memory.
+      holders: how many workers hold a problem now.
       forget: called as soon as a process is lost or started anew, with what it had compiled.
       stop: ends all processes, for who interrupts their start.
     """
@@ -72,59 +97,181 @@ class Division:
         self,
         workers: Sequence[WorkerProcess],
         shares: Shares,
+        holders: Callable[[What], int],
         forget: Callable[[], None],
         stop: Callable[[], None],
     ) -> None:
-        self._workers, self._shares, self._forget, self._stop = workers, shares, forget, stop
-        self._idle = threading.Condition()
-        self._busy = self._count = 0  # requests under way; among how many workers the memory is divided
-        self._free: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._workers, self._shares, self._holders = workers, shares, holders
+        self._forget, self._stop = forget, stop
+        self._lock = threading.RLock()
+        self._released = threading.Condition(self._lock)
+        self._queue: list[object] = []  # who waits to hold a problem
+        self._held: dict[What, int] = {}  # by how many; the first is the oldest
+        self._to_itself = False  # whether what is held is to have none beside it
+        self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
+        self._count = 0  # among how many workers the memory is divided
+        self._wanted = 0  # among how many it is to be, while something is held
+        self._busy: set[WorkerProcess] = set()
+        self._owners: dict[WorkerProcess, What] = {}
+        self._asked: collections.defaultdict[WorkerProcess, set[What]] = collections.defaultdict(set)
         self.living: set[WorkerProcess] = set()
 
+    def start(self, count: int) -> None:
+        """Starts so many workers.
+
+        Raises:
+          DeviceLost: none of them starts.
+        """
+        with self._lock:
+            self._divide(count)
+
+    def hold(self, what: What, *, to_itself: bool = False) -> None:
+        """Waits until `what` can be held beside what is held already, or by itself; to be followed by `release`."""
+        with self._lock:
+            ticket = object()
+            self._queue.append(ticket)
+            try:
+                while what not in self._held and (self._queue[0] is not ticket or not self._joins(what, to_itself)):
+                    self._released.wait(WAKE_S)
+            finally:
+                self._queue.remove(ticket)
+                self._released.notify_all()
+            if not self._held:
+                self._wanted, self._to_itself = self._holders(what), to_itself
+            self._held[what] = self._held.get(what, 0) + 1
+
+    def release(self, what: What) -> None:
+        with self._lock:
+            self._held[what] -= 1
+            if not self._held[what]:
+                del self._held[what]
+                self._owners = {worker: owner for worker, owner in self._owners.items() if owner != what}
+            self._released.notify_all()
+            self._wake()
+
+    def held(self) -> tuple[What, ...]:
+        with self._lock:
+            return tuple(self._held)
+
     @contextlib.contextmanager
-    def among(self, count: int) -> Iterator[None]:
-        """Within it the memory is divided among `count` workers; waits for requests under way in another division.
+    def worker(
+        self, what: What, *, certain: Callable[[], WorkerProcess | None] = lambda: None, alone: bool = False
+    ) -> Iterator[tuple[WorkerProcess, int]]:
+        """A worker to be asked of `what`, which is held, and among how many the memory is divided. Waits for it.
+
+        Args:
+          certain: which worker it must be, or None. Asked more than once: what it names may be lost in the meantime.
+          alone: with the whole memory to itself. Who waits for that is waited for by the others.
 
         Raises:
-          WorkerError: none of them starts.
+          DeviceLost: no worker starts; or all were lost, and none could be started in the place of the last.
         """
-        with self._idle:
-            while self._busy and self._count != count:
-                self._idle.wait(WAKE_S)
-            if self._count != count:
-                self._divide(count)
-            self._busy += 1
+        with self._lock:
+            mine = _Waiting(what, next(self._numbers), alone, threading.Condition(self._lock))
+            self._waiting.append(mine)
+            found = None
+            try:
+                while (found := self._found(mine, certain)) is None:
+                    mine.ready.wait(RECHECK_S)
+                self._busy.add(found)
+                self._asked[found].add(what)
+                count = self._count
+            finally:
+                self._waiting.remove(mine)
+                self._wake()
         try:
-            yield
+            yield found, count
         finally:
-            with self._idle:
-                self._busy -= 1
-                self._idle.notify_all()
+            with self._lock:
+                self._busy.discard(found)
+                self._wake()
 
-    def take(self) -> WorkerProcess:
-        """A worker that is free, until it is put back. Waits for it.
+    def preferred(self, what: What) -> list[WorkerProcess]:
+        """The living workers, first those that are its own, then those that were asked of it, those at rest first."""
 
-        Raises:
-          WorkerError: all processes were lost, and none could be started in the place of the last.
-        """
-        while self.living:
-            with contextlib.suppress(queue.Empty):
-                return self._free.get(timeout=WAKE_S)
-        self._count = 0  # the next request tries to start them again
-        raise WorkerError("the worker processes were lost, and the device takes no new ones")
+        def rank(worker: WorkerProcess) -> tuple[bool, ...]:
+            return self._owners.get(worker) != what, what not in self._asked[worker], worker in self._busy
 
-    def put_back(self, worker: WorkerProcess) -> None:
-        self._free.put(worker)
+        with self._lock:
+            return sorted((worker for worker in self._workers if worker in self.living), key=rank)
 
     def lose(self, worker: WorkerProcess) -> None:
         """It is done without from now on."""
-        self.living.discard(worker)
-        self._forget()
+        with self._lock:
+            self.living.discard(worker)
+            self._forget()
+            for waiting in self._waiting:  # perhaps for this one
+                waiting.ready.notify()
+
+    def _joins(self, what: What, to_itself: bool) -> bool:
+        if not self._held or to_itself or self._to_itself:
+            return not self._held
+        return self._holders(what) == self._wanted and self._shares.hold((*self._held, what), self._wanted)
+
+    def _found(self, mine: _Waiting, certain: Callable[[], WorkerProcess | None]) -> WorkerProcess | None:
+        """The worker for this request, or None: then it waits."""
+        if not mine.alone and any(other.alone for other in self._waiting):
+            return None
+        count = 1 if mine.alone else self._among()
+        if self._count != count:
+            if self._busy:
+                return None
+            self._divide(count)
+        if not self.living:
+            self._count = 0  # the next request tries to start them again
+            raise DeviceLost("the worker processes were lost, and the device takes no new ones")
+        mine.certain = certain()
+        if mine.certain is not None:
+            self._owners.setdefault(mine.certain, mine.what)
+            return None if mine.certain in self._busy else mine.certain
+        return next((worker for worker in self.preferred(mine.what) if self._may_take(worker, mine)), None)
+
+    def _among(self) -> int:
+        """Among how many workers the memory is to be divided.
+
+        What needs larger shares than were thought makes them larger for those beside it, too, and for as long as these
+        are held: another division costs all that was compiled.
+        """
+        self._wanted = min([self._wanted, *map(self._holders, self._held)])
+        return self._wanted
+
+    def _wake(self) -> None:
+        """Wakes those that can go on now, and as few others as may be: on a loaded host they would be in each
+        other's way.
+        """
+        alone = [waiting for waiting in self._waiting if waiting.alone]
+        if alone or self._count != self._among() or not self.living:
+            for waiting in (alone or self._waiting)[:1]:
+                waiting.ready.notify()
+            return
+        free = [worker for worker in self._workers if worker in self.living and worker not in self._busy]
+        for waiting in sorted(self._waiting, key=self._rank):
+            serving = (w for w in free if waiting.certain in (None, w) and self._serves(w, waiting))
+            if (worker := next(serving, None)) is not None:
+                free.remove(worker)
+                waiting.ready.notify()
+
+    def _rank(self, waiting: _Waiting) -> tuple[bool, int, int]:
+        return waiting.certain is None, list(self._held).index(waiting.what), waiting.number
+
+    def _serves(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
+        return waiting.certain is worker or self._owners.get(worker, waiting.what) == waiting.what
+
+    def _may_take(self, worker: WorkerProcess, mine: _Waiting) -> bool:
+        if worker in self._busy or not self._serves(worker, mine):
+            return False
+        if mine.alone:  # for which all others wait
+            return True
+        before = (other for other in self._waiting if other.certain is None and self._rank(other) < self._rank(mine))
+        return not any(self._serves(worker, other) for other in before)
 
     def _divide(self, count: int) -> None:
         """Starts `count` workers in place of those there are, each with its share of the memory."""
         self._count = 0  # unless it succeeds, the next request tries again
-        self.living, self._free = set(), queue.SimpleQueue()
+        self.living = set()
+        self._owners.clear()
+        self._asked.clear()
         self._forget()
         for worker in self._workers:
             worker.stop()
@@ -136,9 +283,8 @@ class Division:
                     refusals.append(refused)
                 else:
                     self.living.add(worker)
-                    self._free.put(worker)
         if not self.living:
-            raise refusals[0]
+            raise DeviceLost(str(refusals[0])) from refusals[0]
         self._count = count
 
 

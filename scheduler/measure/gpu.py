@@ -48,29 +48,24 @@ class Gpu:
     @classmethod
     def query(cls, device: int = 0) -> Gpu | None:
         """The GPU of this index among the visible ones, or None where there is no such."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [name.strip() for name in visible.split(",")] if visible is not None else None
-        if names is not None and (device >= len(names) or names[device] in ("", "-1")):
+        names = _visible()
+        if names is not None and device >= len(names):
             return None
         index = names[device] if names is not None else str(device)
-        smi = shutil.which("nvidia-smi")
-        if smi is None:
-            return None
-        asked = subprocess.run(
-            [
-                smi,
-                f"--id={index}",
-                "--query-gpu=uuid,driver_version,memory.free,memory.total,pci.bus_id",
-                "--format=csv,noheader,nounits",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        parts = [part.strip() for part in asked.stdout.strip().split(",")]
-        if asked.returncode or len(parts) != 5:
+        found = _told("uuid,driver_version,memory.free,memory.total,pci.bus_id", index)
+        if len(found) != 1 or len(parts := found[0]) != 5:
             return None
         return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2, parts[4])
+
+    @staticmethod
+    def chips() -> dict[int, str]:
+        """The name of each visible GPU, by its index among these; none where JAX has no GPU to use."""
+        if not jax_compat.cuda_wanted():
+            return {}
+        if (names := _visible()) is None:
+            return {int(index): name for index, name in _told("index,name")}
+        found = ((number, _told("name", name)) for number, name in enumerate(names))
+        return {number: told[0][0] for number, told in found if told}
 
     @classmethod
     def none(cls) -> Gpu:
@@ -92,3 +87,25 @@ class Gpu:
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Within, this process alone holds the GPU, among those that take turns, whoever started them."""
         return turns.turn(self.uuid, self.bus)
+
+
+def _visible() -> list[str] | None:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; None where it does not, for all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    names = [name.strip() for name in visible.split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA reads it
+
+
+def _told(what: str, index: str | None = None) -> list[list[str]]:
+    """What the driver says of the GPU of this name, or of each, a row each; none where it says nothing."""
+    if (smi := shutil.which("nvidia-smi")) is None:
+        return []
+    which = [] if index is None else [f"--id={index}"]
+    command = [smi, *which, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if asked.returncode and index is not None:
+        return []
+    rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines()]
+    return [row for row in rows if len(row) == len(what.split(","))]  # the rest is an error, of a GPU that fell off

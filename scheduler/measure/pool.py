@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +17,12 @@ from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import GIB
 from scheduler.core.identity import point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome
+from scheduler.core.threads import Threads
 from scheduler.measure import turns
-from scheduler.measure.division import Division, Shares
+from scheduler.measure.division import Division, Shares, What
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import Limits
-from scheduler.measure.protocol import Do, Request
+from scheduler.measure.protocol import Do, Held, Request
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children
 from scheduler.measure.worker_process import CONTEXT_BYTES, Result, WorkerProcess
@@ -27,10 +31,14 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 # XLA tries algorithms out while it compiles, and picks one in this process and another in the next: on an H200 its
-# product of 4096^3 in bfloat16 takes 170 us or 176. A library's time is that of so many processes.
-LIBRARY_COMPILATIONS = 5
+# product of 4096^3 in bfloat16 takes 170 us or 176. A library's time is that of so many processes, or of the first
+# three where these agree, as closely as two measurements of one program: they are the majority, whatever the others do.
+LIBRARY_COMPILATIONS, AGREEING_COMPILATIONS = 5, 3
+AGREEING = 0.01
 # But no other algorithm of XLA's makes up so many times the fastest candidate's time: one compilation tells that.
 BEYOND_REACH = 1.5
+# While the finalists of one problem are timed, by few workers, the others compile the next one's candidates.
+SEARCHES = 2
 
 
 def start_runner(operation: Operation[Any], options: RunnerOptions | None = None) -> Runner:
@@ -42,8 +50,7 @@ def start_runner(operation: Operation[Any], options: RunnerOptions | None = None
       UnknownChip: the table of chips tells nothing of it.
     """
     options = options or RunnerOptions()
-    gpu = Gpu.wanted(options.device)
-    if (gpu is not None or options.workers is not None) and locate(operation) is None:
+    if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
         if options.workers is not None:
             raise WorkerError(_out_of_reach(operation))
         warnings.warn(
@@ -52,7 +59,13 @@ def start_runner(operation: Operation[Any], options: RunnerOptions | None = None
             RuntimeWarning,
             stacklevel=2,
         )
-        gpu = None
+        return InProcess()
+    return open_runner(options)
+
+
+def open_runner(options: RunnerOptions) -> Runner:
+    """A runner of any operation that another process can load; raises as `start_runner` does."""
+    gpu = Gpu.wanted(options.device)
     if gpu is None and options.workers is None:
         return InProcess()
     return Pool(gpu or Gpu.none(), options)
@@ -75,7 +88,8 @@ class Pool:
     The device's memory is divided into equal shares, above which a worker gets nothing (XLA's own limit). A problem
     whose bench needs more is held by fewer workers with larger shares, by one at least; a candidate that finds no
     memory, or a library whose compilation ran out of time over it, is tried once more with the device to itself.
-    Processes are started anew for another division, so that nothing is left of what the problem before had.
+    Processes are started anew for another division, so that nothing is left of what the problem before had. Of several
+    problems at once those are held together that fit one division (`Division`).
 
     Args:
       gpu: whose turn-taking, memory and visibility the processes share.
@@ -98,27 +112,48 @@ class Pool:
                 "set XLA_PYTHON_CLIENT_PREALLOCATE=false in the process that holds it, or tune before it starts"
             )
         self._gpu = gpu
-        self.slots = int(min(options.workers or max(1, _cores() - 1), affordable))
+        self.slots = int(min(options.workers or max(1, cores() - 1), affordable))
         self._children = Children()
         self._programs = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
         self._workers = [WorkerProcess(gpu, self._children, self._programs.name) for _ in range(self.slots)]
         self._compiled = _Compiled()
         self._shares = Shares(gpu.free_bytes, self.slots)
-        self._division = Division(self._workers, self._shares, self._compiled.clear, self.close)
+        self._division = Division(
+            self._workers,
+            self._shares,
+            lambda what: self._shares.holders(what, self.hardware),
+            self._compiled.clear,
+            self.close,
+        )
         atexit.register(self.close)
         try:
-            with self._division.among(self.slots):
-                target = next(iter(self._division.living)).target
+            self._division.start(self.slots)
+            target = next(iter(self._division.living)).target
             assert target is not None
             self.hardware = chips.describe(target)
         except Exception:
             self.close()
             raise
+        own_clock = self.hardware.abilities.clock != "wall"
+        self.searches = options.searches or (min(SEARCHES, self.slots) if own_clock else 1)
         self._limits = Limits(options, self.hardware)
         self.environment = environment(driver=gpu.driver)
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self._shares.holders((operation, problem, l2), self.hardware)
+
+    @contextlib.contextmanager
+    def holding(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    ) -> Iterator[None]:
+        self.capacity(operation, problem, l2)
+        what = operation, problem, l2
+        with Threads[What, None](1, self.close) as threads:  # which Ctrl-C need not wait for
+            threads.call(functools.partial(self._division.hold, to_itself=to_itself), what)
+        try:
+            yield
+        finally:
+            self._division.release(what)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         outcome = self._request(task, "again" if again else "measure")
@@ -145,48 +180,50 @@ class Pool:
 
     def _request(self, task: Task, do: Do) -> Outcome | None:
         what = task.operation, task.problem, task.l2
-        many = self.capacity(*what)
-        with self._division.among(many):
-            result = self._asked(task, do)
-        if do == "again" or not _may_lack_memory(task, result) or not self._shares.worth_trying_alone(what, many):
-            return result.outcome
-        with self._division.among(1):
-            alone = self._asked(task, do)
-        self._shares.tried_alone(what, many, lacking=_may_lack_memory(task, alone))
-        return alone.outcome
+        self.capacity(*what)
+        self._division.hold(what)
+        try:
+            result, among = self._asked(task, do)
+            if do == "again" or not _may_lack_memory(task, result) or not self._shares.worth_trying_alone(what, among):
+                return result.outcome
+            alone, _ = self._asked(task, do, alone=True)
+            self._shares.tried_alone(what, among, lacking=_may_lack_memory(task, alone))
+            return alone.outcome
+        finally:
+            self._division.release(what)
 
-    def _asked(self, task: Task, do: Do) -> Result:
-        """The answer of a worker that has compiled the candidate, where there is one and it is asked about it again."""
-        if do != "measure" and (holders := self._compiled.holders(task)):
-            return self._asked_again(task, do, holders)
+    def _asked(self, task: Task, do: Do, *, alone: bool = False) -> tuple[Result, int]:
+        """A worker's answer, of one that has compiled the candidate where that is asked about again; among how many."""
+        certain = functools.partial(self._holder, task, do)
         while True:
-            worker, lost = self._division.take(), ""
-            try:
+            with self._division.worker((task.operation, task.problem, task.l2), certain=certain, alone=alone) as taken:
+                worker, among = taken
                 result = self._asked_of(worker, task, do)
-                lost = result.lost
-            finally:
-                if not lost:
-                    self._division.put_back(worker)
-            if lost:
-                self._division.lose(worker)
-                if result.retryable:
+                if result.lost:
+                    self._division.lose(worker)
+            match result.outcome:
+                case _ if result.lost:
+                    if result.retryable:
+                        continue
+                case Measurement(median_s=median_s):
+                    self._compiled.ran(task, worker, median_s)
+                case Failure() if do == "again" and self._compiled.others(task, worker):
+                    self._compiled.fill(task)  # it may lack memory for the operands: those that have them go on
                     continue
-            elif isinstance(result.outcome, Measurement):
-                self._compiled.start(task, worker, result.outcome.median_s)
-            return result
+            return result, among
 
-    def _asked_again(self, task: Task, do: Do, holders: list[WorkerProcess]) -> Result:
-        """The answer of the next of `holders` in turn, or, of a library, of one that has not compiled it yet."""
-        if do == "again" and task.operation.kernel(task.backend).library:
-            newcomer = next((worker for worker in self._division.living if worker not in holders), None)
-            if newcomer and len(holders) < LIBRARY_COMPILATIONS and self._compiled.want_more(task):
-                result = self._asked_of(newcomer, task, do)
-                if not isinstance(result.outcome, Failure):
-                    holders.append(newcomer)
-                    return result
-                self._compiled.fill(task)  # It may lack memory for the operands: those that have them go on.
-        holders.append(holders.pop(0))
-        return self._asked_of(holders[-1], task, do)
+    def _holder(self, task: Task, do: Do) -> WorkerProcess | None:
+        """Who is to be asked about a candidate again: the next of those that have compiled it, or, of a library, one
+        that has not yet. None for whoever is free.
+        """
+        if do == "measure":
+            return None
+        workers = self._division.preferred((task.operation, task.problem, task.l2))
+        holders = [worker for worker in self._compiled.holders(task) if worker in workers]
+        if holders and do == "again" and task.operation.kernel(task.backend).library and self._compiled.want_more(task):
+            workers = [worker for worker in workers if worker not in holders]
+            return next(iter(workers), holders[0])
+        return holders[0] if holders else None
 
     def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> Result:
         name = locate(task.operation)
@@ -202,6 +239,11 @@ class Pool:
             l2=task.l2,
             incumbent_s=task.incumbent_s,
             raising=task.raising,
+            beside=tuple(
+                Held(named, problem.canonical(), l2)
+                for operation, problem, l2 in self._division.held()
+                if (named := locate(operation)) is not None
+            ),
         )
         return worker.request(request, self._limits.of(task), self._limits.ended)
 
@@ -219,7 +261,7 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._holders: dict[Any, list[WorkerProcess]] = {}
-        self._first_s: dict[Any, float] = {}
+        self._first_s: dict[Any, list[float]] = {}
         self._full: set[Any] = set()
 
     def clear(self) -> None:
@@ -228,24 +270,35 @@ class _Compiled:
         self._full.clear()
 
     def holders(self, task: Task) -> list[WorkerProcess]:
-        """To be changed by who asks them; no longer known here once they are cleared."""
-        return self._holders.get(_candidate(task), [])
+        return [*self._holders.get(_candidate(task), ())]
 
-    def start(self, task: Task, worker: WorkerProcess, seconds: float) -> None:
-        """Its first holder, and what it measured."""
-        self._holders[_candidate(task)] = [worker]
-        self._first_s[_candidate(task)] = seconds
+    def others(self, task: Task, worker: WorkerProcess) -> bool:
+        """Whether others have compiled it, and `worker` has not."""
+        holders = self.holders(task)
+        return bool(holders) and worker not in holders
+
+    def ran(self, task: Task, worker: WorkerProcess, seconds: float) -> None:
+        """Told that a worker has it and measured so much: the others are asked before it is again."""
+        holders = self._holders.setdefault(_candidate(task), [])
+        if worker in holders:
+            holders.remove(worker)
+        else:
+            self._first_s.setdefault(_candidate(task), []).append(seconds)
+        holders.append(worker)
 
     def fill(self, task: Task) -> None:
         """No further worker is to compile it."""
         self._full.add(_candidate(task))
 
     def want_more(self, task: Task) -> bool:
-        """Whether another worker can compile it, and may find what wins."""
+        """Whether another worker can compile it, and may find what wins, or what is slower."""
         candidate = _candidate(task)
-        if candidate in self._full:
+        first_s = self._first_s.get(candidate, [])
+        if not first_s or candidate in self._full or len(first_s) >= LIBRARY_COMPILATIONS:
             return False
-        return task.incumbent_s is None or self._first_s[candidate] <= BEYOND_REACH * task.incumbent_s
+        if len(first_s) >= AGREEING_COMPILATIONS and max(first_s) <= (1 + AGREEING) * min(first_s):
+            return False
+        return task.incumbent_s is None or first_s[0] <= BEYOND_REACH * task.incumbent_s
 
 
 def _candidate(task: Task) -> Any:
@@ -260,7 +313,7 @@ def _may_lack_memory(task: Task, result: Result) -> bool:
     return autotuned or (isinstance(result.outcome, Failure) and result.outcome.stage == "memory")
 
 
-def _cores() -> int:
+def cores() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))

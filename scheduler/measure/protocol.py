@@ -43,8 +43,21 @@ class Unable:
 
 
 @dataclasses.dataclass(frozen=True)
+class Held:
+    """A problem, as canonical JSON, of an operation by name, and what its operands meet."""
+
+    operation: str
+    problem: str
+    l2: L2
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
-    """A `runner.Task`, its operation by name and its problem as canonical JSON, and what to do with it."""
+    """A `runner.Task`, its operation by name and its problem as canonical JSON, and what to do with it.
+
+    Attributes:
+      beside: other problems that are under way: what the process holds of these it keeps, and of no others.
+    """
 
     do: Do
     operation: str
@@ -55,6 +68,7 @@ class Request:
     l2: L2
     incumbent_s: float | None
     raising: bool
+    beside: tuple[Held, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +112,7 @@ Reply = Answer | Raised | Defect
 Message = Hello | Ready | Unable | Request | Announcement | Reply
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (Hello, Ready, Unable, Request, Announcement, Answer, Raised, Defect, Target, Measurement, Failure)
+    for cls in (Hello, Ready, Unable, Held, Request, Announcement, Answer, Raised, Defect, Target, Measurement, Failure)
 }
 # The key under which a JSON object names its type; no field of any message or schedule is called so.
 _TYPE = "$type"

@@ -6,6 +6,7 @@ with every repetition or the failure; then, where the sweep has a second pass, i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -151,6 +152,8 @@ class Replay:
       RecordingError: there is no such recording.
     """
 
+    searches = 1
+
     def __init__(self, path: str | Path, *, seed: int | None = None, slots: int = 1) -> None:
         self.path, self.slots, self._seed = Path(path), slots, seed
         self.sweep, trials = read(self.path)
@@ -172,6 +175,11 @@ class Replay:
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
+
+    def holding(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         """The recorded outcome.

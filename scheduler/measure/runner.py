@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
 from scheduler.measure.bench import Bench, least_bytes
-from scheduler.measure.bench_at_hand import BenchAtHand
+from scheduler.measure.benches_at_hand import BenchesAtHand
 from scheduler.measure.gpu import Gpu
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -28,12 +29,15 @@ class RunnerOptions:
       compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
       run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate. Below
         `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
+      searches: how many problems worker processes take at once; None is two where a device's own clock times kernels,
+        whatever is compiled beside it, and one elsewhere.
     """
 
     device: int = 0
     workers: int | None = None
     compile_timeout_s: float | None = None
     run_timeout_s: float | None = None
+    searches: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +71,34 @@ class Runner(Protocol):
       hardware: the chip they run on.
       environment: versions and date.
       slots: how many tasks may be under way at once, at most.
+      searches: how many problems a job is best to search at once: while one's finalists are timed, candidates of the
+        next compile.
     """
 
     hardware: Hardware
     environment: Environment
     slots: int
+    searches: int
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         """How many tasks of `problem` may be under way at once: of those whose operands and results memory holds.
 
         Raises:
           NoCandidate: the device cannot hold one, and how much it lacks.
+        """
+
+    def holding(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within it what was compiled for `problem` stays, whatever else is searched beside it. Blocks.
+
+        A thread asks of no other problem within. What is asked without it may have to be compiled again.
+
+        Args:
+          to_itself: with no other problem beside it, for which whoever asks has only so many seconds.
+
+        Raises:
+          NoCandidate: as `capacity`.
         """
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
@@ -96,12 +117,12 @@ class Runner(Protocol):
 class InProcess:
     """Candidates run here, one at a time: for devices that processes cannot share, and operations only known here."""
 
-    slots = 1
+    slots = searches = 1
 
     def __init__(self) -> None:
         self.hardware = chips.detect()
         self.environment = environment(driver="")
-        self._bench = BenchAtHand[tuple[Operation[Any], Problem, L2]](
+        self._benches = BenchesAtHand[tuple[Operation[Any], Problem, L2]](
             lambda what: Bench(what[0], what[1], self.hardware, l2=what[2])
         )
 
@@ -109,6 +130,12 @@ class InProcess:
         if self.hardware.abilities.host_memory:
             require_memory(operation, problem, Gpu.none().free_bytes)
         return 1
+
+    def holding(
+        self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        self.capacity(operation, problem, l2)
+        return contextlib.nullcontext()
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         def ask(bench: Bench) -> Outcome:
@@ -118,17 +145,17 @@ class InProcess:
                 task.backend, task.schedule, task.repetitions, incumbent_s=task.incumbent_s, raising=task.raising
             )
 
-        return self._bench.ask((task.operation, task.problem, task.l2), ask)
+        return self._benches.ask((task.operation, task.problem, task.l2), ask)
 
     def confirm(self, task: Task) -> Failure | None:
         what = task.operation, task.problem, task.l2
-        return self._bench.ask(what, lambda bench: bench.confirm(task.backend, task.schedule))
+        return self._benches.ask(what, lambda bench: bench.confirm(task.backend, task.schedule))
 
     def others(self) -> int:
         return 0  # of a CPU there is no list of users
 
     def close(self) -> None:
-        self._bench.drop()
+        self._benches.drop()
 
 
 def environment(driver: str) -> Environment:

@@ -14,15 +14,16 @@ import jax.numpy as jnp
 
 from scheduler.core import hardware as chips
 from scheduler.core.errors import CandidateFailed
-from scheduler.core.records import L2, Failure, Outcome, Stage
+from scheduler.core.records import Failure, Outcome, Stage
 from scheduler.measure.bench import Bench, Step
-from scheduler.measure.bench_at_hand import BenchAtHand
+from scheduler.measure.benches_at_hand import BenchesAtHand
 from scheduler.measure.blame import first_line
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.protocol import (
     Announcement,
     Answer,
     Defect,
+    Held,
     Hello,
     Message,
     Raised,
@@ -91,16 +92,16 @@ def _serve(service: _Service, requests: Iterable[str], say: Callable[[Message], 
 
 
 class _Service:
-    """What answers requests: the bench of the problem at hand, and whether it can still be trusted."""
+    """What answers requests: the benches of the problems at hand, and whether they can still be trusted."""
 
     def __init__(self, target: Target, gpu: Gpu, announce: Callable[[Step], None]) -> None:
         self._target, self._gpu, self._announce = target, gpu, announce
-        self._bench = BenchAtHand(self._made)
+        self._benches = BenchesAtHand(self._made)
 
     def answer(self, request: Request) -> Answer:
         try:
-            what = request.operation, request.problem, request.l2
-            outcome = self._bench.ask(what, lambda bench: _asked(bench, request))
+            what = Held(request.operation, request.problem, request.l2)
+            outcome = self._benches.ask(what, lambda bench: _asked(bench, request), beside=request.beside)
         except jax.errors.JaxRuntimeError as error:  # outside of any candidate's compilation or run
             lost = first_line(error)
             stage: Stage = "memory" if OUT_OF_MEMORY.search(lost) else "worker"
@@ -113,15 +114,14 @@ class _Service:
             return Answer(outcome, retryable=outcome.stage == "compile", fatal=why)
         return Answer(outcome)
 
-    def _made(self, what: tuple[str, str, L2]) -> Bench:
-        name, problem, l2 = what
+    def _made(self, what: Held) -> Bench:
         self._announce("prepare")
-        operation = load(name)
+        operation = load(what.operation)
         return Bench(
             operation,
-            operation.problem.from_canonical(problem),
+            operation.problem.from_canonical(what.problem),
             chips.describe(self._target),
-            l2=l2,
+            l2=what.l2,
             exclusive=self._gpu.exclusive,
             announce=self._announce,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from search_spaces.problem import Problem
 
 # A winner within this share of the fastest still holds: a change of versions is worth a new search above it.
 WITHIN = 0.03
+# Some so many workers are busy with one record: its rivals are few, and compiled once each.
+WORKERS_OF_A_RECORD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,9 @@ def reverify(
 ) -> Iterator[Verdict]:
     """Times each record's entries, the library and the model's choice in turns; yields what that says of the winner.
 
+    Several records at once where workers share the device, those together whose problems as many workers hold. Verdicts
+    come as they are reached.
+
     Args:
       records: to verify; those of other chips than the runner's cannot be.
       operation: theirs; None is each by its name, of those here or loaded before.
@@ -93,31 +99,62 @@ def reverify(
     Raises:
       WorkerError: the workers cannot start.
     """
+    named: list[tuple[Operation[Any], Record]] = []
+    for record in records:
+        try:
+            named.append((operation or load_known(record.key.operation), record))
+        except ValueError as error:
+            yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
     with contextlib.ExitStack() as stack:
-        for record in records:
-            try:
-                named = operation or load_known(record.key.operation)
-            except ValueError as error:
-                yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
-                continue
-            if runner is None:
-                runner = start_runner(named, options)
-                stack.callback(runner.close)
+        if named and runner is None:
+            runner = start_runner(named[0][0], options)
+            stack.callback(runner.close)
+        here: list[_Judged] = []
+        for theirs, record in named:
+            assert runner is not None
             if record.key.hardware != runner.hardware.id:
                 yield Verdict(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
+            elif isinstance(judged := _judged(theirs, record, runner), Verdict):
+                yield judged
             else:
-                yield _verdict(named, record, runner, within, seed)
+                here.append(judged)
+        if not here or runner is None:
+            return
+        at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // WORKERS_OF_A_RECORD)
+        verdict = functools.partial(_verdict, runner=runner, within=within, seed=seed)
+        threads = stack.enter_context(Threads[_Judged, Verdict](at_once, runner.close))
+        for _, reached in threads.map(verdict, sorted(here, key=lambda judged: -judged.workers)):
+            yield reached
 
 
-def _verdict(operation: Operation[Any], record: Record, runner: Runner, within: float, seed: int) -> Verdict:
-    hardware = runner.hardware
+@dataclasses.dataclass(frozen=True)
+class _Judged:
+    """A record that is to be timed, and how many workers hold its problem."""
+
+    operation: Operation[Any]
+    problem: Problem
+    record: Record
+    workers: int
+
+
+def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | Verdict:
     try:
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
         return Verdict(record, "broken", f"its problem is none of {operation.name} today: {error}")
-    if isinstance(reason := validation.recheck(operation, problem, hardware, record), str):
+    if isinstance(reason := validation.recheck(operation, problem, runner.hardware, record), str):
         return Verdict(record, "broken", f"{reason}; tune it again")
-    rivals, ended = _timed(operation, problem, runner, _rivals(operation, problem, hardware, record), record, seed)
+    try:
+        return _Judged(operation, problem, record, runner.capacity(operation, problem, record.winner.measurement.l2))
+    except NoCandidate as error:
+        return Verdict(record, "broken", str(error))
+
+
+def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Verdict:
+    operation, problem, record = judged.operation, judged.problem, judged.record
+    rivals = _rivals(operation, problem, runner.hardware, record)
+    with runner.holding(operation, problem, record.winner.measurement.l2):
+        rivals, ended = _timed(operation, problem, runner, rivals, record, seed)
     ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
     refreshed = _refreshed(operation, record, runner, rivals, ended)
     won = rivals[0].now
@@ -130,7 +167,7 @@ def _verdict(operation: Operation[Any], record: Record, runner: Runner, within: 
     return Verdict(record, "holds", "", rivals, refreshed)
 
 
-def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> list[Rival]:
+def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Rival, ...]:
     """Whom to time, none of them timed yet."""
     found: dict[tuple[Any, ...], Rival] = {}
 
@@ -147,7 +184,7 @@ def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, rec
     with contextlib.suppress(NoCandidate):
         model = predict.predict(operation, problem, hardware, backends=frozenset(operation.backends) - {library})
         add("the model's choice", model.backend, model.schedule, model.predicted_s)
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _timed(

@@ -73,7 +73,7 @@ def sweep(
     """
     runner.capacity(operation, problem)  # or the memory holds none, and nothing need be planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
-    with Recorder(path, head) as recorder:
+    with Recorder(path, head) as recorder, runner.holding(operation, problem):
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
         done = {point_of(trial.backend, trial.schedule) for trial in trials}

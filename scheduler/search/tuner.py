@@ -111,9 +111,39 @@ def tune(
             # A backend that failed for the other process would fail for this one, too.
             if made is not None and useless(operation, problem, hardware, made, backends, l2) is None:
                 return made
-        return _Tuning(operation, problem, runner, budget, l2, store, first_error).run(
-            allowed_backends(operation, backends), seconds, seed, progress
+        return search(
+            operation,
+            problem,
+            runner,
+            backends=backends,
+            first_error=first_error,
+            budget=budget,
+            seconds=seconds,
+            seed=seed,
+            l2=l2,
+            store=store,
+            progress=progress,
         )
+
+
+def search(
+    operation: Operation[Any],
+    problem: Problem,
+    runner: Runner,
+    *,
+    backends: frozenset[str] | None,
+    first_error: bool,
+    budget: int,
+    seconds: float | None,
+    seed: int,
+    l2: L2,
+    store: Keeper | None,
+    progress: Callable[[Progress], None] | None,
+) -> Record:
+    """`tune`, whatever `store` holds and whoever else is at it: for who has asked, and holds its lease."""
+    return _Tuning(operation, problem, runner, budget, l2, store, first_error).run(
+        allowed_backends(operation, backends), seconds, seed, progress
+    )
 
 
 class _Tuning:
@@ -154,11 +184,12 @@ class _Tuning:
         self.trials = Trials(
             self.key, self.runner.environment, self.candidates.of, known, self.keeping, first_error=self.first_error
         )
-        self._search(seconds, seed, progress)
-        chosen = finalists(self.trials, self._confirm, self.runner)
-        if not chosen:
-            self._end_without_answer()
-        entries, verdict = self._run_off(chosen, seed)
+        with self.runner.holding(self.operation, self.problem, self.l2, to_itself=seconds is not None):
+            self._search(seconds, seed, progress)
+            chosen = finalists(self.trials, self._confirm, self.runner)
+            if not chosen:
+                self._end_without_answer()
+            entries, verdict = self._run_off(chosen, seed)
         record = Record(
             key=self.key,
             entries=entries,
