@@ -74,6 +74,13 @@ def test_what_a_cache_miss_tells_to_run_fills_the_cache(tmp_path, place):
     assert shell(f"{sys.executable} use.py", cwd).returncode == 0
 
 
+def test_a_script_is_its_file_to_other_processes_though_multiprocessing_names_it_as_a_module(tmp_path):
+    (tmp_path / "use.py").write_text(
+        f"import multiprocessing\n{OWN}\nfrom search_spaces import locate\nprint(locate(OWN))"
+    )
+    assert shell(f"{sys.executable} use.py", tmp_path).stdout == f"{(tmp_path / 'use.py').resolve()}:OWN\n"
+
+
 def test_a_path_with_blanks_is_quoted(tmp_path):
     cwd, source, name = places(tmp_path)["elsewhere"]
     (tmp_path / "use.py").write_text(source + CALL)

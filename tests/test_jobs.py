@@ -11,7 +11,7 @@ from operations import DOUBLE, DoubleProblem
 from scheduler.core.errors import WorkerError
 from scheduler.core.records import Measurement
 from scheduler.measure.runner import InProcess
-from scheduler.search import jobs
+from scheduler.search import before, jobs
 from scheduler.search.jobs import Malformed, Task, parse, parse_backends
 from scheduler.store.store import Store
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -138,7 +138,7 @@ def test_a_result_tells_before_after_and_the_library_from_one_run(runner):
     seen = []
     task = Task(MATMUL, MatmulProblem(32, 32, 32, "float32"), budget=3)
     result = next(
-        jobs.run([task], store=Store(":memory:"), runner=runner, progress=lambda task, step: seen.append(step.done))
+        jobs.run([task], store=Store(":memory:"), runner=runner, progress=lambda step: seen.append(step.search.done))
     )
     assert seen == [0, 1, 2, 3]
     assert result.entry == result.record.winner
@@ -156,7 +156,7 @@ def test_before_is_what_the_shipped_cache_answered_where_the_users_own_has_nothi
         # A schedule that neither the search nor the model would have named first.
         odd = dataclasses.replace(record.best(task.backends), schedule=ODD)
         store.put(dataclasses.replace(record, entries=(odd,)))
-    monkeypatch.setattr(jobs, "shipped", lambda: Store(tmp_path / "shipped.db"))
+    monkeypatch.setattr(before, "shipped", lambda: Store(tmp_path / "shipped.db"))
     result = next(jobs.run([task], store=Store(":memory:"), runner=runner))
     assert result.before.schedule == ODD
     assert result.before.measured

@@ -17,7 +17,7 @@ from rehearsal import Rehearsal
 
 from scheduler.search.tuner import tune
 from scheduler.store import lease
-from scheduler.store.lease import leased
+from scheduler.store.lease import Others, leased, leased_if_free
 from scheduler.store.store import Store
 
 pytestmark = pytest.mark.one_jax
@@ -233,3 +233,24 @@ def test_sixteen_processes_that_tune_into_one_file_lose_nothing_and_share_what_t
     shared = [len(store.trials(r.key)) for r in records if r.key.problem == '{"n":8}']
     assert shared[0] % 6 == 0
     assert shared[0] < 16 * 6
+
+
+def test_who_has_something_else_to_do_does_not_wait_and_takes_over_what_nobody_renews(path, clock):
+    store, others = Store(path), Others()
+    store.lease(values.KEY, "another-host/1/x", 60)
+    clock.now += 2 * lease.SILENT_S  # nobody has looked so far: that tells nothing
+    for passed, free in ((0.0, False), (lease.SILENT_S - 1, False), (2, True)):
+        clock.now += passed
+        with leased_if_free(store, values.KEY, others) as other:
+            assert (other is None) is free
+            assert free or str(other) == "process 1 on another-host"
+    assert store.lease(values.KEY, "x", 60).owner == "x"  # it was given back
+
+
+def test_a_lease_that_is_renewed_between_two_looks_is_nobody_elses(path, clock):
+    store, others = Store(path), Others()
+    for _ in range(10):
+        store.lease(values.KEY, "another-host/1/x", 60)
+        with leased_if_free(store, values.KEY, others) as other:
+            assert other.owner == "another-host/1/x"
+        clock.now += 2 * lease.SILENT_S

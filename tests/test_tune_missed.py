@@ -16,7 +16,7 @@ from scheduler.core.hardware import CPU, find, identified
 from scheduler.core.records import Entry, Key, Miss
 from scheduler.search import missed
 from scheduler.search.jobs import Task
-from scheduler.search.missed import LEAST, Missed, weigh, within, worth_tuning
+from scheduler.search.missed import LEAST, Missed, Within, weigh, worth_tuning
 from scheduler.store import noting
 from scheduler.store.store import Store, shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -109,20 +109,22 @@ def test_what_nobody_can_predict_is_searched_after_what_gains_and_before_the_res
     assert worth_tuning([]) == ([], [])
 
 
-def test_searches_end_with_the_time_and_say_how_many_are_left(monkeypatch):
-    now, late = [100.0], []
+def test_searches_end_with_the_time_and_it_is_known_how_many_are_left(monkeypatch):
+    now = [100.0]
     monkeypatch.setattr(missed.time, "monotonic", lambda: now[0])
     tasks = [Task(MATMUL, product(m), seconds=s) for m, s in ((1, None), (2, 5.0), (3, None), (4, None))]
-    took = within(tasks, 60, late.append)
-    assert next(took).seconds == 60
+    within = Within(60)
+    now[0] += 1000  # before the first is begun
+    assert within(tasks[0]).seconds == 60
     now[0] += 20
-    assert next(took).seconds == 5
+    assert within(tasks[1]).seconds == 5
     now[0] += 39
-    assert next(took).seconds == 1
+    assert within(tasks[2]).seconds == 1
     now[0] += 2
-    assert list(took) == []
-    assert late == [1]
-    assert list(within(tasks, None, late.append)) == tasks
+    assert within(tasks[3]) is None
+    assert within.left == 1
+    unbounded = Within(None)
+    assert [unbounded(task) for task in tasks] == tasks
 
 
 # The commands

@@ -23,6 +23,7 @@ from scheduler.cli import (
     misses,
     plotting,
     reporting,
+    sharding,
     storing,
     tuning,
     verifying,
@@ -86,6 +87,7 @@ app = typer.Typer(
 _COMMANDS: Mapping[str, Callable[..., None]] = {
     "tune": tuning.tune,
     "extract": extracting.extract,
+    "shards": sharding.shards,
     "sweep": measuring.sweep,
     "calibrate": measuring.calibrate,
     "verify": verifying.verify,

@@ -37,7 +37,7 @@ Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among 
 
 Part = Annotated[
     str | None,
-    typer.Option(help="i/n: every n-th problem of the job from the i-th, for GPUs or hosts that share it."),
+    typer.Option(help="i/n: every n-th problem of the job from the i-th, for hosts that share it and no cache."),
 ]
 
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # For whoever asks about a problem, which a call may not pose.
 _NOT_EVERY_CALL = (
-    "Whatever is stored, XLA answers calls on a mesh outside of jax.shard_map, and those that pose no such problem "
-    '(other or mixed dtypes, empty arrays, another axis): the logger "scheduler" says why (DEBUG), and '
-    'backends="pallas" makes it an error.'
+    "Whatever is stored, XLA answers calls that pose no such problem (other or mixed dtypes, empty arrays, another "
+    'axis): the logger "scheduler" says why (DEBUG), and backends="pallas" makes it an error. On arrays divided over a '
+    "mesh the problem is that of one device's part."
 )
 
 

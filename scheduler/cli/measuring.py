@@ -67,18 +67,19 @@ def sweep(
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
     from scheduler.search import sweep as sweeps
+    from scheduler.search.task import Malformed, Task
 
     with usage_errors():
         if job is not None:
             tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
         else:
             op, problem = problem_of(str(operation), fields or [])
-            tasks = [jobs.Task(op, problem, backends=jobs.parse_backends(op, backends))]
+            tasks = [Task(op, problem, backends=jobs.parse_backends(op, backends))]
     failed = 0
     with contextlib.ExitStack() as stack:
         runner = None
         for task in tasks:
-            if isinstance(task, jobs.Malformed):
+            if isinstance(task, Malformed):
                 say(f"{task}: {task.reason}")
                 failed += 1
                 continue

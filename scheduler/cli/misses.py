@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,9 +15,8 @@ from scheduler.cli.terminal import console_here, output, print_json, say
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Miss, Record
-    from scheduler.measure.runner import Runner, RunnerOptions
-    from scheduler.search.jobs import Task
     from scheduler.search.missed import Missed
+    from scheduler.search.task import Task
     from scheduler.store.store import Store
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
@@ -66,45 +64,35 @@ def misses(
         output(_nothing(store, len(weighed)))
 
 
-@contextlib.contextmanager
 def tasks_missed(
     store: Store,
-    options: RunnerOptions,
+    here: Hardware,
     search: Callable[[Operation[Any], Problem], Task],
-    minutes: float | None,
     everything: bool,
     part: str | None,
     own: Sequence[str],
-) -> Iterator[tuple[Runner, Iterator[Task]]]:
-    """Where candidates run, and what is to be searched there of what calls missed; what is left out is said."""
-    from scheduler.measure.pool import start_runner
+) -> list[Task]:
+    """What is to be searched on the chip `here` of what calls missed there; what is left out is said."""
     from scheduler.search import jobs, missed
-    from search_spaces import OPERATIONS, load
 
     _load(own)
-    with contextlib.closing(start_runner(load(OPERATIONS[0]), options)) as runner:
-        here = runner.hardware
-        kept = store.misses.all()
-        _say_elsewhere([miss.key for miss in kept], here)
-        weighed = _weighed([miss for miss in kept if miss.key.hardware == here.id], here)
-        unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
-        for (name, reason), count in unknown.items():
-            say(f"{count} of {name} are left out: {reason}")
-        worth, little = missed.worth_tuning(weighed)
-        if everything:
-            worth, little = [*worth, *little], []
-        if little:
-            say(f"{len(little)} problems are left out, which together promise less than {missed.LEAST:.1%}: --all")
-        with usage_errors():
-            mine = jobs.part(worth, part or "1/1")
-        tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
-        if not tasks:
-            output(f"No call on {here.id} missed anything that is worth a search.")
-
-        def late(count: int) -> None:
-            say(f"the {minutes:g} minutes are over, and {count} problems are left; the same command goes on with them")
-
-        yield runner, missed.within(tasks, None if minutes is None else 60 * minutes, late)
+    kept = store.misses.all()
+    _say_elsewhere([miss.key for miss in kept], here)
+    weighed = _weighed([miss for miss in kept if miss.key.hardware == here.id], here)
+    unknown = collections.Counter((one.miss.key.operation, one.reason) for one in weighed if one.problem is None)
+    for (name, reason), count in unknown.items():
+        say(f"{count} of {name} are left out: {reason}")
+    worth, little = missed.worth_tuning(weighed)
+    if everything:
+        worth, little = [*worth, *little], []
+    if little:
+        say(f"{len(little)} problems are left out, which together promise less than {missed.LEAST:.1%}: --all")
+    with usage_errors():
+        mine = jobs.part(worth, part or "1/1")
+    tasks = [search(one.operation, one.problem) for one in mine if one.operation and one.problem]
+    if not tasks:
+        output(f"No call on {here.id} missed anything that is worth a search.")
+    return tasks
 
 
 def _load(own: Sequence[str]) -> None:

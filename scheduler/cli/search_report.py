@@ -21,8 +21,8 @@ from scheduler.inspect.wording import compared
 from search_spaces import spelled
 
 if TYPE_CHECKING:
-    from scheduler.search.jobs import Result
     from scheduler.search.reverify import Verdict as Reverified
+    from scheduler.search.task import Result
 
 
 def result_json(result: Result) -> Json:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from scheduler.core.progress import Progress
-    from scheduler.search.jobs import Task
+    from scheduler.search.task import Task
 
 
 def console_here() -> Console:
@@ -54,27 +54,29 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
-    """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
+def best_text(progress: Progress) -> str:
+    """The best of a search so far, in words."""
     from scheduler.core.quantities import seconds_text
     from scheduler.core.records import choice_text
 
-    def said(progress: Progress) -> str:
-        best = progress.best
-        if best is None:
-            return "building and checking the first" if progress.last is None else "nothing ran yet"
-        time_s = getattr(best.outcome, "median_s", float("nan"))
-        return f"best {seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
+    best = progress.best
+    if best is None:
+        return "building and checking the first" if progress.last is None else "nothing ran yet"
+    time_s = getattr(best.outcome, "median_s", float("nan"))
+    return f"best {seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
+    """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
     if not sys.stderr.isatty():
         shown: dict[Task, str] = {}
 
         def line(task: Task, progress: Progress) -> None:
-            if progress.done == progress.budget or shown.get(task) != said(progress):
-                shown[task] = said(progress)
+            if progress.done == progress.budget or shown.get(task) != best_text(progress):
+                shown[task] = best_text(progress)
                 left = "" if progress.eta_s is None else f", {progress.eta_s:.0f} s left"
-                say(f"{task}: {progress.done}/{progress.budget} trials{left}, {said(progress)}")
+                say(f"{task}: {progress.done}/{progress.budget} trials{left}, {best_text(progress)}")
 
         yield line
         return
@@ -91,7 +93,7 @@ def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
             if task not in rows:
                 rows[task] = bars.add_task("", total=progress.budget, label=str(task), left="", best="")
             left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
-            short = said(progress).partition(":")[0]  # without the schedule it fits a line
+            short = best_text(progress).partition(":")[0]  # without the schedule it fits a line
             bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
 
         yield draw

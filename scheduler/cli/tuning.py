@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from scheduler.cli.arguments import (
     AsJson,
     CompileTimeout,
     Device,
+    HardwareName,
     Own,
     Part,
     RunTimeout,
@@ -21,14 +22,20 @@ from scheduler.cli.arguments import (
     read_text,
     usage_errors,
 )
+from scheduler.cli.devices import Devices, chosen
+from scheduler.cli.fleet import Address, Engine, fleet
+from scheduler.cli.job_progress import shown_job
 from scheduler.cli.stores import no_store, user_store
-from scheduler.cli.terminal import console_here, output, print_json, shown_progress
+from scheduler.cli.terminal import console_here, output, print_json, say, shown_progress
 from scheduler.core.errors import SchedulerError, StoreError
 
 if TYPE_CHECKING:
-    from scheduler.measure.runner import Runner, RunnerOptions
-    from scheduler.search import jobs
-    from scheduler.search.jobs import Result
+    from scheduler.core.hardware import Hardware
+    from scheduler.core.progress import Progress
+    from scheduler.search.job_run import Step
+    from scheduler.search.places import Device as PlaceOfDevice
+    from scheduler.search.places import Place
+    from scheduler.search.task import Malformed, Result, Task
     from scheduler.store.store import Store
 
 
@@ -52,6 +59,7 @@ def tune(
         str | None, typer.Option(help="Kernels to try beside XLA: names with commas, or pallas.")
     ] = None,
     device: Device = 0,
+    devices: Devices = None,
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
     replay: Annotated[Path | None, typer.Option(help="Search a recorded sweep; no device is needed.")] = None,
     keep: Annotated[bool, typer.Option("--store", help="Keep what a recorded sweep gave in the cache.")] = False,
@@ -64,6 +72,9 @@ def tune(
     ] = False,
     part: Part = None,
     own: Own = None,
+    engine: Engine = None,
+    address: Address = None,
+    hardware: HardwareName = None,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
@@ -83,26 +94,36 @@ def tune(
         raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
     if job is not None and (budget, seconds, backends) != (None, None, None):
         raise typer.BadParameter("budget, seconds and backends of a job are written in its file")
+    from scheduler.cli.misses import tasks_missed
     from scheduler.measure.replay import Replay
     from scheduler.measure.runner import RunnerOptions
-    from scheduler.search import jobs
-    from search_spaces import load_known
+    from scheduler.search import jobs, places
+    from scheduler.search.task import BUDGET, Task
+    from search_spaces import OPERATIONS, load, load_known
 
     if part is not None and job is None and not missed:
         raise typer.BadParameter("--part is of a job, or of what was missed")
+    if devices is not None and job is None and not missed:
+        raise typer.BadParameter("--devices share a job, or what was missed; one problem is tuned on one: --device")
+    if devices is not None and (device or first_error):
+        raise typer.BadParameter("--devices goes neither with --device nor with --first-error")
+    if engine is None and (address, hardware) != (None, None):
+        raise typer.BadParameter("--address and --hardware are of a cluster: --engine ray")
+    if engine is not None and (job is None or device or devices is not None or first_error):
+        raise typer.BadParameter("--engine goes with --job, and not with --device, --devices or --first-error")
     if l2 not in ("cold", "warm"):
         raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
     recording = None if replay is None else Replay(replay)
     store = user_store() if recording is None or keep else no_store()
     options = RunnerOptions(device, workers, compile_timeout, run_timeout)
     if missed:
-        from scheduler.cli.misses import tasks_missed
-
-        search = functools.partial(jobs.Task, budget=budget or jobs.BUDGET, seconds=seconds)
-        with tasks_missed(store, options, search, minutes, everything, part, own or ()) as (runner, worth):
-            _tune(worth, store, runner, options, seed=seed, force=force, as_json=as_json)
+        search = functools.partial(Task, budget=budget or BUDGET, seconds=seconds)
+        choose = functools.partial(tasks_missed, store, search=search, everything=everything, part=part, own=own or ())
+        some = load(OPERATIONS[0])
+        here = [places.Device.for_(some, options)] if devices is None else chosen(devices, some, options)
+        _tune_missed(choose, store, here, minutes, seed=seed, force=force, as_json=as_json)
         return
-    tasks: Sequence[jobs.Task | jobs.Malformed]
+    tasks: Sequence[Task | Malformed]
     with usage_errors():
         if job is not None:
             tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
@@ -111,26 +132,53 @@ def tune(
                 operation = operation or load_known(recording.sweep.operation).name
                 fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
             op, problem = problem_of(str(operation), fields or [])
-            tasks = [jobs.Task(op, problem, budget or jobs.BUDGET, seconds, jobs.parse_backends(op, backends))]
-    _tune(
-        tasks,
-        store,
-        recording,
-        options,
-        alone=job is None,
-        seed=seed,
-        l2="warm" if l2 == "warm" else "cold",
-        force=force,
-        first_error=first_error,
-        as_json=as_json,
-    )
+            tasks = [Task(op, problem, budget or BUDGET, seconds, jobs.parse_backends(op, backends))]
+    first = next((task.operation for task in tasks if isinstance(task, Task)), None)
+    where: Sequence[Place] | None = None
+    with contextlib.ExitStack() as stack:
+        if engine is not None:
+            where = stack.enter_context(fleet(engine, address, hardware, options))
+        elif devices is not None and first is not None:
+            where = chosen(devices, first, options)
+        _tune(
+            tasks,
+            store,
+            where,
+            runner=recording,
+            options=options,
+            alone=job is None,
+            seed=seed,
+            l2="warm" if l2 == "warm" else "cold",
+            force=force,
+            first_error=first_error,
+            as_json=as_json,
+        )
+
+
+def _tune_missed(
+    choose: Callable[[Hardware], Sequence[Task]],
+    store: Store,
+    here: Sequence[PlaceOfDevice],
+    minutes: float | None,
+    **how: Any,
+) -> None:
+    """What `choose` names for the chip that is here, the first first."""
+    from scheduler.search.missed import Within
+
+    bound = Within(None if minutes is None else 60 * minutes)
+    with contextlib.ExitStack() as stack:
+        for place in here:
+            stack.callback(place.close)
+        here[0].open()
+        _tune(choose(here[0].hardware), store, here, in_order=True, bound=bound, **how)
+    if bound.left:
+        say(f"the {minutes:g} minutes are over, and {bound.left} problems are left; the same command goes on with them")
 
 
 def _tune(
-    tasks: Iterable[jobs.Task | jobs.Malformed],
+    tasks: Sequence[Task | Malformed],
     store: Store,
-    runner: Runner | None,
-    options: RunnerOptions,
+    places: Sequence[Place] | None,
     *,
     as_json: bool,
     alone: bool = False,
@@ -141,10 +189,18 @@ def _tune(
 
     results: list[Result] = []
     try:
-        with shown_progress() as progress:
-            for result in jobs.run(tasks, store=store, runner=runner, options=options, progress=progress, **how):
-                results.append(result)
+        if alone:
+            with shown_progress() as progress:
+                told = functools.partial(_each, progress)
+                results += jobs.run(tasks, places, store=store, progress=told, **how)
+        else:
+            with shown_job(several=places is not None and len(places) > 1) as shown:
+                for result in jobs.run(tasks, places, store=store, progress=shown.step, **how):
+                    results.append(result)
+                    shown.ended(result)
     finally:
+        written = {id(task): number for number, task in enumerate(tasks)}
+        results.sort(key=lambda result: written[id(result.task)])
         if not alone and results:
             _print_job(results, store, as_json)
     if alone:
@@ -157,6 +213,10 @@ def _tune(
     unstored = ", ".join(str(result.task) for result in results if not result.stored)
     if unstored:
         raise SchedulerError(f"what was found could not be stored in {store.location}: {unstored}")
+
+
+def _each(progress: Callable[[Task, Progress], None], step: Step) -> None:
+    progress(step.task, step.search)
 
 
 def _print_tuned(result: Result, store: Store, as_json: bool) -> None:

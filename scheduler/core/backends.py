@@ -35,12 +35,12 @@ def backends_of_another(
 ) -> frozenset[str] | None:
     """What a caller of `operation` who allows these backends allows of `other`, which a rule of `operation` calls.
 
-    The library's answers where it may here, alone where it alone may, and of the rest those that are not left out by
-    their names.
+    The library's answers where it may here, alone where it alone may or `other` has nothing else, and of the rest those
+    that are not left out by their names.
     """
     if allowed is None:
         return None
-    if allowed == {operation.library.backend}:
+    if allowed == {operation.library.backend} or other.backends == (other.library.backend,):
         return frozenset({other.library.backend})
     left_out = set(operation.backends) - allowed
     kernels = {kernel.backend for kernel in other.kernels if not kernel.library} - left_out

@@ -60,6 +60,14 @@ class WorkerError(SchedulerError):
     """Worker processes that could not be started or went away."""
 
 
+class DeviceLost(WorkerError):
+    """All worker processes of a device were lost, and it takes no new ones."""
+
+
+class PlaceLost(SchedulerError):
+    """A place where problems are tuned went away, a GPU or a host, and with it the search that it was at."""
+
+
 class MissingPackage(SchedulerError):
     """What is asked for needs a package that is not installed; the message says how to install it."""
 

@@ -4,119 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
+import functools
+import queue
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from scheduler.core.backends import named_backends
-from scheduler.core.errors import CandidateFailed, NoCandidate, SchedulerError, StoreError
-from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of, point_of
-from scheduler.core.progress import Progress
-from scheduler.core.records import L2, AllFailed, Entry, Key, Measurement, Record, Schedule, Trial
-from scheduler.measure.pool import start_runner
+from scheduler.core.progress import JobPace
+from scheduler.core.records import L2
+from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.runner import Runner, RunnerOptions
-from scheduler.prediction.predict import predict
-from scheduler.prediction.validation import recheck
-from scheduler.search.settled import settled
-from scheduler.search.tuner import tune
-from scheduler.store.store import Store, shipped
+from scheduler.search.job_run import JobRun, Lost, Step
+from scheduler.search.places import Device, Place
+from scheduler.search.task import BUDGET, How, Malformed, Result, Task
+from scheduler.store.store import Store
 from search_spaces import load, load_known
-from search_spaces.errors import DeclarationError
 from search_spaces.operation import Operation
-from search_spaces.problem import Problem
 from search_spaces.space import unknown
 
-BUDGET = 64
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One problem to tune.
-
-    Attributes:
-      budget: trials.
-      seconds: stop proposing trials after so many seconds; None sets no limit.
-      backends: kernels to try beside the library; None tries all.
-      count: how often the function that the job is for poses the problem.
-    """
-
-    operation: Operation[Any]
-    problem: Problem
-    budget: int = BUDGET
-    seconds: float | None = None
-    backends: frozenset[str] | None = None
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.operation.name} {self.problem}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Malformed:
-    """An entry of a job that is no problem: what was written, and why it cannot be read."""
-
-    text: str
-    reason: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclasses.dataclass(frozen=True)
-class Before:
-    """What a call would have got before the search: a stored schedule, or the model's answer.
-
-    Attributes:
-      seconds: its time; a prediction unless `measured`, because this search did not try it.
-    """
-
-    backend: str
-    schedule: Schedule
-    seconds: float
-    measured: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What became of one task.
-
-    Attributes:
-      state: "tuned" now; "known": it was tuned before, and that still holds; or "failed".
-      reason: why it failed, or why an older answer no longer held; "" where there is nothing to say.
-      hardware: where it ran; None where it failed before that was known.
-      record: the whole outcome, None where it failed.
-      entry: the fastest schedule among the backends asked for.
-      before: None where nothing was measured now, or no answer was possible.
-      resumed: trials that an earlier run of the search had made before it was cut short.
-      elapsed_s: wall time spent.
-      stored: False where the store refused the record.
-    """
-
-    task: Task | Malformed
-    state: Literal["tuned", "known", "failed"]
-    reason: str = ""
-    hardware: Hardware | None = None
-    record: Record | None = None
-    entry: Entry | None = None
-    before: Before | None = None
-    resumed: int = 0
-    elapsed_s: float = 0.0
-    stored: bool = True
-
-    @property
-    def library(self) -> Entry | None:
-        """The library's own entry in the record."""
-        return None if self.record is None else self.record.library_entry
-
-    @property
-    def broken(self) -> tuple[AllFailed, ...]:
-        """Backends of which nothing ran in this search, by their own fault."""
-        if self.record is None or self.state == "known":  # another search has said so, and nobody asks for it now
-            return ()
-        return tuple(lost for lost in self.record.failed if lost.own)
 
 
 def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
@@ -184,6 +92,7 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
 
 def run(
     tasks: Iterable[Task | Malformed],
+    places: Sequence[Place] | None = None,
     *,
     store: Store,
     runner: Runner | None = None,
@@ -192,149 +101,88 @@ def run(
     l2: L2 = "cold",
     force: bool = False,
     first_error: bool = False,
-    progress: Callable[[Task, Progress], None] | None = None,
+    in_order: bool = False,
+    bound: Callable[[Task], Task | None] | None = None,
+    progress: Callable[[Step], None] | None = None,
 ) -> Iterator[Result]:
-    """Tunes what is not tuned yet, and yields what became of each task as it ends, in order.
+    """Tunes what is not tuned yet, and yields what became of each task as it ends.
+
+    First what cannot be read, and what is tuned already. Of the rest each place takes the next one as soon as it is
+    free: in the order of `tasks` where only one is searched at a time; else the one first that takes longest, as far as
+    that can be told, so that none is left to a single place at the end. What another process that shares `store` is
+    tuning now is left to it, as long as it lives: such a process may run the same job, and each problem is tuned once.
+
+    Where a place is lost, its problem is tried once more, by another place if there is one; a place that starts again
+    gets a second chance.
 
     Args:
-      store: knows what is tuned, and gets every trial and record.
-      runner: where candidates run; by default one is started for all tasks and closed at the end.
-      options: of a runner that is started here.
+      places: where problems are tuned, all on one kind of chip; closed at the end.
+      store: knows what is tuned, and gets every trial and record, from this process alone.
+      runner: in place of `places`, the only one, where candidates run; it is not closed.
+      options: in place of both, of a runner that is started for all tasks and closed at the end.
       l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
       force: tune again what is tuned already.
       first_error: as in `tuner.tune`; it ends the job.
-      progress: called after each trial, from the calling thread.
+      in_order: begin with the first tasks however many places there are.
+      bound: asked as a search is about to begin, from any thread: the task with what limits it now, or None where no
+        time is left for it: then it has no result.
+      progress: called before the first trial of each search and after every one, from the calling thread.
 
     Raises:
       CandidateFailed: as `tuner.tune`.
-      WorkerError: the workers cannot start at all. What else goes wrong with one task is its `Result`.
+      SchedulerError: no place can be opened at all; of one place, the error that says why. What else goes wrong with
+        one task is its `Result`.
     """
+    listed = list(tasks)
+    wanted = [task for task in listed if isinstance(task, Task)]
+    if places is None:
+        places = (
+            [Device.of(runner)] if runner is not None else [Device.for_(task.operation, options) for task in wanted[:1]]
+        )
+    pace = JobPace(len(wanted))
+    how = How(seed, l2, force, first_error)
+    job = JobRun(wanted, places, store, how, pace, in_order=in_order, bound=bound or (lambda task: task))
+
+    def stop() -> None:
+        job.end()
+        for place in places:
+            place.close()
+
     with contextlib.ExitStack() as stack:
-        for task in tasks:
-            if isinstance(task, Malformed):
-                yield Result(task, "failed", task.reason)
-                continue
-            if runner is None:
-                runner = start_runner(task.operation, options)
-                stack.callback(runner.close)
-            started = time.perf_counter()
-            try:
-                result = _run_one(task, store, runner, seed, l2, force, first_error, progress)
-            except CandidateFailed:
-                raise
-            except (SchedulerError, DeclarationError) as error:
-                result = Result(task, "failed", str(error), runner.hardware)
-            yield dataclasses.replace(result, elapsed_s=time.perf_counter() - started)
-
-
-def _run_one(
-    task: Task,
-    store: Store,
-    runner: Runner,
-    seed: int,
-    l2: L2,
-    force: bool,
-    first_error: bool,
-    progress: Callable[[Task, Progress], None] | None,
-) -> Result:
-    operation, problem, hardware = task.operation, task.problem, runner.hardware
-    known = settled(operation, problem, hardware, store, backends=task.backends, l2=l2)
-    if isinstance(known, Record) and not (force or first_error):
-        return Result(task, "known", "", hardware, known, _entry(task, known))
-    reason = known if isinstance(known, str) else ""
-    served = _served(task, hardware, store)
-    resumed = 0
-
-    def watch(step: Progress) -> None:
-        nonlocal resumed
-        resumed = step.resumed
-        if progress is not None:
-            progress(task, step)
-
-    record = tune(
-        operation,
-        problem,
-        backends=task.backends,
-        force=True,
-        first_error=first_error,
-        budget=task.budget,
-        seconds=task.seconds,
-        seed=seed,
-        l2=l2,
-        store=store,
-        runner=runner,
-        progress=watch,
-    )
-    entry = _entry(task, record)
-    if entry is None:
-        asked = ", ".join(sorted(task.backends or ()))
-        why = "; ".join(map(str, record.failed)) or "`tile-scheduler explain` says what became of them"
-        raise NoCandidate(f"no schedule of {asked} ran for {task}: {why}")
-    trials: list[Trial] = []
-    kept = False
-    with contextlib.suppress(StoreError):  # the search has warned of it
-        kept = store.get(record.key) == record
-        trials = store.trials(record.key, runner.environment)
-    others: list[Record] = []
-    with contextlib.suppress(StoreError):
-        stored_now = store.records(operation=record.key.operation, hardware=record.key.hardware)
-        others = [other for other in stored_now if other.key != record.key]
-    before = _before(task, hardware, served, record, trials, others)
-    return Result(task, "tuned", reason, hardware, record, entry, before, resumed, stored=kept)
-
-
-def _entry(task: Task, record: Record) -> Entry | None:
-    """The fastest among the backends asked for."""
-    return record.winner if task.backends is None else record.best(task.backends)
-
-
-def _served(task: Task, hardware: Hardware, store: Store) -> Entry | None:
-    """What a call gets now: from the user's own records, or from those that come with this package."""
-    key = key_of(task.operation, task.problem, hardware)
-    with contextlib.ExitStack() as stack:
-        stores = [store]
-        with contextlib.suppress(StoreError):
-            if (other := shipped()) is not None:
-                stores.append(stack.enter_context(contextlib.closing(other)))
-        records = [_readable(kept, key) for kept in stores]
-    for record in records:
-        if record is not None:
-            held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
-            if isinstance(held, Entry):
-                return held
-    return None
-
-
-def _readable(store: Store, key: Key) -> Record | None:
-    with contextlib.suppress(StoreError):
-        return store.get(key)
-    return None
-
-
-def _before(
-    task: Task,
-    hardware: Hardware,
-    held: Entry | None,
-    record: Record,
-    trials: Sequence[Trial],
-    others: Sequence[Record],
-) -> Before | None:
-    if held is not None:
-        backend, schedule, fallback_s, measured = held.backend, held.schedule, held.measurement.median_s, True
-    else:
+        stack.callback(job.release)
+        stack.callback(stop)
+        yield from (Result(task, "failed", task.reason) for task in listed if isinstance(task, Malformed))
+        if not wanted:
+            return
+        threads = stack.enter_context(Threads[Place, None](len(places), stop))
+        for place in places:
+            threads.start(place, functools.partial(job.serve, place))
         try:
-            answer = predict(task.operation, task.problem, hardware, backends=task.backends, records=others)
-        except NoCandidate:
-            return None
-        backend, schedule, fallback_s, measured = answer.backend, answer.schedule, answer.predicted_s, False
-    # Times of the run-off compare best with the winner's; a trial's is the next best.
-    times = {point_of(t.backend, t.schedule): t.outcome for t in trials}
-    times |= {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
-    match times.get(point_of(backend, schedule)):
-        case Measurement(median_s=median_s):
-            return Before(backend, schedule, median_s, measured=True)
-        case _:
-            return Before(backend, schedule, fallback_s, measured)
+            yield from _told(job, len(places), progress)
+        except BaseException:
+            stop()
+            raise
+
+
+def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) -> Iterator[Result]:
+    """The results that `serving` threads tell of, until each has ended."""
+    while serving:
+        try:
+            event = job.events.get(timeout=WAKE_S)
+        except queue.Empty:
+            continue
+        match event:
+            case Result():
+                yield event
+            case Step():
+                if progress is not None:
+                    progress(event)
+            case Lost(place, reason):
+                warnings.warn(f"{place} is used no more: {reason}", RuntimeWarning, stacklevel=3)
+            case BaseException():
+                raise event
+            case None:
+                serving -= 1
 
 
 _SETTINGS = ("operation", "budget", "seconds", "backends")

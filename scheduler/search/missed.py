@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from scheduler.core.errors import NoCandidate
@@ -14,7 +14,7 @@ from scheduler.core.records import Entry, Key, Miss, Record
 from scheduler.model.constants import model_of
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
-from scheduler.search.jobs import Task
+from scheduler.search.task import Task
 from search_spaces import OPERATIONS, load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -134,17 +134,27 @@ def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
     return [one for one in ordered if one.miss.key in worth], [one for one in ordered if one.miss.key not in worth]
 
 
-def within(tasks: Sequence[Task], seconds: float | None, left: Callable[[int], None]) -> Iterator[Task]:
-    """The tasks, one after the other, as long as time is left, and each with no more of it than that.
+class Within:
+    """Tasks are begun as long as time is left, and each gets no more of it than that; for `jobs.run` to ask.
 
     Args:
-      seconds: from when the first is taken; None sets no limit.
-      left: told how many were not begun when the time was over.
+      seconds: from when the first is begun; None sets no limit.
+
+    Attributes:
+      left: how many were not begun when the time was over.
     """
-    until = math.inf if seconds is None else time.monotonic() + seconds
-    for number, task in enumerate(tasks):
-        if (remaining := until - time.monotonic()) <= 0:
-            left(len(tasks) - number)
-            return
+
+    def __init__(self, seconds: float | None) -> None:
+        self.left = 0
+        self._seconds = math.inf if seconds is None else seconds
+        self._until: float | None = None
+
+    def __call__(self, task: Task) -> Task | None:
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self._seconds
+        if (remaining := self._until - now) <= 0:
+            self.left += 1
+            return None
         bound = min(remaining, math.inf if task.seconds is None else task.seconds)
-        yield task if bound == math.inf else dataclasses.replace(task, seconds=bound)
+        return task if bound == math.inf else dataclasses.replace(task, seconds=bound)

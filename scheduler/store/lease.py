@@ -34,6 +34,25 @@ class Lease:
     owner: str
     expires_s: float
 
+    def __str__(self) -> str:
+        host, pid, _ = _parts(self)
+        return f"process {pid} on {host}" if pid else repr(self.owner)
+
+
+class Others:
+    """What was seen of the leases of others, by one attempt to take them after the other."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, tuple[Lease, float]] = {}
+
+    def silent(self, key: Key, held: Lease) -> bool:
+        """Whether who holds it has died, as `held`, what there is now, and what was seen before tell."""
+        before, since = self._seen.get(key, (None, 0.0))
+        if held != before:
+            since = time.monotonic()
+            self._seen[key] = held, since
+        return _gone(held) or time.monotonic() - since > SILENT_S
+
 
 class Leases(Protocol):
     """What keeps leases and the records that they are about."""
@@ -54,25 +73,53 @@ def leased(store: Leases, key: Key) -> Iterator[Record | None]:
     Raises:
       StoreError: the store cannot be written.
     """
-    owner = f"{socket.gethostname()}/{os.getpid()}/{_processes()}.{uuid.uuid4().hex}"
-    seen: Lease | None = None
-    silent: Lease | None = None
-    waited, since = False, 0.0
-    while (held := store.lease(key, owner, LEASE_S, silent=silent)).owner != owner:
-        if held != seen:
-            seen, since = held, time.monotonic()
-        silent = held if _gone(held) or time.monotonic() - since > SILENT_S else None
-        if silent is not None:
-            continue
+    owner, others, waited = _owner(), Others(), False
+    while (held := _take(store, key, owner, others)) is not None:
         if not waited:
-            _log.warning("%s is being tuned by %s; waiting for its record", key, _words(held))
+            _log.warning("%s is being tuned by %s; waiting for its record", key, held)
         waited = True
         time.sleep(POLL_S)
+    with _renewed(store, key, owner):
+        yield store.get(key) if waited else None
+
+
+@contextlib.contextmanager
+def leased_if_free(store: Leases, key: Key, others: Others) -> Iterator[Lease | None]:
+    """As `leased`, for whoever has something else to do meanwhile.
+
+    Args:
+      others: kept by the caller from one attempt to the next.
+
+    Yields:
+      the lease of another that tunes `key` now; None where it is held here.
+
+    Raises:
+      StoreError: the store cannot be written.
+    """
+    owner = _owner()
+    if (held := _take(store, key, owner, others)) is not None:
+        yield held
+        return
+    with _renewed(store, key, owner):
+        yield None
+
+
+def _take(store: Leases, key: Key, owner: str, others: Others) -> Lease | None:
+    """Takes the lease, from the dead as well; or that of another who lives, as far as can be told yet."""
+    held = store.lease(key, owner, LEASE_S)
+    if held.owner != owner and others.silent(key, held):
+        held = store.lease(key, owner, LEASE_S, silent=held)
+    return None if held.owner == owner else held
+
+
+@contextlib.contextmanager
+def _renewed(store: Leases, key: Key, owner: str) -> Iterator[None]:
+    """Within, a lease that was taken is renewed; then it is given back."""
     ended = threading.Event()
     renewing = threading.Thread(target=_renew, args=(store, key, owner, ended), name="scheduler-lease", daemon=True)
     renewing.start()
     try:
-        yield store.get(key) if waited else None
+        yield
     finally:
         ended.set()
         renewing.join()
@@ -86,16 +133,15 @@ def _renew(store: Leases, key: Key, owner: str, ended: threading.Event) -> None:
             store.lease(key, owner, LEASE_S)
 
 
-def _words(held: Lease) -> str:
-    host, pid, _ = _parts(held)
-    return f"process {pid} on {host}" if pid else repr(held.owner)
-
-
 def _parts(held: Lease) -> tuple[str, int, str]:
     """Host, process and what tells processes of containers apart; a store may hold any text, which has none."""
     host, _, rest = str(held.owner).partition("/")
     pid, _, whose = rest.partition("/")
     return (host, int(pid), whose.partition(".")[0]) if pid.isdecimal() and len(pid) < 10 else ("", 0, "")
+
+
+def _owner() -> str:
+    return f"{socket.gethostname()}/{os.getpid()}/{_processes()}.{uuid.uuid4().hex}"
 
 
 def _processes() -> str:

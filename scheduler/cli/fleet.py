@@ -1,0 +1,36 @@
+"""Which cluster a job is spread over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from scheduler.measure.runner import RunnerOptions
+    from scheduler.search.places import Place
+
+Engine = Annotated[str | None, typer.Option(help="What takes the problems of a job to the GPUs of several hosts: ray.")]
+
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="Of the cluster: HOST:PORT, auto, or local, which starts one on this host.  [default: auto]"),
+]
+
+
+def fleet(
+    engine: str, address: str | None, hardware: str | None, options: RunnerOptions
+) -> contextlib.AbstractContextManager[Sequence[Place]]:
+    """The places of a cluster, which are given back at the end.
+
+    Raises:
+      BadParameter: there is no such engine.
+    """
+    if engine != "ray":
+        raise typer.BadParameter(f"--engine is ray, not {engine}")
+    from scheduler.fleet import ray_cluster
+
+    return ray_cluster.places(address or "auto", options, hardware=hardware)

@@ -1,0 +1,1 @@
+"""Problems of a job searched on other hosts: what travels, what runs there, and Ray, which carries it."""

@@ -1,0 +1,97 @@
+"""The driver's side of a search elsewhere: what is sent along, and what is kept of what comes back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+from scheduler.core import codec
+from scheduler.core.errors import PlaceLost, SchedulerError
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
+from scheduler.core.progress import Progress
+from scheduler.core.records import Environment, Key, Record, Trial
+from scheduler.fleet.messages import Failed, Found, Message, Order, Reached, Tried, kernel_versions
+from scheduler.prediction.transfer import WORTH_A_TRIAL, nearest
+from scheduler.search.task import How, Task
+from scheduler.search.trials import Keeper, Keeping
+from search_spaces import locate
+
+
+def order(task: Task, how: How, hardware: Hardware, environment: Environment, store: Keeper) -> Order:
+    """What an agent on such a chip needs to search a problem as this process would.
+
+    Raises:
+      SchedulerError: no other process can load the operation.
+      StoreError: the store cannot be read.
+    """
+    operation = task.operation
+    name = locate(operation)
+    if name is None:
+        raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
+    key = key_of(operation, task.problem, hardware)
+    records = store.records(operation=key.operation, hardware=key.hardware)
+    near = nearest(operation, task.problem, records, within=WORTH_A_TRIAL)
+    return Order(
+        operation=name,
+        problem=key.problem,
+        budget=task.budget,
+        seconds=task.seconds,
+        seed=how.seed,
+        l2=how.l2,
+        backends=tuple(sorted(task.backends or ())),
+        versions=kernel_versions(operation),
+        near=tuple(codec.record_to_text(each.record) for each in near),
+        known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
+    )
+
+
+def received(
+    messages: Iterable[Message],
+    key: Key,
+    environment: Environment,
+    store: Keeper,
+    progress: Callable[[Progress], None],
+) -> Record:
+    """The record that a search elsewhere ends with; `store` gets every trial as it comes, and the record.
+
+    Raises:
+      PlaceLost: the device went away, or the messages end before the search does.
+      SchedulerError: the search ended without a record; why.
+    """
+    keeping = Keeping(store)
+    for message in messages:
+        match message:
+            case Tried(text, refuted):
+                keeping.write(functools.partial(_keep, key, codec.trial_from_text(text), environment, refuted))
+            case Reached():
+                progress(_progress(message))
+            case Found(text):
+                record = codec.record_from_text(text)
+                keeping.write(functools.partial(_put, record))
+                return record
+            case Failed(reason, finished, device):
+                if finished:
+                    keeping.write(lambda store: store.finish(key))
+                raise (PlaceLost if device else SchedulerError)(reason)
+    raise PlaceLost("the search ended without a word")
+
+
+def _keep(key: Key, trial: Trial, environment: Environment, refuted: bool, store: Keeper) -> None:
+    if refuted:
+        store.replace_trial(key, trial)
+    else:
+        store.add_trial(key, trial, environment)
+
+
+def _put(record: Record, store: Keeper) -> None:
+    store.put(record)
+
+
+def _progress(step: Reached) -> Progress:
+    def trial(text: str | None) -> Trial | None:
+        return None if text is None else codec.trial_from_text(text)
+
+    return Progress(
+        step.done, step.budget, trial(step.best), trial(step.last), step.elapsed_s, step.eta_s, step.resumed
+    )

@@ -1,0 +1,280 @@
+"""Actors of Ray as places where problems are tuned, one for each GPU of a cluster; nothing else knows Ray."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from scheduler.core import hardware as chips
+from scheduler.core.errors import MissingPackage, PlaceLost, SchedulerError
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import key_of
+from scheduler.core.progress import Progress
+from scheduler.core.records import Environment, Record
+from scheduler.fleet.agent import Agent
+from scheduler.fleet.driver import order, received
+from scheduler.fleet.messages import differences, versions
+from scheduler.measure.runner import RunnerOptions
+from scheduler.search.task import How, Task
+from scheduler.search.trials import Keeper
+from search_spaces.kernel import Target
+
+# How often a process of an agent is started again: what ends it so often is no accident.
+RESTARTS = 2
+CONNECT_S = 5.0
+# In this time an agent imports JAX, perhaps from a network's file system, and starts its workers.
+START_S = 180.0
+# Those for whose GPUs there seemed to be no room are waited for so long: work that ended a moment ago still counts.
+LATE_S = 10.0
+# After this time a host whose network was away counts as lost. Ray itself gives a host up in half a minute.
+RETURN_S = 60.0
+
+_log = logging.getLogger("scheduler")
+
+
+class RayPlace:
+    """An actor of a cluster, as a place where problems of a job are tuned (`search.places.Place`).
+
+    Args:
+      said: what it told of itself (`Agent.describe`).
+    """
+
+    searches = 1
+
+    def __init__(self, actor: Any, said: Mapping[str, Any]) -> None:
+        self.name: str
+        self.hardware: Hardware
+        self._environment: Environment
+        self._actor, self._lost = actor, False
+        self._know(said)
+
+    def _know(self, said: Mapping[str, Any]) -> None:
+        self.name = f"{said['host']} GPU {said['visible']}" if said["visible"] else f"{said['host']} {said['node']}"
+        self.hardware = chips.describe(Target(**said["target"]))
+        self._environment = Environment(**said["environment"])
+
+    def open(self) -> None:
+        """Waits for an actor that was lost: Ray starts it again, `RESTARTS` times, where its host is still there."""
+        ray = _ray()
+        until = time.monotonic() + RETURN_S
+        while self._lost:
+            try:
+                said = ray.get(self._actor.describe.remote(), timeout=max(0.0, until - time.monotonic()))
+            except ray.exceptions.ActorUnavailableError as error:
+                if time.monotonic() > until:
+                    raise SchedulerError(f"it was not to be reached for {RETURN_S:g} s") from error
+                time.sleep(1.0)
+            except ray.exceptions.RayError as error:
+                raise SchedulerError(f"it does not come back ({_reason(error)})") from error
+            else:
+                if "unable" in said:
+                    raise SchedulerError(said["unable"])
+                self._know(said)
+                self._lost = False
+
+    def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
+        ray = _ray()
+        key = key_of(task.operation, task.problem, self.hardware)
+        try:
+            ordered = order(task, how, self.hardware, self._environment, store)
+            stream = self._actor.search.options(num_returns="streaming").remote(ordered)
+            return received(map(ray.get, stream), key, self._environment, store, progress)
+        except PlaceLost:
+            self._lost = True
+            raise
+        except ray.exceptions.RayTaskError:
+            raise  # a defect of the program, with its traceback
+        except ray.exceptions.RayError as error:
+            self._lost = True
+            raise PlaceLost(f"it was lost ({_reason(error)})") from error
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # it has ended already, or the cluster has
+            _ray().kill(self._actor)
+
+
+@contextlib.contextmanager
+def places(
+    address: str = "auto", options: RunnerOptions | None = None, *, hardware: str | None = None
+) -> Iterator[list[RayPlace]]:
+    """An actor for each free GPU of a cluster, of one kind of chip; where there are no GPUs, one for each host.
+
+    Within, their GPUs are taken. They end with this block, and with this process however it ends.
+
+    Args:
+      address: of the cluster as `ray.init` takes it: "auto" finds the one that runs here, or that RAY_ADDRESS names;
+        "local" starts one on this host alone.
+      options: of their runners; `device` has no meaning, for an actor sees one GPU.
+      hardware: a part of the name of the chips to use, where there are several kinds.
+
+    Raises:
+      MissingPackage: Ray is not installed.
+      SchedulerError: no cluster, none of its GPUs is free, other versions there, or several kinds of chips.
+    """
+    ray = _ray()
+    begun = not ray.is_initialized()
+    if begun:
+        _connect(address)
+    actors: list[Any] = []
+    try:
+        room = _start_actors(options or RunnerOptions(), actors)
+        yield of_one_kind(_described(actors, room), hardware)
+    finally:
+        for actor in actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        if begun:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    # Read once, as Ray is imported. What it hears of losses it prints on standard output, a page each, whatever is
+    # asked of its logs; results go there, and losses are told here.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    try:
+        import ray
+    except ImportError:
+        raise MissingPackage(
+            "a fleet needs Ray, which is not installed: pip install 'tile-scheduler[ray]', here and on every host of it"
+        ) from None
+    return ray
+
+
+def _connect(address: str) -> None:
+    to = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
+    if to not in ("auto", "local"):
+        _require_reachable(to)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What Ray prints of a loss is a page; what is lost is said here.
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    if address == "local":
+        quiet["include_dashboard"] = False
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        _ray().init(address=to, **quiet)
+    except ConnectionError as error:
+        raise _no_cluster(to, _reason(error)) from error
+    except (RuntimeError, ValueError, TimeoutError, _ray().exceptions.RayError) as error:
+        raise SchedulerError(f"the cluster of Ray at {to} cannot be used: {_reason(error)}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)  # Ray puts one of its own in its place
+
+
+def _require_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise SchedulerError(f"a cluster of Ray is HOST:PORT, auto or local, not {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> SchedulerError:
+    return SchedulerError(
+        f"no cluster of Ray at {address} ({reason}); start one: ray start --head --port=6379 here, ray start "
+        "--address=HERE:6379 on the other hosts, or --address local for this host alone; of one that a token protects, "
+        "have ~/.ray/auth_token here, too, and set RAY_AUTH_MODE=token"
+    )
+
+
+def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
+    """One for each GPU, with its share of the cores of its host, or, for want of GPUs, for each host.
+
+    Returns:
+      how many can start now; the others wait for GPUs that other work has.
+    """
+    ray = _ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    with_gpus = [node for node in nodes if node["Resources"].get("GPU", 0) >= 1]
+    free = ray.available_resources().get("GPU", 0)
+    for node in with_gpus or [node for node in nodes if node["Resources"].get("CPU", 0) >= 1]:
+        gpus, cores = int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("CPU", 0))
+        share = cores // max(1, gpus)
+        # What Ray gives an actor bounds nothing: each would take every core of its host.
+        workers = options.workers or (max(1, share - 1) if gpus else None)
+        actor = ray.remote(Agent).options(
+            num_cpus=share,
+            num_gpus=1 if gpus else 0,
+            max_restarts=RESTARTS,
+            max_task_retries=0,  # whoever ordered the search tries it again elsewhere, from what is stored of it
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        settings = dataclasses.replace(options, device=0, workers=workers)
+        into += [actor.remote(settings, node["NodeID"][:6]) for _ in range(max(1, gpus))]
+    return int(free) if with_gpus else len(into)
+
+
+def _described(actors: Sequence[Any], room: int) -> list[RayPlace]:
+    """Those that started and can measure; what keeps the others from it is said in a warning.
+
+    Args:
+      room: how many can start.
+
+    Raises:
+      SchedulerError: none is left, or versions differ.
+    """
+    ray = _ray()
+    asked = {actor.describe.remote(): actor for actor in actors}
+    if asked:
+        ray.wait(list(asked), num_returns=min(len(asked), max(1, room)), timeout=START_S)
+        ray.wait(list(asked), num_returns=len(asked), timeout=LATE_S)
+    said: list[tuple[Any, Mapping[str, Any]]] = []
+    silent: list[str] = []
+    for answer, actor in asked.items():
+        try:
+            said.append((actor, ray.get(answer, timeout=0)))
+        except ray.exceptions.GetTimeoutError:
+            silent.append("other work has what it needs, or it does not start")
+            ray.kill(actor)
+        except ray.exceptions.RayError as error:
+            silent.append(f"no agent starts there, as without tile-scheduler ({_reason(error)})")
+    here = versions()
+    if others := [f"{it['host']}: {wrong}" for _, it in said if (wrong := differences(here, it["versions"]))]:
+        raise SchedulerError(
+            f"a fleet measures with the same versions everywhere; other ones are on {'; '.join(dict.fromkeys(others))}"
+        )
+    silent += [f"{it['host']}: {it['unable']}" for _, it in said if "unable" in it]
+    found = [RayPlace(actor, it) for actor, it in said if "unable" not in it]
+    reasons = "; ".join(f"{count} x {why}" for why, count in collections.Counter(silent).items())
+    if not found:
+        raise SchedulerError(
+            f"of {len(actors)} places of the cluster none can measure: {reasons or 'it has neither GPUs nor cores'}"
+        )
+    if silent:
+        _log.warning("%d of %d places of the cluster are left out: %s", len(silent), len(actors), reasons)
+    return found
+
+
+def of_one_kind(found: Sequence[RayPlace], wanted: str | None) -> list[RayPlace]:
+    """Those on chips that `wanted` names.
+
+    Raises:
+      SchedulerError: there is none of them, or they are several kinds: records are of one each.
+    """
+    kinds = collections.Counter(place.hardware.id for place in found)
+    there = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    meant = list(kinds) if wanted is None else chips.named(wanted, kinds)
+    if len(meant) != 1:
+        what = f"{wanted or 'the cluster'} is several" if meant else f"the cluster has no {wanted}"
+        raise SchedulerError(f"a job is of one kind of chip, and {what} ({there}); name one: --hardware h200")
+    return [place for place in found if place.hardware.id == meant[0]]
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says first. Of an actor that did not start it quotes a traceback, which ends with the reason."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1 if "Traceback" in str(error) else 0].strip()

@@ -1,0 +1,139 @@
+"""Which problem of a job is searched next, where several places ask."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterable
+
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import Record
+from scheduler.core.threads import WAKE_S
+from scheduler.model.constants import model_of
+from scheduler.search.places import Place
+from scheduler.search.task import Task
+
+# A problem that another process is at is asked for again after so long.
+AGAIN_S = 1.0
+# What a search takes beside its device: so long a trial, and one of the library alone some trials.
+TRIAL_S = 0.25
+LIBRARY_TRIALS = 3
+
+
+@dataclasses.dataclass(eq=False)
+class Queued:
+    """A problem that waits for its search, or is under way.
+
+    Attributes:
+      expected_s: what the search is expected to take.
+      held: the record that the store has of it, or why that is none that holds.
+      lost_on: the place that was lost with its search; None where that did not happen.
+      busy: how often another process was at it.
+      not_before_s: by `time.monotonic`.
+    """
+
+    task: Task
+    expected_s: float
+    held: Record | str
+    lost_on: Place | None = None
+    busy: int = 0
+    not_before_s: float = 0.0
+
+
+class Queue:
+    """What waits, for threads of several places.
+
+    Args:
+      places: how many there are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._changed = threading.Condition()
+        self._places = places
+        self._waiting: list[Queued] = []
+        self._under_way = 0
+        self._ended = False
+
+    def put(self, searches: Iterable[Queued]) -> None:
+        """What is to be searched, in this order."""
+        with self._changed:
+            self._waiting += searches
+            self._changed.notify_all()
+
+    def take(self, place: Place) -> Queued | None:
+        """The next one for `place`, or None once all have ended. Waits where nothing can be begun now.
+
+        It is to be followed by `done`, `put_aside` or `lose`.
+        """
+        with self._changed:
+            while not self._ended and (self._waiting or self._under_way):
+                if (found := self._next(place)) is not None:
+                    self._waiting.remove(found)
+                    self._under_way += 1
+                    return found
+                self._changed.wait(WAKE_S)
+        return None
+
+    def done(self, search: Queued) -> None:
+        """It has ended."""
+        self._give_back()
+
+    def put_aside(self, search: Queued) -> None:
+        """Another process is at it: it is asked for again, after all others have begun."""
+        search.busy += 1
+        search.not_before_s = time.monotonic() + AGAIN_S
+        self._give_back(search, -1)
+
+    def lose(self, search: Queued, place: Place) -> None:
+        """`place` was lost while it was under way there: it is the next one for another."""
+        search.lost_on = place
+        self._give_back(search, 0)
+
+    def leave(self) -> list[Queued]:
+        """A place is used no more; what waits still, where it was the last."""
+        with self._changed:
+            self._places -= 1
+            self._changed.notify_all()
+            if self._places:
+                return []
+            left, self._waiting = self._waiting, []
+            return left
+
+    def end(self) -> None:
+        """Nothing more is begun."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _give_back(self, search: Queued | None = None, at: int = 0) -> None:
+        with self._changed:
+            self._under_way -= 1
+            if search is not None:
+                self._waiting.insert(at if at >= 0 else len(self._waiting), search)
+            self._changed.notify_all()
+
+    def _next(self, place: Place) -> Queued | None:
+        fitting = [search for search in self._waiting if search.lost_on is not place or self._places == 1]
+        if free := [search for search in fitting if not search.busy]:
+            return free[0]
+        now = time.monotonic()
+        return next((search for search in fitting if search.not_before_s <= now), None)
+
+
+def expected_s(task: Task, hardware: Hardware) -> float:
+    """What a search is expected to take, in seconds, to compare it with others: trials, and the device's time in each.
+
+    The device's is the library's as the model sees it, for every repetition of a trial.
+    """
+    operation, problem = task.operation, task.problem
+    library = operation.library
+    beside = any(
+        (task.backends is None or kernel.backend in task.backends) and kernel.supports(problem, hardware.target) is None
+        for kernel in operation.kernels
+        if kernel is not library
+    )
+    trials = task.budget if beside else min(task.budget, LIBRARY_TRIALS)
+    run_s = model_of(operation, library, hardware).library_seconds(problem)
+    search_s = trials * (TRIAL_S + hardware.abilities.repetitions[0] * run_s)
+    return search_s if task.seconds is None else min(search_s, task.seconds)

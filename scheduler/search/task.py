@@ -1,0 +1,115 @@
+"""A problem of a job, how it is to be searched, and what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from scheduler.core.hardware import Hardware
+from scheduler.core.records import L2, AllFailed, Entry, Record, Schedule
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+BUDGET = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One problem to tune.
+
+    Attributes:
+      budget: trials.
+      seconds: stop proposing trials after so many seconds; None sets no limit.
+      backends: kernels to try beside the library; None tries all.
+      count: how often the function that the job is for poses the problem.
+    """
+
+    operation: Operation[Any]
+    problem: Problem
+    budget: int = BUDGET
+    seconds: float | None = None
+    backends: frozenset[str] | None = None
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} {self.problem}"
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """What all searches of a job have in common: `seed`, `l2`, `force` and `first_error` of `tuner.tune`."""
+
+    seed: int = 0
+    l2: L2 = "cold"
+    force: bool = False
+    first_error: bool = False
+
+    @property
+    def searches_known(self) -> bool:
+        """Whether a record that holds makes no search needless."""
+        return self.force or self.first_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """An entry of a job that is no problem: what was written, and why it cannot be read."""
+
+    text: str
+    reason: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What a call would have got before the search: a stored schedule, or the model's answer.
+
+    Attributes:
+      seconds: its time; a prediction unless `measured`, because this search did not try it.
+    """
+
+    backend: str
+    schedule: Schedule
+    seconds: float
+    measured: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of one task.
+
+    Attributes:
+      state: "tuned" now; "known": it was tuned before, and that still holds; or "failed".
+      reason: why it failed, or why an older answer no longer held; "" where there is nothing to say.
+      hardware: where it ran; None where it failed before that was known.
+      record: the whole outcome, None where it failed.
+      entry: the fastest schedule among the backends asked for.
+      before: None where nothing was measured now, or no answer was possible.
+      resumed: trials that an earlier run of the search had made before it was cut short.
+      elapsed_s: wall time spent.
+      stored: False where the store refused the record.
+    """
+
+    task: Task | Malformed
+    state: Literal["tuned", "known", "failed"]
+    reason: str = ""
+    hardware: Hardware | None = None
+    record: Record | None = None
+    entry: Entry | None = None
+    before: Before | None = None
+    resumed: int = 0
+    elapsed_s: float = 0.0
+    stored: bool = True
+
+    @property
+    def library(self) -> Entry | None:
+        """The library's own entry in the record."""
+        return None if self.record is None else self.record.library_entry
+
+    @property
+    def broken(self) -> tuple[AllFailed, ...]:
+        """Backends of which nothing ran in this search, by their own fault."""
+        if self.record is None or self.state == "known":  # another search has said so, and nobody asks for it now
+            return ()
+        return tuple(lost for lost in self.record.failed if lost.own)

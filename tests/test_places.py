@@ -1,0 +1,434 @@
+"""A job at several places: each problem is tuned once, at one of them, whatever becomes of the others."""
+
+import dataclasses
+import threading
+import warnings
+
+import pytest
+from operations import DOUBLE, DoubleProblem
+from rehearsal import Rehearsal
+
+from scheduler.core import progress
+from scheduler.core.errors import CandidateFailed, DeviceLost, UnknownChip, WorkerError
+from scheduler.core.hardware import CPU
+from scheduler.core.progress import JobPace, Progress
+from scheduler.core.records import Failure
+from scheduler.measure.pool import start_runner
+from scheduler.measure.runner import RunnerOptions
+from scheduler.search import jobs, places
+from scheduler.search.job_queue import Queue, Queued, expected_s
+from scheduler.search.places import Device
+from scheduler.search.task import Malformed, Task
+from scheduler.store.store import Store
+from search_spaces.matmul import MATMUL, MatmulProblem
+
+pytestmark = pytest.mark.one_jax
+
+
+class Noting(Rehearsal):
+    """Notes whose candidates it measured; the device is lost over the problems `fatal`."""
+
+    def __init__(self, *fatal):
+        super().__init__()
+        self.problems, self.fatal, self.closed = set(), set(fatal), False
+
+    def measure(self, task, *, again=False):
+        self.problems.add(task.problem.n)
+        if task.problem.n in self.fatal:
+            raise DeviceLost(f"it fell off the bus over {task.problem.n}")
+        return super().measure(task, again=again)
+
+    def close(self):
+        self.closed = True
+
+
+class Meeting(Noting):
+    """Its first trial waits until all others that share the barrier have begun one, too."""
+
+    def __init__(self, barrier, *fatal):
+        super().__init__(*fatal)
+        self.barrier = barrier
+
+    def measure(self, task, *, again=False):
+        if not self.problems:
+            self.problems.add(task.problem.n)
+            self.barrier.wait(60)
+        return super().measure(task, again=again)
+
+
+def place(*runners, name="A"):
+    """A device whose runner is each of these in turn, as it is started again; it starts no more often."""
+    left = list(runners)
+
+    def start():
+        if not left:
+            raise WorkerError("it does not answer")
+        started = left.pop(0)
+        if isinstance(started, Exception):
+            raise started
+        return started
+
+    return Device(start, name)
+
+
+def tasks(*sizes, budget=3):
+    return [Task(DOUBLE, DoubleProblem(n), budget=budget) for n in sizes]
+
+
+def run(of, *where, store=None, **how):
+    return list(jobs.run(of, where, store=store or Store(":memory:"), **how))
+
+
+def states(results):
+    return {result.task.problem.n: result.state for result in results}
+
+
+def test_each_problem_is_tuned_once_from_its_first_trial_to_its_last_at_one_of_the_places(tmp_path):
+    barrier = threading.Barrier(3)
+    runners = [Meeting(barrier) for _ in range(3)]
+    store = Store(tmp_path / "cache.db")
+    results = run(tasks(*range(1, 13)), *(place(runner, name=str(i)) for i, runner in enumerate(runners)), store=store)
+    assert states(results) == dict.fromkeys(range(1, 13), "tuned")
+    assert sorted(n for runner in runners for n in runner.problems) == list(range(1, 13))
+    assert all(runner.closed for runner in runners)
+    assert {result.record.key for result in results} == {record.key for record in store.records()}
+    assert all(len(store.trials(result.record.key)) == result.record.tried == 3 for result in results)
+
+
+def test_the_same_problem_twice_in_a_job_is_searched_once(tmp_path):
+    runners = Noting(), Noting()
+    results = run(tasks(8, 8), *map(place, runners), store=Store(tmp_path / "cache.db"))
+    assert sorted(result.state for result in results) == ["known", "tuned"]
+    assert [runner.problems for runner in runners].count({8}) == 1
+
+
+def test_what_cannot_be_read_and_what_is_known_comes_first():
+    store = Store(":memory:")
+    run(tasks(4, 8), place(Noting()), store=store)
+    results = run(
+        [*tasks(1, 4), Malformed("double n=x", "no"), *tasks(8)], place(Noting()), place(Noting()), store=store
+    )
+    assert [result.state for result in results] == ["failed", "known", "known", "tuned"]
+
+
+def test_one_place_takes_problems_as_they_are_written_and_several_the_longest_first():
+    def order(count, **how):
+        began = []
+        run(
+            [*tasks(1, budget=2), *tasks(2, budget=9), *tasks(4, budget=5)],
+            *(place(Noting()) for _ in range(count)),
+            progress=lambda step: began.append(step.task.budget) if step.search.done == 0 else None,
+            **how,
+        )
+        return began
+
+    assert order(1) == [2, 9, 5]
+    assert set(order(2)[:2]) == {9, 5}
+    assert set(order(2, in_order=True)[:2]) == {2, 9}
+
+
+def test_a_longer_search_is_expected_of_more_trials_and_of_larger_problems_and_none_of_the_library_alone():
+    def expected(problem, **how):
+        return expected_s(Task(MATMUL, problem, **how), CPU)
+
+    small, large = MatmulProblem(64, 64, 64, dtype="float32"), MatmulProblem(2048, 2048, 2048, dtype="float32")
+    assert expected(small, budget=64) > expected(small, budget=8)
+    assert expected(large) > expected(small)
+    assert expected(large, seconds=1.0) == 1.0
+    assert expected(small, backends=frozenset({"xla"})) < expected(small, budget=8)
+
+
+def test_a_place_that_is_lost_costs_its_problem_nothing_but_time_and_is_used_no_more():
+    barrier = threading.Barrier(2)
+    broken, whole = Meeting(barrier, *range(100)), Meeting(barrier)
+    with pytest.warns(RuntimeWarning, match="A is used no more: it does not answer") as warned:
+        results = run(tasks(*range(1, 6)), place(broken), place(whole, name="B"))
+    assert states(results) == dict.fromkeys(range(1, 6), "tuned")
+    assert len(broken.problems) == len(warned) == 1
+    assert broken.closed
+    assert whole.problems == set(range(1, 6))
+
+
+def test_a_place_that_starts_again_gets_a_second_chance_and_no_third():
+    second = Noting(2)
+    with pytest.warns(RuntimeWarning, match="A is used no more: it fell off the bus over 2"):
+        results = run(tasks(1, 2, 4), place(Noting(1), second, Noting()))
+    assert states(results) == {1: "tuned", 2: "failed", 4: "failed"}
+    assert "no place is left to search it (A: it fell off the bus over 2)" in results[-1].reason
+
+
+def test_a_problem_over_which_two_places_are_lost_has_failed_and_the_others_go_on():
+    first, second = place(Noting(8), Noting(8)), place(Noting(8), Noting(8), name="B")
+    results = run([*tasks(8, budget=9), *tasks(1, 2, 4)], first, second)
+    assert states(results) == {8: "failed", 1: "tuned", 2: "tuned", 4: "tuned"}
+    (failed,) = (result for result in results if result.state == "failed")
+    assert "was lost with its search, and then" in failed.reason
+    assert {"A", "B"} <= set(failed.reason)
+
+
+def test_a_single_place_that_starts_again_tries_the_problem_once_more():
+    results = run(tasks(8, 4), place(Noting(8), Noting()))
+    assert states(results) == {8: "tuned", 4: "tuned"}
+
+
+def test_all_searches_at_a_place_that_is_lost_are_made_again():
+    class Two(Noting):
+        searches = 2
+
+        def __init__(self):
+            super().__init__()
+            self.both, self.ended = threading.Barrier(2), threading.Event()
+
+        def measure(self, task, *, again=False):
+            self.both.wait(60)
+            if task.problem.n == 1:
+                raise DeviceLost("it fell off the bus")
+            assert self.ended.wait(60)
+            raise WorkerError("the worker processes were stopped")
+
+        def close(self):
+            self.ended.set()
+
+    results = run(tasks(1, 2, 4), place(Two(), Noting()), in_order=True)
+    assert states(results) == {1: "tuned", 2: "tuned", 4: "tuned"}
+
+
+def test_a_place_that_does_not_start_leaves_the_problems_to_the_others():
+    with pytest.warns(RuntimeWarning, match="A is used no more: no memory"):
+        results = run(tasks(1, 2), place(WorkerError("no memory")), place(Noting(), name="B"))
+    assert states(results) == {1: "tuned", 2: "tuned"}
+
+
+def test_a_job_without_a_place_raises_why():
+    with pytest.raises(UnknownChip, match="never heard of it"):
+        run(tasks(1), place(UnknownChip("never heard of it")))
+    with (
+        pytest.warns(RuntimeWarning, match="is used no more"),
+        pytest.raises(WorkerError, match=r"[AB]: no [12]; [AB]: no [12]"),
+    ):
+        run(tasks(1), place(WorkerError("no 1")), place(WorkerError("no 2"), name="B"))
+
+
+def test_a_place_of_another_chip_is_refused():
+    class Other(Noting):
+        hardware = dataclasses.replace(CPU, kind="another", cores=7)
+
+    with pytest.warns(RuntimeWarning, match="is used no more: it is .*, and the job is tuned for"):
+        results = run(tasks(1, 2, 4), place(Noting()), place(Other(), name="B"))
+    assert states(results) == {1: "tuned", 2: "tuned", 4: "tuned"}
+    assert len({result.record.key.hardware for result in results}) == 1
+
+
+def test_a_search_whose_time_is_over_is_not_begun_and_has_no_result():
+    begun = []
+
+    def bound(task):
+        begun.append(task)
+        return dataclasses.replace(task, budget=2) if len(begun) < 3 else None
+
+    results = run(tasks(1, 2, 4, 8), place(Noting()), bound=bound)
+    assert [(result.task.budget, result.record.tried) for result in results] == [(3, 2), (3, 2)]
+    assert len(begun) == 4
+
+
+def test_an_error_of_one_place_ends_the_job_at_all():
+    class Wrong(Meeting):
+        def measure(self, task, *, again=False):
+            super().measure(task, again=again)
+            raise ZeroDivisionError("a defect of this program")
+
+    barrier = threading.Barrier(2)
+    runners = Wrong(barrier), Meeting(barrier)
+    with pytest.raises(ZeroDivisionError):
+        run(tasks(*range(1, 50)), *map(place, runners))
+    assert all(runner.closed for runner in runners)
+    assert len(runners[1].problems) < 48
+
+
+def test_the_first_failure_ends_a_job_that_wants_it():
+    class Failing(Noting):
+        def measure(self, task, *, again=False):
+            return Failure("verify", "wrong") if task.backend == "scripted" else super().measure(task, again=again)
+
+    with pytest.raises(CandidateFailed, match="wrong"):
+        run(tasks(1, 2, 4), place(Failing()), first_error=True)
+
+
+def test_results_that_nobody_waits_for_end_the_job():
+    runner = Noting()
+    several = jobs.run(tasks(*range(1, 50)), [place(runner)], store=Store(":memory:"))
+    assert next(several).state == "tuned"
+    several.close()
+    assert runner.closed
+    assert len(runner.problems) < 49
+
+
+def test_a_device_that_is_closed_while_it_starts_leaves_no_runner():
+    starting, closed, runner = threading.Event(), threading.Event(), Noting()
+
+    def start():
+        starting.set()
+        assert closed.wait(60)
+        return runner
+
+    device = Device(start)
+
+    def close():
+        assert starting.wait(60)
+        device.close()
+        closed.set()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(WorkerError, match="was closed"):
+        device.open()
+    thread.join()
+    assert runner.closed
+
+
+def test_gpus_share_the_cores_and_keep_what_was_asked_for(monkeypatch):
+    started = []
+
+    def start(operation, options):
+        started.append(options)
+        raise WorkerError("there is none")
+
+    monkeypatch.setattr(places, "start_runner", start)
+    monkeypatch.setattr(places, "cores", lambda: 64)
+    for indices, options in (([0, 2, 3, 5], None), ([1], None), ([0, 1], RunnerOptions(workers=3, run_timeout_s=9))):
+        for device in places.gpus(DOUBLE, indices, options):
+            with pytest.raises(WorkerError):
+                device.open()
+    assert [(one.device, one.workers) for one in started] == [
+        (0, 15), (2, 15), (3, 15), (5, 15), (1, None), (0, 3), (1, 3)
+    ]  # fmt: skip
+    assert started[-1].run_timeout_s == 9
+
+
+def test_worker_processes_of_two_places_tune_a_job_together(tmp_path):
+    both, seen = threading.Barrier(2), set()
+
+    def start():
+        runner = start_runner(DOUBLE, RunnerOptions(workers=1))
+        both.wait(120)
+        return runner
+
+    two = [Device(start, name) for name in "AB"]
+    store = Store(tmp_path / "cache.db")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = run(tasks(8, 16, 24, 32), *two, store=store, progress=lambda step: seen.add(step.place))
+    assert states(results) == dict.fromkeys((8, 16, 24, 32), "tuned")
+    assert seen == {"A", "B"}
+
+
+# What is next
+
+
+def queued(name, **more):
+    return Queued(Task(DOUBLE, DoubleProblem(name)), 1.0, "", **more)
+
+
+def test_what_another_process_is_at_comes_after_all_others():
+    queue, here = Queue(1), place()
+    one, two = queued(1), queued(2)
+    queue.put([one, two])
+    assert queue.take(here) is one
+    queue.put_aside(one)
+    assert queue.take(here) is two
+    queue.done(two)
+    assert queue.take(here) is one  # once it is time to ask again
+    assert one.busy == 1
+    queue.done(one)
+    assert queue.take(here) is None
+
+
+def test_what_was_lost_at_a_place_is_left_to_another_as_long_as_there_is_one():
+    queue, here, there = Queue(2), place(), place()
+    one, two = queued(1), queued(2)
+    queue.put([one, two])
+    queue.lose(queue.take(here), here)
+    assert queue.take(here) is two
+    assert queue.take(there) is one
+    queue.lose(one, here)
+    assert queue.leave() == []
+    assert queue.take(here) is one
+    queue.lose(one, here)
+    queue.done(two)
+    assert queue.leave() == [one]
+
+
+def test_an_end_wakes_those_who_wait():
+    queue, here = Queue(1), place()
+    queue.put([queued(1)])
+    assert queue.take(here) is not None
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(queue.take(here)))
+    thread.start()
+    queue.end()
+    thread.join()
+    assert taken == [None]
+
+
+# How long it takes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def at(done, budget=10, eta_s=1.0):
+    return Progress(done, budget, None, None, 0.0, eta_s)
+
+
+def test_the_time_left_is_the_work_left_at_the_rate_so_far_over_all_places(clock):
+    pace = JobPace(9)
+    for which in range(8):
+        pace.expect(which, 5.0)
+    pace.lanes = 2
+    pace.end("known", searched=False)
+    pace.begin(0)
+    pace.begin(1)
+    assert pace.now().eta_s is None
+    clock.now = 10.0
+    pace.end(0, searched=True)
+    pace.end(1, searched=True)
+    assert dataclasses.astuple(pace.now()) == (3, 9, 10.0, 30.0)  # six that take 10 s each, by two
+    pace.begin(2)
+    clock.now = 15.0
+    pace.step(2, at(10))  # it has its final comparison before it
+    assert pace.now().eta_s == pytest.approx(27.5)
+    pace.put_back(2)
+    assert pace.now().eta_s == pytest.approx(30.0)
+    for which in range(2, 8):
+        pace.end(which, searched=False)
+    assert pace.now().eta_s == 0
+
+
+def test_the_time_left_is_no_less_than_what_the_longest_search_needs_alone(clock):
+    pace = JobPace(2)
+    pace.lanes = 8
+    pace.expect("long", 100.0)
+    pace.expect("short", 1.0)
+    pace.begin("long")
+    pace.begin("short")
+    clock.now = 10.0
+    pace.end("short", searched=True)
+    pace.step("long", at(2))
+    assert pace.now().eta_s == pytest.approx(90 * 20 / 11)
+
+
+def test_nothing_is_told_from_the_first_trials(clock):
+    pace = JobPace(1)
+    pace.expect(0, 1.0)
+    pace.begin(0)
+    clock.now = 1.0
+    pace.step(0, at(1, eta_s=None))
+    assert pace.now().eta_s is None
+    pace.step(0, at(10))
+    assert pace.now().eta_s == pytest.approx(1.0)
