@@ -34,11 +34,11 @@ from typing import Any
 import suite
 from attention_points import REHEARSED, Point, points
 from harness import Kept, told
-from independent import REPETITIONS, conditions, start_fresh, time_in_rounds
+from independent import REPETITIONS, conditions, start_fresh, time_in_rounds, times_of
 from jax_attention import BACKWARD, FORWARD, JAX_ATTENTION
 from rich.console import Console
 from rich.table import Table
-from suite import answers, conclude, found, search, time_all
+from suite import answers, cell, conclude, found, search, time_all
 
 from scheduler.core.backends import named_backends
 from scheduler.core.hardware import Hardware
@@ -201,12 +201,10 @@ def row(point: Point, record: Record, fresh: Runner, rounds: int) -> dict[str, A
     times = {name: outcome.times(alias[name]) for name in alias}
     for name, joined in times.items():
         entry = entries.get(alias[name])
-        line[f"{name}_us"] = joined and joined.median_s * 1e6
+        line |= times_of(name, joined)
         line[f"{name}_tflops"] = joined and problem.flops / joined.median_s / 1e12
         line[f"{name}_tb_per_s"] = joined and problem.bytes_moved / joined.median_s / 1e12
         line[f"{name}_schedule"] = entry and dict(entry.schedule)
-        line[f"{name}_samples_us"] = joined and [round(sample * 1e6, 3) for sample in joined.samples_s]
-        line[f"{name}_l2"] = joined and joined.l2
     for ours in ("pallas", "final"):
         for other in ("cudnn", "xla", "jax"):
             line[f"{ours}_vs_{other}"] = _ratio(line[f"{other}_us"], line[f"{ours}_us"])
@@ -319,16 +317,12 @@ def _print(rows: Sequence[dict[str, Any]], hardware: Hardware) -> None:
         rate = row["pallas_tb_per_s"] if row["kind"] == "decode" else row["pallas_tflops"]
         table.add_row(
             row["point"],
-            *(_digits(row[f"{name}_us"], 1) for name in ("cudnn", "xla", "jax", "pallas")),
-            _digits(rate, 2 if row["kind"] == "decode" else 0),
-            *(_digits(row[name], 3) for name in ("pallas_vs_cudnn", "model_vs_pallas", "final_vs_cudnn")),
+            *(cell(row[f"{name}_us"], ".1f") for name in ("cudnn", "xla", "jax", "pallas")),
+            cell(rate, ".2f" if row["kind"] == "decode" else ".0f"),
+            *(cell(row[name], ".3f") for name in ("pallas_vs_cudnn", "model_vs_pallas", "final_vs_cudnn")),
             row["final_backend"],
         )
     Console(width=220).print(table)
-
-
-def _digits(figure: float | None, digits: int) -> str:
-    return "-" if figure is None else f"{figure:.{digits}f}"
 
 
 if __name__ == "__main__":

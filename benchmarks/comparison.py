@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from independent import Timed, conditions
+from independent import Timed, conditions, times_of
 from jax_hopper import JAX_HOPPER
 from problems import Product
 from rich.table import Table
-from suite import answers
+from suite import answers, cell
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Measurement, Record, Sweep, Trial
@@ -94,15 +94,13 @@ def row(case: Case, timed: Timed, hardware: Hardware) -> Row:
     }
     for name in NAMES:
         measured, one = times[name], found.get(alias[name])
-        result[f"{name}_us"] = measured and measured.median_s * 1e6
+        result |= times_of(name, measured)
         result[f"{name}_vs_xla"] = _ratio(times["xla"], measured)
         result[f"{name}_tflops"] = measured and problem.flops / measured.median_s / 1e12
         result[f"{name}_of_bound"] = measured and bound_s / measured.median_s
         result[f"{name}_backend"] = one and one.backend
         result[f"{name}_schedule"] = one and dict(one.schedule)
         result[f"{name}_predicted_us"] = one and one.predicted_s * 1e6
-        result[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
-        result[f"{name}_l2"] = measured and measured.l2
     result["pallas_vs_jax_hopper"] = _ratio(times["jax_hopper"], times["pallas"])
     result["final_vs_jax_hopper"] = _ratio(times["jax_hopper"], times["final"])
     return result
@@ -175,14 +173,10 @@ def table(rows: Sequence[Row], hardware: Hardware) -> Table:
         told.add_row(
             one["problem"],
             f"{one['bound_us']:.1f}",
-            *(_cell(one[f"{name}_us"], ".1f") for name in NAMES),
-            _cell(one["final_tflops"], ".0f"),
-            _cell(one["final_of_bound"], ".0%"),
-            *(_cell(one[name], ".3f") for name in ("pallas_vs_xla", "pallas_vs_jax_hopper", "final_vs_xla")),
+            *(cell(one[f"{name}_us"], ".1f") for name in NAMES),
+            cell(one["final_tflops"], ".0f"),
+            cell(one["final_of_bound"], ".0%"),
+            *(cell(one[name], ".3f") for name in ("pallas_vs_xla", "pallas_vs_jax_hopper", "final_vs_xla")),
             one["final_backend"] or "-",
         )
     return told
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)

@@ -23,12 +23,12 @@ from typing import Any
 import jax
 import suite
 from harness import posed
-from independent import REPETITIONS, conditions, start_fresh, time_in_rounds
+from independent import REPETITIONS, conditions, start_fresh, time_in_rounds, times_of
 from jax import lax
 from problems import FUSED, FUSED_REHEARSED, Product
 from rich.console import Console
 from rich.table import Table
-from suite import answers, conclude, found, search, time_all
+from suite import answers, cell, conclude, found, search, time_all
 
 from scheduler.core.records import Record
 from scheduler.measure.pool import start_runner
@@ -151,11 +151,9 @@ def row(product: Product, record: Record, fresh: Runner, rounds: int) -> dict[st
         "failures": {name: str(failure) for name, failure in outcome.failures.items()},
     }
     for name, measured in times.items():
-        line[f"{name}_us"] = measured and measured.median_s * 1e6
+        line |= times_of(name, measured)
         line[f"{name}_vs_written"] = written.median_s / measured.median_s if written and measured else None
         line[f"{name}_schedule"] = dict(entries[name].schedule) if name in entries else None
-        line[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
-        line[f"{name}_l2"] = measured and measured.l2
     return line
 
 
@@ -182,8 +180,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         ratios = [one["pallas_vs_written"], one["final_vs_written"]]
         told.add_row(
             one["problem"],
-            *("-" if figure is None else f"{figure:.1f}" for figure in figures),
-            *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
+            *(cell(figure, ".1f") for figure in figures),
+            *(cell(ratio, ".3f") for ratio in ratios),
             one["final_backend"],
         )
     return told

@@ -38,6 +38,15 @@ class Timed:
         return timer.join(self.rounds[name]) if name in self.rounds else None
 
 
+def times_of(name: str, measured: Measurement | None) -> dict[str, Any]:
+    """What a row says of a candidate's times: their median and each in microseconds, and where operands were."""
+    return {
+        f"{name}_us": measured and measured.median_s * 1e6,
+        f"{name}_samples_us": measured and [round(sample * 1e6, 3) for sample in measured.samples_s],
+        f"{name}_l2": measured and measured.l2,
+    }
+
+
 def start_fresh() -> Runner:
     """Fresh processes: as many as a library is compiled in, or this one where there is no GPU.
 

@@ -13,31 +13,23 @@ model in float32 over the distance of jnp's, of the result where that is largest
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from harness import RESULTS, ROOT, Kept, environment, write_result
 from layer_models import CASES, REHEARSED, Case, Jnp, Tuned
 from rich.console import Console
 from rich.table import Table
+from whole_functions import Run, distances, kernel_times, wall_times, worst
 
 import scheduler
 from scheduler.core import hardware
-from scheduler.functions import in_turns
 from scheduler.measure.runner import environment as measured
 from scheduler.store.store import Store, default_url
-from search_spaces import jax_compat
-
-Run = Callable[[], Any]
-# Seconds of rounds for each version of a function, and calls that the device's clock takes the kernels of.
-SECONDS_OF_VERSION, DEVICE_CALLS = 3.0, 5
-MOST_KERNELS = 24
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -93,59 +85,20 @@ def row(case: Case, store: Store, minutes: float, budget: int) -> dict[str, Any]
         "tuned": functools.partial(jax.jit(ours).lower(*args).compile(), *args),
         "optimize": functools.partial(optimized, *args),
     }
-    off = _distances(case, {name: runs[name]() for name in ("jnp", "plan", "optimize")})
-    walls = in_turns.compare(runs, seconds=SECONDS_OF_VERSION * len(runs), at_least_rounds=12)
+    off = distances(written, args, {name: runs[name]() for name in ("jnp", "plan", "optimize")})
     layers = case.model.layers
     line: dict[str, Any] = {"case": case.name, "model": str(case.model), "train": case.train, "deciding_s": took_s}
+    line |= wall_times(runs, layers)
     for name, run in runs.items():
-        line[f"{name}_us"] = walls[name].median_s / layers * 1e6
-        line[f"{name}_spread_us"] = walls[name].spread_s / layers * 1e6
-        line[f"{name}_samples_us"] = [round(sample / layers * 1e6, 3) for sample in walls[name].samples_s]
-        kernels = _kernels(run)
-        line[f"{name}_device_us"] = kernels and sum(kernels.values()) / layers * 1e6
-        line[f"{name}_kernels_us"] = {kernel: round(s / layers * 1e6, 3) for kernel, s in kernels.items()}
-    for name in ("plan", "tuned", "optimize"):
-        line[f"{name}_vs_jnp"] = line["jnp_us"] / line[f"{name}_us"]
-    line["error_vs_jnp"] = {name: _worst(off[name], off["jnp"]) for name in ("plan", "optimize")}
-    line["error"] = {name: max(distances) for name, distances in off.items()}
+        kernels = kernel_times(run, layers)
+        line[f"{name}_device_us"] = kernels and sum(kernels.values())
+        line[f"{name}_kernels_us"] = kernels
+    line["error_vs_jnp"] = {name: worst(off[name], off["jnp"]) for name in ("plan", "optimize")}
+    line["error"] = {name: max(each) for name, each in off.items()}
     line["plan"] = plan.verdict
     line["answers"] = [str(answer) for answer in plan.answers]
     line["optimized"] = optimized.report()
     return line
-
-
-def _kernels(run: Run) -> dict[str, float]:
-    """Seconds of a call by the kernel's name, the longest first; those beyond the longest few together."""
-    if hardware.detect().platform == "cpu":
-        return {}
-    seconds: dict[str, float] = collections.defaultdict(float)
-    for kernels in jax_compat.device_kernels(run, DEVICE_CALLS):
-        for name, s in kernels:
-            seconds[name[:80]] += s / DEVICE_CALLS
-    ordered = sorted(seconds.items(), key=lambda one: -one[1])
-    others = sum(s for _, s in ordered[MOST_KERNELS:])
-    return dict(ordered[:MOST_KERNELS]) | ({"others": others} if others else {})
-
-
-def _distances(case: Case, results: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Of each result and each array of it: the norm of its distance from float32, over that array's norm."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), case.arguments())
-    with jax.default_matmul_precision("highest"):
-        exact = jax.tree.leaves(jax.jit(case.function(Jnp()))(*wide))
-
-    @jax.jit
-    def distance(x: Any, right: Any) -> Any:
-        x, right = x.astype(jnp.float32), right.astype(jnp.float32)
-        return jnp.linalg.norm((x - right).ravel()) / (jnp.linalg.norm(right.ravel()) + 1e-30)
-
-    return {
-        name: [float(distance(x, right)) for x, right in zip(jax.tree.leaves(result), exact, strict=True)]
-        for name, result in results.items()
-    }
-
-
-def _worst(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max(a / b if b else float(a > 0) + 1.0 for a, b in zip(ours, theirs, strict=True))
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""The layers that benchmarks/layer.py times: each written once, on operations in plain jnp or in tuned calls."""
+"""The layers that layer.py and many_gpus.py time: each written once, on operations in plain jnp or in tuned calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Operations(Protocol):
     def project(self, x: Array, w: Array, residual: Array | None = None, bias: Array | None = None) -> Array: ...
     def project_gelu(self, x: Array, w: Array, bias: Array) -> Array: ...
     def divided(self, x: Array, w: Array, sizes: tuple[int, ...], bias: Array | None = None) -> tuple[Array, ...]: ...
-    def gated(self, x: Array, w: Array) -> Array: ...
+    def gated(self, x: Array, w: Array | tuple[Array, Array]) -> Array: ...
     def attention(self, q: Array, k: Array, v: Array, causal: bool) -> Array: ...
 
 
@@ -49,8 +49,8 @@ class Jnp:
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
         return tuple(jnp.split(self.project(x, w, bias=bias), ends, axis=-1))
 
-    def gated(self, x: Array, w: Array) -> Array:
-        gate, up = jnp.split(x @ w, 2, axis=-1)
+    def gated(self, x: Array, w: Array | tuple[Array, Array]) -> Array:
+        gate, up = (x @ w[0], x @ w[1]) if isinstance(w, tuple) else jnp.split(x @ w, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool) -> Array:
@@ -73,7 +73,7 @@ class Tuned:
     def divided(self, x: Array, w: Array, sizes: tuple[int, ...], bias: Array | None = None) -> tuple[Array, ...]:
         return scheduler.tuned_matmul(x, w, bias=bias, split_sizes=sizes)
 
-    def gated(self, x: Array, w: Array) -> Array:
+    def gated(self, x: Array, w: Array | tuple[Array, Array]) -> Array:
         return scheduler.tuned_gated_matmul(x, w)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool) -> Array:
@@ -135,6 +135,26 @@ class Llama:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mlp:
+    """What a layer of Llama 3 70B (arXiv:2407.21783, table 3) has behind its second norm: SwiGLU, and the residual.
+
+    The weights of gate and up are two arrays, so that devices can divide the columns of both.
+    """
+
+    tokens: int
+    layers: int = 4
+    width: int = 8192
+    hidden: int = 28672
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        d, h = self.width, self.hidden
+        return {"gate": (d, h), "up": (d, h), "down": (h, d)}
+
+    def layer(self, ops: Operations, x: Array, w: Parameters) -> tuple[Array, tuple[Array, ...]]:
+        return ops.project(ops.gated(x, (w["gate"], w["up"])), w["down"], residual=x), ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Gpt2:
     """A layer like those of GPT-2 XL: layer norms and biases, heads of 64, GELU."""
 
@@ -179,7 +199,7 @@ class Case:
     """
 
     name: str
-    model: Llama | Gpt2
+    model: Llama | Gpt2 | Mlp
     train: bool = False
 
     def function(self, ops: Operations) -> Callable[..., Any]:

@@ -150,6 +150,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
         *_layers(of["layer"]),
+        *(_many_gpus(of["many_gpus"]) if "many_gpus" in of else ()),
         *_sizes(of["sizes"]),
         *_faults(of["faults-cpu"], of["faults"]),
     ]
@@ -320,6 +321,11 @@ def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
         f"{s['seconds_with_startup']:.1f} s with their start. The winners of two searches with different seeds "
         f"differ by {percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
     )
+    if "seconds_a_problem_of_a_job" in s:
+        yield from text(
+            f"A job of these problems takes {s['seconds_a_problem_of_a_job']:.1f} s a problem, and `verify` "
+            f"{s['verify_seconds_a_record']:.1f} s a record."
+        )
     yield from _section("What a cached eager call adds to a jitted one", "call_overhead-nvidia-h200", calls)
     yield from _source("call_overhead-cpu", calls_cpu)
     yield from table("call", "H200: tuned, us", "jitted, us", "overhead, us", "CPU: overhead, us", left=1)
@@ -360,6 +366,36 @@ def _layers(result: Result) -> Iterator[str]:
         times = (number(row[f"{name}_us"], 1) for name in ("jnp", "plan", "tuned", "optimize"))
         what = f"{row['case']}: {row['model']}"
         yield line(what, *times, f"{row['plan_vs_jnp']:.3f}", f"{row['error_vs_jnp']['plan']:.3f}")
+
+
+def _many_gpus(result: Result) -> Iterator[str]:
+    layers = [row for row in result["rows"] if "tuned_vs_jnp" in row]
+    yield from _section("Several GPUs of one host", "many_gpus-nvidia-h200", result)
+    if layers:
+        alike = "the same" if all(row["same_collectives"] for row in layers) else "not the same"
+        yield from text(
+            "MLPs of Llama 3 70B, divided over GPUs (tokens x columns) by the shardings of their arguments: wall time "
+            "of a layer, microseconds, under sustained load, in turns. *Error* is the distance from float32, over that "
+            f"of jnp. Both have {alike} collectives, whose results on a GPU are so large."
+        )
+        yield from table("", "GPUs", "jnp", "tuned calls", "jnp / tuned", "error", "MB, jnp", "MB, tuned", left=2)
+        for row in layers:
+            times = (number(row[f"{name}_us"], 1) for name in ("jnp", "tuned"))
+            ratios = (number(row[name], 3) for name in ("tuned_vs_jnp", "error_vs_jnp"))
+            bytes_of = (sum(each["bytes"] for each in row["collectives"][name].values()) for name in ("jnp", "tuned"))
+            mesh = f"{row['mesh']['data']} x {row['mesh']['model']}"
+            yield line(row["case"], mesh, *times, *ratios, *(number(size / 1e6, 1) for size in bytes_of))
+        yield ""
+    if jobs := [row for row in result["rows"] if row not in layers]:
+        yield from text(
+            "A job of problems that were drawn from what public models ask for, from an empty cache. *Busy* is the "
+            "share of the time in which any kernel ran."
+        )
+        yield from table("GPUs", "problems", "trials of each", "seconds", "busy", left=0)
+        for row in jobs:
+            busy = percent(statistics.fmean(row["busy"])) if row["busy"] else ""
+            told = f"{len(row['results'])} of {len(row['problems'])}"
+            yield line(str(row["gpus"]), told, str(row["budget"]), number(row["seconds"], 0), busy)
 
 
 def _sizes(result: Result) -> Iterator[str]:

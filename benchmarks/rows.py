@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import suite
 from harness import posed
-from independent import REPETITIONS, conditions, start_fresh, time_in_rounds
+from independent import REPETITIONS, conditions, start_fresh, time_in_rounds, times_of
 from jax import lax
 from rich.console import Console
 from rich.table import Table
-from suite import answers, conclude, found, search, time_all
+from suite import answers, cell, conclude, found, search, time_all
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Record
@@ -235,12 +235,10 @@ def row(task: jobs.Task, record: Record, fresh: Runner, rounds: int) -> dict[str
     for name, measured in times.items():
         moved_bytes = copied.bytes_moved if name == "copy" else problem.bytes_moved
         entry = entries.get(name)
-        line[f"{name}_us"] = measured and measured.median_s * 1e6
+        line |= times_of(name, measured)
         line[f"{name}_tb_per_s"] = measured and moved_bytes / measured.median_s / 1e12
         line[f"{name}_vs_xla"] = measured and xla.median_s / measured.median_s
         line[f"{name}_schedule"] = entry and dict(entry.schedule)
-        line[f"{name}_samples_us"] = measured and [round(sample * 1e6, 3) for sample in measured.samples_s]
-        line[f"{name}_l2"] = measured and measured.l2
     return line
 
 
@@ -297,17 +295,13 @@ def _print(rows: Sequence[dict[str, Any]], hardware: Hardware) -> None:
     for row in rows:
         table.add_row(
             f"{row['operation']} {row['problem']}",
-            *(_digits(row[f"{name}_tb_per_s"]) for name in ("copy", "xla", "pallas", "final")),
+            *(cell(row[f"{name}_tb_per_s"], ".2f") for name in ("copy", "xla", "pallas", "final")),
             f"{row['final_tb_per_s'] / row['copy_tb_per_s']:.0%}",
-            _digits(row["pallas_vs_xla"]),
-            _digits(row["final_vs_xla"]),
+            cell(row["pallas_vs_xla"], ".2f"),
+            cell(row["final_vs_xla"], ".2f"),
             row["final_backend"],
         )
     Console(width=160).print(table)
-
-
-def _digits(figure: float | None) -> str:
-    return "-" if figure is None else f"{figure:.2f}"
 
 
 if __name__ == "__main__":

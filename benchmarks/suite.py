@@ -72,6 +72,11 @@ def answers(operation: Operation[Any], record: Record) -> dict[str, Entry]:
     return {name: entry for name, entry in entries.items() if entry is not None}
 
 
+def cell(figure: float | None, form: str) -> str:
+    """A figure in a table, a dash where there is none."""
+    return "-" if figure is None else format(figure, form)
+
+
 def time_all(
     cases: Sequence[C],
     conditions: Callable[[C], dict[str, Any]],

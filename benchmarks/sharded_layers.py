@@ -1,0 +1,206 @@
+"""Layers that XLA divides over devices: their local problems as a job, or their wall times; a process for many_gpus.py.
+
+    python benchmarks/sharded_layers.py local tensor_parallel_64 4 --small
+    python benchmarks/sharded_layers.py timed tensor_parallel_64 4 --small
+
+Prints JSON, a part of the result each line. It holds the devices while it runs: no search can run beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from harness import told
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layer_models import Case, Jnp, Mlp, Tuned
+from whole_functions import Run, distances, kernel_times, wall_times, worst
+
+import scheduler
+from scheduler.core import hardware
+from scheduler.dispatch import dispatch
+from scheduler.measure.runner import environment
+from search_spaces import load
+
+# Rows of one of `tokens` are divided over the first axis of a mesh, columns of the hidden layer over the second.
+AXES = ("data", "model")
+# Of rounds for each version, in a rehearsal.
+SMALL_SECONDS = 0.2
+COLLECTIVE = re.compile(
+    r"= (?P<type>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+SHAPE = re.compile(r"\b([a-z]+\d+)\w*\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A model and how many devices its tokens, and its columns, are divided over."""
+
+    case: Case
+    data: int
+    model: int
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    def mesh(self) -> Mesh:
+        """Of the first devices that are here.
+
+        Raises:
+          SystemExit: they are too few.
+        """
+        count = self.data * self.model
+        if len(jax.devices()) < count:
+            raise SystemExit(f"{self.name} is divided over {count} devices, and {len(jax.devices())} are here")
+        devices = np.array(jax.devices()[:count]).reshape(self.data, self.model)
+        return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+    def shardings(self) -> tuple[Any, Any]:
+        """Of the tokens and the parameters: columns of the first products, and rows of the last (arXiv:1909.08053)."""
+        on = functools.partial(NamedSharding, self.mesh())
+        columns, rows = on(P(None, "model")), on(P("model", None))
+        weights = {"gate": columns, "up": columns, "down": rows}
+        return on(P("data", None)), tuple(dict(weights) for _ in range(self.case.model.layers))
+
+    def jitted(self, ops: Any) -> Callable[..., Any]:
+        given = self.shardings()
+        layers = self.case.function(ops)
+        return jax.jit(lambda x, w: layers(x, w)[0], in_shardings=given, out_shardings=given[0])
+
+
+def cases(devices: int, small: bool) -> list[Sharded]:
+    """What can be measured on so many devices."""
+    models = {tokens: Mlp(tokens, layers=2, width=32, hidden=64) if small else Mlp(tokens) for tokens in (4096, 64)}
+    if small:
+        models[4096] = dataclasses.replace(models[4096], tokens=128)
+    divided = [("tensor_parallel", 1, devices)]
+    if devices >= 4 and devices % 2 == 0:
+        divided.append(("data_and_tensor_parallel", 2, devices // 2))
+    return [
+        Sharded(Case(f"{how}_{tokens}", model), data, parts)
+        for how, data, parts in divided
+        for tokens, model in models.items()
+    ]
+
+
+def local(one: Sharded) -> Iterator[dict[str, Any]]:
+    """The problems of a device as a job; nothing is computed."""
+    arrays = jax.eval_shape(one.case.arguments)
+    found = scheduler.problems(one.jitted(Tuned()), *_placed(arrays, one.shardings()))
+    yield {"job": found.job(), "problems": [f"{row.operation.name} {told(row.problem)}" for row in found]}
+
+
+def _placed(arrays: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), arrays, shardings)
+
+
+def timed(one: Sharded, seconds: float = 0.0) -> Iterator[dict[str, Any]]:
+    """A row in parts: microseconds a layer, who answered the local problems, what the devices tell each other."""
+    args = jax.jit(one.case.arguments, out_shardings=one.shardings())()
+    layers, chip = one.case.model.layers, hardware.detect()
+    asked = _Asked()
+    compiled = {"jnp": one.jitted(Jnp()).lower(*args).compile()}
+    with asked:
+        compiled["tuned"] = one.jitted(Tuned()).lower(*args).compile()
+    runs: dict[str, Run] = {name: functools.partial(each, *args) for name, each in compiled.items()}
+    off = distances(one.jitted(Jnp()), args, {name: run() for name, run in runs.items()})
+    line: dict[str, Any] = {
+        "case": one.name,
+        "model": str(one.case.model),
+        "mesh": {"data": one.data, "model": one.model},
+        "gpus": one.data * one.model,
+        **wall_times(runs, layers, jax.devices()[: one.data * one.model], seconds),
+        "error": {name: max(each) for name, each in off.items()},
+        "error_vs_jnp": worst(off["tuned"], off["jnp"]),
+        "collectives": {name: collectives(each.as_text()) for name, each in compiled.items()},
+        "answers": asked.answers(chip.platform),
+        "hardware": chip.id,
+        "environment": dataclasses.asdict(environment("")),
+    }
+    counts = [{kind: each["count"] for kind, each in line["collectives"][name].items()} for name in compiled]
+    yield line | {"same_collectives": counts[0] == counts[1]}
+    for name, run in runs.items():  # of all devices together
+        yield {f"{name}_kernels_us": kernel_times(run, layers)}
+
+
+class _Asked(logging.Handler):
+    """Within, it hears of every problem for which an answer is chosen, as the look-ups tell their logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.problems: dict[tuple[str, Any], str] = {}
+        self._logger = logging.getLogger("scheduler")
+        self._level = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == "scheduler" and isinstance(record.args, tuple) and len(record.args) == 5:
+            operation, problem, _, _, reason = record.args
+            self.problems[str(operation), problem] = str(reason)
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.DEBUG)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level)
+
+    def answers(self, platform: str) -> list[dict[str, Any]]:
+        """Who answered each problem, and from which place."""
+        found = []
+        for (name, problem), reason in self.problems.items():
+            operation = load(name)
+            decision = dispatch.decide(operation, problem, platform, dispatch.options(operation))
+            space = decision.kernel.space(problem, decision.target)
+            schedule = dict(space.encode(vars(decision.schedule)))
+            answer = {"backend": decision.kernel.backend, "schedule": schedule, "from": reason}
+            found.append({"problem": f"{name} {told(problem)}", **answer, "recorded": decision.missed is None})
+        return found
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """How many there are of each kind in a compiled program, and the bytes of their results on a device."""
+    found: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"count": 0, "bytes": 0})
+    for match in COLLECTIVE.finditer(text):
+        each = found[match["kind"]]
+        each["count"] += 1
+        each["bytes"] += _bytes(match["type"], started=match[3] is not None and match["kind"] != "all-reduce")
+    return dict(found)
+
+
+def _bytes(type_text: str, started: bool) -> int:
+    """Of a result; what is only started returns its operand before it, too."""
+    shapes = [(kind, [int(n) for n in extents.split(",") if n]) for kind, extents in SHAPE.findall(type_text)]
+    sizes = [math.prod(extents) * int(re.sub(r"\D", "", kind)) // 8 for kind, extents in shapes]
+    return max(sizes) if started and sizes else sum(sizes)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("local", "timed"))
+    parser.add_argument("case")
+    parser.add_argument("devices", type=int)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args(arguments)
+    of: Mapping[str, Sharded] = {one.name: one for one in cases(options.devices, options.small)}
+    if options.case not in of:
+        parser.error(f"no case {options.case} on {options.devices} devices; there are {', '.join(of)}")
+    one = of[options.case]
+    for part in local(one) if options.what == "local" else timed(one, SMALL_SECONDS * options.small):
+        print(json.dumps(part), flush=True)
+
+
+if __name__ == "__main__":
+    main()
