@@ -64,7 +64,8 @@ def test_over_one_axis_each_letter_is_divided_alone(capfd):
     ]
 
 
-def test_a_person_reads_the_problem_the_sum_what_is_gathered_and_the_command(capfd):
+def test_a_person_reads_the_problem_the_sum_what_is_gathered_and_the_command(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     out, _ = run(capfd, *MATMUL, "activation=gelu", *MESH, "--divide", "m=data", "--divide", "k=model")
     assert "m over data, k over model: P('data', 'model'), P('model') -> P('data')" in out
     assert "each device: m=4096 n=28672 k=2048 dtype=bfloat16\n" in out
