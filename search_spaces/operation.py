@@ -85,7 +85,8 @@ class Operation(Generic[P]):
         arguments given as None. Default: not transposable (its `jvp` then must not need it).
       vjp_params: names of what only `vjp_fwd` and `vjp_bwd` take besides arrays: no kernel gets it.
       batch: ``batch(call, problem, args, dims) -> (result, dim)``: one call for a vmapped one; a dim that is None is
-        not batched. Default: one call for each element of the batch, in sequence.
+        not batched. None in place of both, where one call will not do, is the default: one for each element of the
+        batch, in sequence.
       vjp_fwd: ``vjp_fwd(call, problem, args) -> (result, residuals)``: the result, and any pytree of arrays that the
         backward pass needs. With `vjp_bwd`, and in place of `jvp` and `transpose`.
       vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. These two are
@@ -153,6 +154,10 @@ class Operation(Generic[P]):
             if kernel.backend == aliases.backend(backend):
                 return kernel
         raise ValueError(f"{self.name} has no backend {backend!r} (it has: {', '.join(self.backends)})")
+
+    def sharding(self, problem: P) -> Sharding[P] | None:
+        """What of `problem` the devices of a mesh may divide; None where nothing may be."""
+        return None if self.shard is None else self.shard(problem)
 
     def bind(self, *args: Any, **options: Any) -> Bound[P] | Unbound:
         """A call as users write it: the problem that it poses, its operands, and how the result is restored.

@@ -23,7 +23,7 @@ from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import hlo  # type: ignore[attr-defined]
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from search_spaces.sharding import Sharding, Spec
+from search_spaces.sharding import Sharding, Spec, as_spec
 
 # By this name XLA knows who divides such a call. JAX's own, CustomSPMDPartitioning, has the address of a Python object
 # in the module, by which no two processes share an entry of JAX's compilation cache.
@@ -67,6 +67,11 @@ _raised: dict[str, Exception] = {}
 _MOST_RAISED = 64
 # What JAX raises of arrays that are divided as an operation cannot take them.
 ShardingTypeError: type[Exception] = core.ShardingTypeError
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """As JAX takes it."""
+    return PartitionSpec(*(axes or None for axes in spec))
 
 
 def why_whole(ctx: Any) -> str | None:
@@ -179,10 +184,7 @@ def _answer(operands: Any, given: Any, result: Any, wanted: Any, call: DividedCa
     with _empty_mesh(), call.within():
         parts = call.divide(dict(mesh.shape), specs[: len(operands)], specs[len(operands) :])
         of_operands, of_results = (
-            [
-                NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))._to_xla_hlo_sharding(len(spec))
-                for spec in arrays
-            ]
+            [NamedSharding(mesh, partition_spec(spec))._to_xla_hlo_sharding(len(spec)) for spec in arrays]
             for arrays in (parts.operands, parts.results)
         )
         local = [
@@ -240,8 +242,7 @@ def _spec(sharding: Any, rank: int, mesh: AbstractMesh) -> Spec | None:
         (spec,) = sharding_impls.parse_flatten_op_sharding(sharding, mesh)
     except (KeyError, ValueError, AssertionError, NotImplementedError, StopIteration):
         return None
-    entries = [() if each is None else (each,) if isinstance(each, str) else tuple(each) for each in spec]
-    return (*entries, *[()] * (rank - len(entries)))
+    return as_spec(tuple(spec), rank)
 
 
 def _primes(n: int) -> tuple[int, ...]:

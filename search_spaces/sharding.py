@@ -127,6 +127,12 @@ class Divided(Generic[P]):
         return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))
 
 
+def as_spec(given: Sequence[Any], rank: int) -> Spec:
+    """A partition spec as `PartitionSpec` takes it, with an entry for each of so many axes, each a tuple."""
+    entries = [() if each is None else (each,) if isinstance(each, str) else tuple(each) for each in given]
+    return (*entries, *[()] * (rank - len(entries)))
+
+
 def divide(
     sharding: Sharding[P],
     problem: P,
@@ -266,7 +272,7 @@ def _letters(array: str) -> tuple[Letters, ...]:
 
 def _spec(given: Sequence[Any], array: Sequence[Letters], mesh: Mapping[str, int]) -> Spec:
     """A partition spec with an entry for each axis, each a tuple."""
-    entries = [() if each is None else (each,) if isinstance(each, str) else tuple(each) for each in given]
+    entries = as_spec(given, len(array))
     if len(entries) > len(array):
         raise ValueError(f"the spec {tuple(given)} is of more axes than an array of {len(array)} has")
     named = [axis for entry in entries for axis in entry]
@@ -274,7 +280,7 @@ def _spec(given: Sequence[Any], array: Sequence[Letters], mesh: Mapping[str, int
         raise ValueError(f"the spec {tuple(given)} names {unknown[0]}, which the mesh has not ({', '.join(mesh)})")
     if len(set(named)) < len(named):
         raise ValueError(f"the spec {tuple(given)} names a mesh axis twice")
-    return (*entries, *[()] * (len(array) - len(entries)))
+    return entries
 
 
 def _common(specs: Sequence[MeshAxes]) -> MeshAxes:

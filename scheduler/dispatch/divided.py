@@ -25,18 +25,12 @@ Bind = Callable[..., Any]
 logger = logging.getLogger("scheduler")
 
 
-def why_whole(operation: Operation[Any], problem: Problem, options: Options) -> str | None:
-    """Why no device is asked for its part of such a call, on whatever mesh; None where they are."""
+def sharding_of(operation: Operation[Any], problem: Problem, options: Options) -> Sharding[Any] | str:
+    """What of such a call the devices of a mesh may divide; or why none of them is asked for a part, in words."""
     if options.backends == frozenset({operation.library.backend}):
         return "only the library may answer, which XLA divides by itself"
-    if sharding_of(operation, problem) is None:
-        return f"{operation.name} does not say how it is divided over devices (Operation.shard)"
-    return None
-
-
-def sharding_of(operation: Operation[Any], problem: Problem) -> Sharding[Any] | None:
-    """What of it the devices of a mesh may divide."""
-    return None if operation.shard is None else operation.shard(problem)
+    unsaid = f"{operation.name} does not say how it is divided over devices (Operation.shard)"
+    return operation.sharding(problem) or unsaid
 
 
 def lower(
@@ -56,11 +50,11 @@ def lower(
     Raises:
       SchedulerError: processes of one job could choose apart.
     """
-    reason = why_whole(operation, problem, options) or partitioning_compat.why_whole(ctx)
-    if reason is not None:
+    sharding = sharding_of(operation, problem, options)
+    if isinstance(sharding, str):
+        return sharding
+    if (reason := partitioning_compat.why_whole(ctx)) is not None:
         return reason
-    sharding = sharding_of(operation, problem)
-    assert sharding is not None
     local = dataclasses.replace(options, divided=True)
 
     def parts(mesh: Mapping[str, int], operands: Sequence[Spec], results: Sequence[Spec]) -> Parts:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from scheduler.dispatch.dispatch import Options
-from scheduler.dispatch.divided import sharding_of, told, why_whole
+from scheduler.dispatch.divided import compute, sharding_of, told
 from search_spaces import partitioning_compat
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.sharding import Divided, Spec, divide
+from search_spaces.sharding import Divided, divide
 
 logger = logging.getLogger("scheduler")
 # Of the arrays of a call; folding their axes may leave its devices out.
@@ -36,9 +36,9 @@ def over(operation: Operation[Any], problem: Problem, options: Options, call: Ca
     Raises:
       WholeError: it cannot be divided, or not without gathering what JAX would leave divided.
     """
-    sharding = sharding_of(operation, problem)
-    if (reason := why_whole(operation, problem, options)) is not None or sharding is None:
-        raise WholeError(reason)
+    sharding = sharding_of(operation, problem, options)
+    if isinstance(sharding, str):
+        raise WholeError(sharding)
     mesh = _mesh.get()
     if mesh is None:
         raise WholeError("some axes of its mesh are not explicit")
@@ -47,10 +47,10 @@ def over(operation: Operation[Any], problem: Problem, options: Options, call: Ca
     if found.gathered:
         raise WholeError("; ".join(found.gathered))
 
-    def one_device(*local: Any) -> tuple[Any, ...]:
-        return found.compute(call, local, lax.psum)
-
-    in_specs, out_specs = (tuple(map(_partition_spec, specs)) for specs in (found.operands, found.results))
+    one_device = functools.partial(compute, found, call)
+    in_specs, out_specs = (
+        tuple(map(partitioning_compat.partition_spec, specs)) for specs in (found.operands, found.results)
+    )
     placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(args, in_specs, strict=True)]
     logger.debug("%s %s on %s: %s", operation.name, problem, mesh, told(found))
     return problem.pack(jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*placed))
@@ -92,7 +92,3 @@ def _mesh_of(arrays: Sequence[Any]) -> Any:
 
 def _types(function: Callable[[], Any]) -> list[str]:
     return [str(aval) for aval in jax.make_jaxpr(function)().out_avals]
-
-
-def _partition_spec(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in spec))

@@ -195,8 +195,9 @@ def _batch(
     wanted = problem.results()
     if sizes[0] == 0:
         return [jnp.zeros((0, *s.shape), s.dtype) for s in wanted], [0] * len(wanted)
-    if operation.batch is not None:
-        result, dim = operation.batch(call, problem, args, dims)
+    joined = None if operation.batch is None else operation.batch(call, problem, args, dims)
+    if joined is not None:
+        result, dim = joined
         results = as_tuple(result)
         return results, dim if isinstance(dim, tuple | list) else [dim] * len(results)
     moved = tuple(jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True) if dim is not None)

@@ -32,7 +32,7 @@ def sharding_of(operation: Operation[Any], problem: Problem) -> Sharding[Any]:
     Raises:
       SchedulerError: the operation does not say.
     """
-    found = operation.shard and operation.shard(problem)
+    found = operation.sharding(problem)
     if found is None:
         raise SchedulerError(
             f"{operation.name} does not say what of it may be divided (Operation.shard): on a mesh outside of "

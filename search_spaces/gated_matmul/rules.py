@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
 from search_spaces.matmul import MATMUL, epilogue
@@ -62,20 +61,14 @@ def jvp(call: Call, p: GatedMatmulProblem, primals: Any, tangents: Any) -> tuple
     return (active * up).astype(p.dtype), tangent
 
 
-def batch(call: Call, p: GatedMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int]:
-    """Batched rows join the rows. Weights or biases that are batched take one call each."""
-    size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
-    if all(dim is None for dim in dims[1:]):
-        many = dataclasses.replace(p, m=size * p.m)
-        out = call(many, jnp.moveaxis(args[0], dims[0], 0).reshape(size * p.m, p.k), *args[1:])
-        return out.reshape(size, p.m, p.n), 0
-    moved = tuple(jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True) if dim is not None)
-
-    def one(elements: Any) -> Any:
-        rest = iter(elements)
-        return call(p, *(arg if dim is None else next(rest) for arg, dim in zip(args, dims, strict=True)))
-
-    return lax.map(one, moved), 0
+def batch(call: Call, p: GatedMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int] | None:
+    """Batched rows join the rows; not where weights or biases are batched."""
+    if any(dim is not None for dim in dims[1:]):
+        return None
+    size = args[0].shape[dims[0]]
+    many = dataclasses.replace(p, m=size * p.m)
+    out = call(many, jnp.moveaxis(args[0], dims[0], 0).reshape(size * p.m, p.k), *args[1:])
+    return out.reshape(size, p.m, p.n), 0
 
 
 def shard(p: GatedMatmulProblem) -> Sharding[GatedMatmulProblem]:

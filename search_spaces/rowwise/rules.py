@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.sharding import Sharding
@@ -16,26 +15,20 @@ from search_spaces.sharding import Sharding
 Call = Callable[..., Any]
 
 
-def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int]:
-    """Batched rows join the rows. An operand that all rows share and that is batched itself takes one call each."""
+def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int] | None:
+    """Batched rows join the rows; not where an operand that all rows share is batched itself."""
     (by_row, shared), (row_dims, shared_dims) = p.apart(args), p.apart(dims)
+    if any(dim is not None for dim in shared_dims):
+        return None
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
 
     def joined(x: jax.Array, dim: int | None) -> jax.Array:
         each = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         return each.reshape(size * p.rows, -1)
 
-    if all(dim is None for dim in shared_dims):
-        many = dataclasses.replace(p, rows=size * p.rows)
-        out = call(many, *map(joined, by_row, row_dims), *shared)
-        return jax.tree.map(lambda x: x.reshape(size, p.rows, *x.shape[1:]), out), 0
-    moved = tuple(jnp.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True) if dim is not None)
-
-    def one(elements: Any) -> Any:
-        rest = iter(elements)
-        return call(p, *(arg if dim is None else next(rest) for arg, dim in zip(args, dims, strict=True)))
-
-    return lax.map(one, moved), 0
+    many = dataclasses.replace(p, rows=size * p.rows)
+    out = call(many, *map(joined, by_row, row_dims), *shared)
+    return jax.tree.map(lambda x: x.reshape(size, p.rows, *x.shape[1:]), out), 0
 
 
 def shard(p: RowProblem) -> Sharding[Any]:
