@@ -1,0 +1,204 @@
+"""The kernel: a CTA computes one tile, its operands copied by cp.async some steps ahead of the warps that multiply.
+
+All threads copy, and all multiply. At the start of a step they wait until their own copies of its stage have arrived,
+and then for each other: then all of the stage is there, and nobody reads the one before it any more, so that copies
+into that can start. What is left of the latency of reading shared memory hides behind the other CTAs of the core.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.jax_compat import plgpu
+from search_spaces.matmul import epilogue
+from search_spaces.matmul.mma.schedule import MmaSchedule
+from search_spaces.matmul.mma.tiling import Tiling
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul.rasterization import planar_snake
+from search_spaces.mma import cp_async, fragments, staging
+from search_spaces.mma.cp_async import SmemTile, Source
+from search_spaces.mma.fragments import Operand, WarpTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the code of a kernel is made from: plain numbers all.
+
+    Attributes:
+      p: what the launch computes.
+      s: its schedule.
+      a, b: the operands in shared memory.
+      warps: what a warpgroup multiplies.
+      warpgroups: of a CTA.
+      grid: tiles along m and n.
+      steps: of a CTA's part of k.
+      rows: the rows of a tile that a warpgroup finishes at a time.
+      staging_bytes: of shared memory of a warpgroup for these.
+    """
+
+    p: MatmulProblem
+    s: MmaSchedule
+    a: Operand
+    b: Operand
+    warps: WarpTiles
+    warpgroups: int
+    grid: tuple[int, int]
+    steps: int
+    rows: staging.Rows
+    staging_bytes: int
+
+    @classmethod
+    def of(cls, p: MatmulProblem, s: MmaSchedule) -> Plan:
+        t, dtype = Tiling(p, s), jnp.dtype(p.dtype)
+        warps = WarpTiles(int(t.wg_m), int(t.wg_n), int(t.m_warps), bool(t.along_m), dtype)
+        return cls(
+            p=p,
+            s=s,
+            a=Operand(SmemTile(*t.a_tile, dtype), k_major=not p.transpose_a),
+            b=Operand(SmemTile(*t.b_tile, dtype), k_major=p.transpose_b),
+            warps=warps,
+            warpgroups=int(t.warpgroups),
+            grid=(int(t.grid_m), int(t.grid_n)),
+            steps=int(t.steps),
+            rows=staging.Rows(warps, int(t.vector)),
+            staging_bytes=int(t.staging_bytes),
+        )
+
+    @property
+    def threads(self) -> int:
+        return int(Tiling(self.p, self.s).threads)
+
+    @property
+    def scratch(self) -> list[Any]:
+        """All stages, of `a` and then of `b` each; and what warpgroups meet at where they are interpreted."""
+        stages = plgpu.SMEM((self.s.stages, self.a.tile.elements + self.b.tile.elements), self.a.tile.dtype)
+        return [stages, *cp_async.meetings(self.warpgroups)]
+
+
+def kernel(plan: Plan) -> Callable[..., None]:
+    """From its arrays in device memory: operands, and results or the accumulators of splits of k."""
+    p, s = plan.p, plan.s
+
+    def matmul(*refs: Any) -> None:
+        count, several = len(p.operands()), len(p.columns)
+        smem, *meeting = refs[count + several :]
+        cta = Cta(plan, p.named(refs[:count]), refs[count : count + several], smem, *meeting)
+        product, row, column = planar_snake(lax.axis_index("tile"), plan.grid, s.grid_minor_dim, s.grid_tile_width)
+        row, column = row * s.tile_m, column * s.tile_n
+        acc = main_loop(cta, product, row, column)
+        finish(cta, product, row, column, acc)
+
+    return matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """One CTA of a launch, from one of its warpgroups.
+
+    Attributes:
+      plan: of the launch.
+      operands: in device memory, by name.
+      results: likewise.
+      smem: its stages.
+      meeting: where it is interpreted, the barrier of its warpgroups, if there are several.
+    """
+
+    plan: Plan
+    operands: Any
+    results: tuple[Any, ...]
+    smem: Any
+    meeting: Any = None
+
+    @property
+    def warpgroup(self) -> Any:
+        return lax.axis_index("wg") if self.plan.warpgroups > 1 else 0
+
+    def parts(self, stage: Any) -> tuple[Any, Any]:
+        """What a stage holds of `a`, and of `b`."""
+        first, second = self.plan.a.tile.elements, self.plan.b.tile.elements
+        return self.smem.at[stage, pl.ds(0, first)], self.smem.at[stage, pl.ds(first, second)]
+
+
+def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
+    """The accumulators of a warpgroup's part of a tile: all steps of the CTA's part of k."""
+    plan, p, s = cta.plan, cta.plan.p, cta.plan.s
+    batch, first_step = product, jnp.int32(0)
+    if s.split_k > 1:
+        batch, first_step = lax.rem(product, p.batch), lax.div(product, p.batch) * plan.steps
+    a, b = (Source(x, p.batch > 1) for x in (cta.operands.a, cta.operands.b))
+    ahead = s.stages - 1
+
+    def load(step: Any) -> None:
+        k = (first_step + step) * s.tile_k
+        to_a, to_b = cta.parts(cp_async.stage_of(step, s.stages))
+        cp_async.copy(a, batch, (k, row) if p.transpose_a else (row, k), plan.a.tile, to_a, plan.threads)
+        cp_async.copy(b, batch, (column, k) if p.transpose_b else (k, column), plan.b.tile, to_b, plan.threads)
+
+    def step(number: Any, acc: jax.Array) -> jax.Array:
+        cp_async.wait(ahead - 1)
+        cp_async.synchronize(cta.meeting)
+
+        @pl.when(number + ahead < plan.steps)
+        def load_ahead() -> None:
+            load(number + ahead)
+
+        cp_async.commit()
+        one, other = cta.parts(cp_async.stage_of(number, s.stages))
+        return fragments.multiply(acc, one, other, (plan.a, plan.b), plan.warps, cta.warpgroup)
+
+    for number in range(ahead):
+        if number < plan.steps:
+            load(jnp.int32(number))
+        cp_async.commit()
+    acc: jax.Array = lax.fori_loop(0, plan.steps, step, fragments.zeros(plan.warps))
+    # Its rows go where the stages are; nothing is copied there any more.
+    cp_async.synchronize(cta.meeting)
+    return acc
+
+
+def finish(cta: Cta, product: Any, row: Any, column: Any, acc: jax.Array) -> None:
+    """The epilogue: bias, activation and residual, rounding and store, some rows at a time."""
+    plan, p, s, to = cta.plan, cta.plan.p, cta.plan.s, cta.plan.rows
+    first_row = row + (cta.warpgroup * plan.warps.m if plan.warps.along_m else 0)
+    first_column = column + (0 if plan.warps.along_m else cta.warpgroup * plan.warps.n)
+    clipped = p.m % s.tile_m > 0, p.n % s.tile_n > 0
+    batched = p.batch > 1
+    # The bias of these columns serves all rows.
+    bias = residual = None
+    if p.bias:
+        window = staging.Window(batched, by_row=False, clip_rows=False, clip_columns=clipped[1])
+        bias = staging.load(cta.operands.bias, window, (product, 0, first_column), 0, to)
+    for first in to.firsts:
+        value = staging.exchange(acc, first, cta.smem, plan.staging_bytes, to)
+        if p.residual:
+            window = staging.Window(batched, True, *clipped)
+            residual = staging.load(cta.operands.residual, window, (product, first_row, first_column), first, to)
+        if p.fused:
+            value = epilogue.apply(value, bias=bias, activation=p.activation, residual=residual)
+        store(cta, (product, first_row, first_column), first, value.astype(cta.results[0].dtype))
+
+
+def store(cta: Cta, corner: tuple[Any, Any, Any], down: int, value: jax.Array) -> None:
+    """Stores rows of a warpgroup's part of a tile to the results, which lie side by side."""
+    plan, p, s, to = cta.plan, cta.plan.p, cta.plan.s, cta.plan.rows
+    several = s.split_k > 1 or p.batch > 1
+    clip_columns = p.n % s.tile_n > 0 or len(cta.results) > 1
+    window = staging.Window(several, True, p.m % s.tile_m > 0, clip_columns)
+    if len(cta.results) == 1:
+        staging.store(cta.results[0], window, corner, down, value, to)
+        return
+    first, (product, row, column) = 0, corner
+    for result, columns in zip(cta.results, p.columns, strict=True):
+
+        @pl.when((column < first + columns) & (column + plan.warps.n > first))
+        def store_here(result: Any = result, first: int = first) -> None:
+            staging.store(result, window, (product, row, column - first), down, value, to)
+
+        first += columns
