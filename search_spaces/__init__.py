@@ -51,6 +51,7 @@ _OWN = {
     "silu_and_mul_jvp": "search_spaces.silu_and_mul_jvp:SILU_AND_MUL_JVP",
     "silu_and_mul_backward": "search_spaces.silu_and_mul_backward:SILU_AND_MUL_BACKWARD",
     "gated_matmul": "search_spaces.gated_matmul:GATED_MATMUL",
+    "scaled_matmul": "search_spaces.scaled_matmul:SCALED_MATMUL",
     "softmax": "search_spaces.softmax:SOFTMAX",
     "softmax_with_lse": "search_spaces.softmax_with_lse:SOFTMAX_WITH_LSE",
     "flash_attention": "search_spaces.flash_attention:FLASH_ATTENTION",

@@ -5,14 +5,16 @@ from jax import lax
 from search_spaces.matmul import from_dot_general, front_end, rules
 from search_spaces.matmul.hopper import MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
+from search_spaces.matmul.mma import MosaicGpuMmaMatmul
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul.tpu import MosaicTpuMatmul
 from search_spaces.matmul.xla import XlaMatmul
 from search_spaces.operation import Operation
 
 MATMUL = Operation(
     name="matmul",
     problem=MatmulProblem,
-    kernels=(MosaicGpuMatmul(), InterpretMatmul(), XlaMatmul()),
+    kernels=(MosaicGpuMatmul(), MosaicGpuMmaMatmul(), MosaicTpuMatmul(), InterpretMatmul(), XlaMatmul()),
     jvp=rules.jvp,
     transpose=rules.transpose,
     batch=rules.batch,

@@ -39,7 +39,6 @@ leaves the kernel is turned back.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -48,17 +47,18 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import untiled_swizzled
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.hopper.cta import Consumer, Cta
 from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
 from search_spaces.matmul.hopper.epilogue_stores import EpilogueStores
 from search_spaces.matmul.hopper.factors import Gate, Source, sources
+from search_spaces.matmul.hopper.main_loop import main_loop, scaled_main_loop
 from search_spaces.matmul.hopper.operand import Operand
-from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
+from search_spaces.matmul.hopper.plan import by_factor, plan, scratch
+from search_spaces.matmul.hopper.scales import Scales, Scaling
 from search_spaces.matmul.hopper.schedule import HopperSchedule
-from search_spaces.matmul.hopper.tiling import planar_snake
 from search_spaces.matmul.problem import MatmulProblem
 
 # Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down); what
@@ -68,58 +68,19 @@ PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 
 
-@dataclasses.dataclass(frozen=True)
-class Cta:
-    """A CTA of a launch, as its warpgroups see it.
+def kernel(
+    problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None, scaling: Scaling | None = None
+) -> Callable[..., None]:
+    """The kernel, from its arrays in device memory: operands, and results or the accumulators of splits of k.
 
-    Attributes:
-      plan: of the launch.
-      a, b: the operands, and the pipeline that they share.
-      biases: in device memory, one for each factor; none without a bias.
-      residual: in device memory; None where there is none.
-      results: in device memory.
-      out_smem: stages of each consumer's epilogue subtiles.
-      others: scratch of the epilogue's operands and of a reduction, by name.
-      mailbox: of a reduction, for the interpreter.
-      cluster, clusters: number of its cluster in the grid, and how many there are.
-      rank: of the CTA in its cluster.
-      warpgroup: that asks: the consumers are the first of a CTA.
-      tiles: that the cluster computes.
+    With a `scaling`, the scales of `a` and of `b` follow the operands.
     """
-
-    plan: Plan
-    a: Operand
-    b: Operand
-    pipeline: Pipeline
-    biases: tuple[Source, ...]
-    residual: Any
-    results: tuple[Any, ...]
-    out_smem: Any
-    others: dict[str, Any]
-    mailbox: list[Any]
-    cluster: Any
-    clusters: Any
-    rank: Any
-    warpgroup: Any
-    tiles: Any
-
-    def origin(self, tile: Any) -> tuple[Any, Any, Any]:
-        """Product, first row and first column of this CTA's `tile`-th tile."""
-        s, t = self.plan.s, self.plan.t
-        number, grid = self.cluster + tile * self.clusters, (t.grid_m, t.grid_n)
-        product, row, column = planar_snake(number, grid, s.grid_minor_dim, s.grid_tile_width)
-        row = 2 * row + self.rank if s.cluster == "m" else row
-        column = 2 * column + self.rank if s.cluster == "n" else column
-        return product, row * s.tile_m, column * s.tile_n
-
-
-def kernel(problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None) -> Callable[..., None]:
-    """The kernel, from its arrays in device memory: operands, and results or the accumulators of splits of k."""
     launch = plan(problem, schedule, gate)
     p, s, t, types = launch.p, launch.s, launch.t, scratch(launch)
 
     def matmul(*arrays: Any) -> None:
         (a, weights, biases, residual), left = sources(problem, gate, arrays)
+        scales, left = (Scales(scaling, *left[:2]), left[2:]) if scaling else (None, left)
         results, mailbox = tuple(left[: len(problem.results())]), left[len(problem.results()) :]
         rows, columns = (weights, (Source(a),)) if s.swap_ab else ((Source(a),), weights)
         cluster, clusters = lax.axis_index("cluster_grid"), lax.axis_size("cluster_grid")
@@ -135,6 +96,7 @@ def kernel(problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None =
                 pipeline=Pipeline(s.stages, launch.groups, others.pop("full"), others.pop("empty")),
                 biases=biases,
                 residual=residual,
+                scales=scales,
                 results=results,
                 out_smem=others.pop("out_smem"),
                 others=others,
@@ -199,45 +161,6 @@ def produce(cta: Cta) -> None:
     pipeline.producer_tail(cta.tiles * t.steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Consumer:
-    """One consumer warpgroup of a CTA.
-
-    Attributes:
-      cta: its CTA.
-      first_row, first_column: of a tile, as wgmma sees it, the first that it computes...
-      first_own: ...and the first column that it finishes.
-      loads: of its epilogue's operands, for each factor.
-    """
-
-    cta: Cta
-    first_row: Any
-    first_column: Any
-    first_own: Any
-    loads: tuple[EpilogueLoads, ...]
-
-    @property
-    def subtile_columns(self) -> int:
-        """Of an epilogue subtile, as wgmma sees them."""
-        return self.cta.plan.out_n if self.cta.plan.s.swap_ab else self.cta.plan.s.epi_tile_n
-
-    @property
-    def subtiles(self) -> list[tuple[int, int]]:
-        """First row and column of each, in what the consumer finishes."""
-        t, out_n = self.cta.plan.t, self.cta.plan.out_n
-        return [(m, n) for m in range(0, t.wg_m, WGMMA_ROWS) for n in range(0, out_n, self.subtile_columns)]
-
-    def corner(self, row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
-        """First row and column of the result of a subtile of the tile at `row` and `column`."""
-        corner = row + self.first_row + m, column + self.first_own + n
-        return corner[::-1] if self.cta.plan.s.swap_ab else corner
-
-    def fetch_residual(self, count: int, product: Any, row: Any, column: Any) -> None:
-        """Asks for the `count`-th subtile."""
-        stage = count % int(self.cta.plan.tiling.epi_stages)
-        self.loads[0].fetch_residual(stage, product, *self.corner(row, column, *self.subtiles[count]))
-
-
 def consume(cta: Cta) -> None:
     """A consumer: main loop and epilogue of all tiles, or in ping-pong of every other one."""
     launch, s, t = cta.plan, cta.plan.s, cta.plan.t
@@ -257,7 +180,7 @@ def consume(cta: Cta) -> None:
     def compute(tile: Any, _: None) -> None:
         if launch.problem.fused:
             prefetch(consumer, tile)
-        accs = main_loop(consumer, tile)
+        accs = main_loop(consumer, tile) if cta.scales is None else (scaled_main_loop(consumer, tile),)
         if reduction:
             smem, transforms = cta.a.smem if launch.larger is launch.a_tile else cta.b.smem, launch.larger.transforms
             accs = tuple(
@@ -286,68 +209,6 @@ def prefetch(consumer: Consumer, tile: Any) -> None:
         loads.fetch_bias(product, row + consumer.first_row if launch.s.swap_ab else column + consumer.first_own)
     for count in range(int(launch.tiling.epi_stages)):
         consumer.fetch_residual(count, product, row, column)
-
-
-def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
-    """Each factor's accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
-    cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
-    pipeline, delay, untiled = cta.pipeline, s.delay_release, cta.plan.tiling.untiled
-    rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
-    whole, count = slice(None), len(cta.plan.factors)
-
-    def stage_of(k_step: Any) -> Any:
-        return pipeline.stage(tile * t.steps + k_step)
-
-    def start(stage: Any, accs: Any) -> Any:
-        """The accumulators to go on with: new ones, or `accs` themselves, references to those in place."""
-        parts = [
-            (
-                cta.a.part(factor, stage, *((whole, rows) if p.transpose_a else (rows, whole))),
-                cta.b.part(factor, stage, *((columns, whole) if p.transpose_b else (whole, columns))),
-            )
-            for factor in range(count)
-        ]
-        pipeline.consumer_wait(tile, stage)
-        if untiled:
-            transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
-            return tuple(
-                untiled_swizzled.wgmma(acc, a, b, cta.a.tile.swizzle, **transposes)
-                for acc, (a, b) in zip(accs, parts, strict=True)
-            )
-        for acc, (a, b) in zip(accs, parts, strict=True):
-            plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
-        return accs
-
-    def release(stage: Any, pending: int) -> None:
-        """Empties a stage when no more than so many steps, all later ones, are `pending`."""
-        plgpu.wgmma_wait(pending * count)
-        pipeline.consumer_release(stage)
-
-    def step(k_step: Any, accs: Any) -> Any:
-        stage = stage_of(k_step)
-        accs = start(stage, accs)
-        release(stage_of(k_step - delay) if delay else stage, delay)
-        return accs
-
-    def in_place(*accs: Any) -> tuple[jax.Array, ...]:
-        for k_step in range(delay):
-            start(stage_of(k_step), accs)
-
-        def step_in_place(k_step: Any, _: None) -> None:
-            step(k_step, accs)
-
-        lax.fori_loop(delay, t.steps, step_in_place, None)
-        for k_step in range(t.steps - delay, t.steps):
-            release(stage_of(k_step), 0)
-        return tuple(acc[...] for acc in accs)
-
-    shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
-    if untiled:  # Each step is waited for: the next step could not see that wgmmas are pending.
-        accs = tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count))
-        accs = lax.fori_loop(0, t.steps, step, accs)
-    else:
-        accs = pl.run_scoped(in_place, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
-    return accs
 
 
 def finish(consumer: Consumer, tile: Any, accs: tuple[jax.Array, ...], factor: int = 0) -> None:

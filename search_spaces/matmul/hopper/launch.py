@@ -33,12 +33,8 @@ JAX 0.10 does not know that layout: there each such array is copied into a padde
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from search_spaces.footprint import Footprint
@@ -50,6 +46,7 @@ from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.space import LEAST_STEP, space
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul.split_k import reduced
 from search_spaces.problem import Arrays
 from search_spaces.space import Columns, Space
 
@@ -86,11 +83,4 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         extents = Tiling(inside, s).extents  # of a split: a and b
         operands = [padded(x, each) for x, each in zip(args, extents, strict=False)]
         results = launched(inside, s, target, operands, posed=p)
-        return p.pack(results) if s.split_k == 1 else _reduce(p, s, results[0], args)
-
-
-def _reduce(p: MatmulProblem, s: HopperSchedule, splits: jax.Array, args: Sequence[jax.Array]) -> Arrays:
-    """The results from the accumulators ``[split_k * batch, m, n]`` of all splits, added in order, rounded once."""
-    splits = splits.reshape(s.split_k, *p.whole.shape)
-    acc = functools.reduce(operator.add, (splits[split] for split in range(s.split_k)))
-    return p.cut(p.apply_epilogue(acc, args).astype(p.whole.dtype))
+        return p.pack(results) if s.split_k == 1 else reduced(p, s.split_k, results[0], args)

@@ -11,6 +11,7 @@ from search_spaces.kernel import Target
 from search_spaces.matmul.hopper.factors import Gate
 from search_spaces.matmul.hopper.kernel import kernel
 from search_spaces.matmul.hopper.plan import plan
+from search_spaces.matmul.hopper.scales import Scaling
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Problem
@@ -24,12 +25,13 @@ def launched(
     *,
     posed: Problem,
     gate: Gate | None = None,
+    scaling: Scaling | None = None,
 ) -> list[jax.Array]:
     """The results ``[..., m, n]``; of splits of k the accumulators of each, and of each factor, along the first axis.
 
     Args:
       problem: what the launch itself computes of `posed`.
-      operands: as they lie in device memory.
+      operands: as they lie in device memory; with a `scaling`, the scales of `a` and of `b` follow them.
 
     Raises:
       ValueError: two CTAs share each tile along k, and there are more tiles than clusters.
@@ -47,7 +49,7 @@ def launched(
     lead = (launch.places,) if launch.places > 1 else ()
     mailboxes = len(launch.factors) * reduction.mailbox(clusters) if reduction else ()
     run = plgpu.kernel(
-        kernel(problem, schedule, gate),
+        kernel(problem, schedule, gate, scaling),
         out_type=(*(jax.ShapeDtypeStruct((*lead, *map(int, each)), dtype) for each in t.c_extents), *mailboxes),
         grid=(clusters,),
         grid_names=("cluster_grid",),

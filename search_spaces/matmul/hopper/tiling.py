@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, TMA_GMEM_ALIGNMENT, TMA_SMEM_ALIGNMENT, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import needs_untiled, swizzled_bytes, tma_extents
@@ -106,19 +105,3 @@ def untiled(p: MatmulProblem) -> bool:
     c_sizes = [jnp.dtype(dtype).itemsize for dtype in (p.whole.dtype, p.residual) if dtype]
     sizes = ((a, itemsize), (b, itemsize), *(((p.m, p.n), size) for size in c_sizes))
     return any(needs_untiled(extents, size) for extents, size in sizes)
-
-
-def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
-    """Product, row and column of a tile by its number, in groups of `width` tiles, every other one backwards.
-
-    The order of `plgpu.planar_snake`, which branches between whole groups and the last one; here extents are static,
-    and a `min` does it. Its lowering also differs between versions of JAX.
-    """
-    rows, columns = grid
-    minors, majors = grid if minor_dim == "m" else grid[::-1]
-    product, number = lax.div(number, rows * columns), lax.rem(number, rows * columns)
-    group, number = lax.div(number, width * majors), lax.rem(number, width * majors)
-    width_here = width if minors % width == 0 else lax.min(width, minors - group * width)
-    major, minor = lax.div(number, width_here), group * width + lax.rem(number, width_here)
-    major = lax.select(lax.rem(group, 2) == 0, major, majors - 1 - major)
-    return (product, minor, major) if minor_dim == "m" else (product, major, minor)

@@ -1,0 +1,126 @@
+"""The main loop of a consumer: the accumulators of a tile, from the steps that the producer loads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from search_spaces.hopper import untiled_swizzled
+from search_spaces.jax_compat import plgpu
+from search_spaces.matmul.hopper.cta import Consumer
+from search_spaces.matmul.hopper.scales import times
+
+
+def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
+    """Each factor's accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
+    cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
+    pipeline, delay, untiled = cta.pipeline, s.delay_release, cta.plan.tiling.untiled
+    rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
+    whole, count = slice(None), len(cta.plan.factors)
+
+    def stage_of(k_step: Any) -> Any:
+        return pipeline.stage(tile * t.steps + k_step)
+
+    def start(stage: Any, accs: Any) -> Any:
+        """The accumulators to go on with: new ones, or `accs` themselves, references to those in place."""
+        parts = [
+            (
+                cta.a.part(factor, stage, *((whole, rows) if p.transpose_a else (rows, whole))),
+                cta.b.part(factor, stage, *((columns, whole) if p.transpose_b else (whole, columns))),
+            )
+            for factor in range(count)
+        ]
+        pipeline.consumer_wait(tile, stage)
+        if untiled:
+            transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
+            return tuple(
+                untiled_swizzled.wgmma(acc, a, b, cta.a.tile.swizzle, **transposes)
+                for acc, (a, b) in zip(accs, parts, strict=True)
+            )
+        for acc, (a, b) in zip(accs, parts, strict=True):
+            plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
+        return accs
+
+    def release(stage: Any, pending: int) -> None:
+        """Empties a stage when no more than so many steps, all later ones, are `pending`."""
+        plgpu.wgmma_wait(pending * count)
+        pipeline.consumer_release(stage)
+
+    def step(k_step: Any, accs: Any) -> Any:
+        stage = stage_of(k_step)
+        accs = start(stage, accs)
+        release(stage_of(k_step - delay) if delay else stage, delay)
+        return accs
+
+    def in_place(*accs: Any) -> tuple[jax.Array, ...]:
+        for k_step in range(delay):
+            start(stage_of(k_step), accs)
+
+        def step_in_place(k_step: Any, _: None) -> None:
+            step(k_step, accs)
+
+        lax.fori_loop(delay, t.steps, step_in_place, None)
+        for k_step in range(t.steps - delay, t.steps):
+            release(stage_of(k_step), 0)
+        return tuple(acc[...] for acc in accs)
+
+    shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
+    if untiled:  # Each step is waited for: the next step could not see that wgmmas are pending.
+        accs = tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count))
+        accs = lax.fori_loop(0, t.steps, step, accs)
+    else:
+        accs = pl.run_scoped(in_place, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
+    return accs
+
+
+def scaled_main_loop(consumer: Consumer, tile: Any) -> jax.Array:
+    """The sums of a tile, or of the consumer's half of it, scaled: a step is a block of k (scales.py).
+
+    While one consumer scales what it has accumulated, the other's wgmmas run.
+    """
+    cta, p, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.t
+    pipeline, untiled, scales = cta.pipeline, cta.plan.tiling.untiled, cta.scales
+    assert scales is not None
+    _, row, column = cta.origin(tile)
+    row, column = row + consumer.first_row, column + consumer.first_column
+    if not scales.scaling.by_steps:
+        (acc,) = main_loop(consumer, tile)
+        return scales.apply(acc, row, column)
+    shape, whole = (t.wg_m, t.wg_n), slice(None)
+    rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
+
+    def multiply(stage: Any) -> jax.Array:
+        a, b = cta.a.part(0, stage, rows, whole), cta.b.part(0, stage, columns, whole)
+        if untiled:
+            zeros = untiled_swizzled.zeros(shape, p.acc_dtype)
+            acc = untiled_swizzled.wgmma(zeros, a, b, cta.a.tile.swizzle, transpose_b=True)
+            plgpu.wgmma_wait(0)
+            return acc
+
+        def in_place(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, a, b.T)
+            return acc[...]
+
+        product: jax.Array = pl.run_scoped(in_place, plgpu.ACC(shape, p.acc_dtype))
+        return product
+
+    def ask(k_step: Any) -> tuple[jax.Array, ...]:
+        return tuple(scales.of_step(row, t.wg_m, column, lax.min(k_step, t.steps - 1)))
+
+    def step(k_step: Any, carried: Any) -> Any:
+        total, factors = carried
+        stage = pipeline.stage(tile * t.steps + k_step)
+        asked = ask(k_step + 1)  # a step ahead, or wgmma would wait for them
+        pipeline.consumer_wait(tile, stage)
+        acc = multiply(stage)
+        pipeline.consumer_release(stage)
+        return total + times(acc, math.prod(factors[1:], start=factors[0]), 0), asked
+
+    start = plgpu.layout_cast(jnp.zeros(shape, p.acc_dtype), plgpu.Layout.WGMMA)
+    total, _ = lax.fori_loop(0, t.steps, step, (start, ask(0)))
+    return scales.apply(total, row, column)

@@ -1,0 +1,118 @@
+"""What a launch of a schedule demands of a TPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.kernel import Target
+from search_spaces.matmul.epilogue import EXPONENTIALS
+from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.problem import nbytes
+from search_spaces.space import Columns, cdiv
+from search_spaces.tpu.vmem import limit_bytes, window_bytes
+
+# Lane operations that come with an exponential of an activation.
+ACTIVATION_OPERATIONS = 17
+# What a launch that wants more than the default asks for, beside half as much again as it needs, for spills. Asked for
+# all there is, libtpu 0.0.50 refused a program that needs 2 MiB: XLA keeps arrays of its own in VMEM (v5e, v6e).
+SPILL_ROOM = 8 * 2**20
+# Blocks of an operand in VMEM: one is loaded while another is multiplied.
+BUFFERS = 2
+
+
+# Bytes that steps of at least 512 x 512 x 256 spill at the least, by chip and by what is multiplied: what libtpu 0.0.50
+# spills of the smallest, rounded down. Of bfloat16 it spills nothing where MXUs are 256 wide.
+LEAST_SPILLS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "TPU v4": {"bfloat16": 64 * 1024, "float32": 64 * 1024},
+        "TPU v5 lite": {"bfloat16": 64 * 1024, "float32": 1024 * 1024},
+        "TPU v5": {"bfloat16": 64 * 1024, "float32": 1024 * 1024},
+        "TPU v6 lite": {"float32": 1024 * 1024},
+        "TPU7x": {"float32": 512 * 1024},
+    }
+)
+
+
+def footprint(p: MatmulProblem, s: Columns, target: Target, factors: int = 1) -> Footprint:
+    """A block is a tile of the grid; of several `factors` each has weights, a bias and accumulators of its own."""
+    rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
+    itemsize, out = jnp.dtype(p.dtype).itemsize, p.whole
+    part_m, part_n, part_k = p.m / rows, p.n / columns, p.k / steps
+    minor_is_n = np.equal(s.grid_minor_dim, "n")
+    results = s.tile_m * s.tile_n
+    exponentials = results * EXPONENTIALS[p.activation]
+    a = Operand(bytes=part_m * part_k * itemsize, axes=(0, 1), name="a")
+    b = Operand(bytes=part_k * part_n * itemsize, axes=(0, 2), name="b")
+    bias = (Operand(bytes=part_n * jnp.dtype(p.bias).itemsize, axes=(0, 2), name="bias"),) if p.bias else ()
+    residual = part_m * part_n * jnp.dtype(p.residual).itemsize if p.residual else 0
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(np.full(len(s), p.batch), rows, columns),
+        step=Phase(loads=(a, *[b] * factors), flops=2.0 * factors * results * s.tile_k),
+        tile=Phase(
+            loads=(
+                *bias * factors,
+                *((Operand(bytes=residual, axes=(0, 1, 2), name="residual"),) if p.residual else ()),
+            ),
+            fp32_ops=ACTIVATION_OPERATIONS * exponentials,
+            mufu_ops=exponentials,
+            bytes_written=part_m * part_n * out.dtype.itemsize,
+        ),
+        onchip_bytes=_vmem_bytes(p, s, target, factors),
+        spill_bytes=_least_spill(p, s, target, steps),
+        onchip_limit_bytes=vmem_limit(p, s, target, factors),
+        steps=steps,
+        minor=np.where(minor_is_n, 2, 1),
+        group=np.where(minor_is_n, columns, rows),
+        axes=("batch", "m", "n"),
+        stages=BUFFERS,
+        persistent=True,
+        # Several results are cut out of one.
+        copied_bytes=2.0 * nbytes(out) if p.split_sizes else 0.0,
+        launches=1 + len(p.columns) if p.split_sizes else 1,
+    )
+
+
+def _vmem_bytes(p: MatmulProblem, s: Columns, target: Target, factors: int) -> Any:
+    """Windows of operands and result, and accumulators.
+
+    The compiler keeps one buffer of a window that is the same in all steps of the grid, and of all windows where cores
+    that divide the grid have one step each; and there are no accumulators where a step takes all of k.
+    """
+    rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
+    one_step = steps == 1
+    one_each = one_step & (p.batch * rows * columns == target.cores)
+
+    def window(tile: tuple[Any, Any], dtype: Any, constant: Any, turned: bool = False) -> Any:
+        buffers = np.where(constant | one_each, 1, BUFFERS)
+        return window_bytes(*(tile[::-1] if turned else tile), dtype, buffers)
+
+    one_row, one_column = (p.batch == 1) & (rows == 1), (p.batch == 1) & (columns == 1)
+    one_tile = one_row & one_column
+    total = window((s.tile_m, s.tile_k), p.dtype, one_row & one_step, p.transpose_a)
+    total = total + factors * window((s.tile_k, s.tile_n), p.dtype, one_column & one_step, p.transpose_b)
+    if p.bias:
+        total = total + factors * window((1, s.tile_n), p.bias, one_column)
+    if p.residual:
+        total = total + window((s.tile_m, s.tile_n), p.residual, one_tile)
+    total = total + window((s.tile_m, s.tile_n), p.whole.dtype, one_tile)
+    accumulators = factors * window_bytes(s.tile_m, s.tile_n, p.acc_dtype)
+    return total + np.where(one_step, 0, accumulators)
+
+
+def vmem_limit(p: MatmulProblem, s: Columns, target: Target, factors: int = 1) -> Any:
+    """Bytes that a launch asks for; 0 is the compiler's default."""
+    needed = _vmem_bytes(p, s, target, factors)
+    return np.minimum(limit_bytes(s.vmem_limit_mib), needed + needed // 2 + SPILL_ROOM)
+
+
+def _least_spill(p: MatmulProblem, s: Columns, target: Target, steps: Any) -> Any:
+    """A lower bound, so that nothing is dropped that the compiler accepts."""
+    large = (s.tile_m >= 512) & (s.tile_n >= 512) & (s.tile_k >= 256) & (steps > 1)
+    return np.where(large, LEAST_SPILLS.get(target.architecture, {}).get(p.dtype, 0), 0)

@@ -1,0 +1,82 @@
+"""The scaled product as users call it: leading axes fold into m; what no problem says goes to XLA."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.operation import Bound, Unbound
+from search_spaces.scaled_matmul.problem import BLOCK, DTYPES, RESULTS, ScaledMatmulProblem
+from search_spaces.space import cdiv
+
+
+def bind(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool = False, out_dtype: Any = "bfloat16"
+) -> Bound[ScaledMatmulProblem] | Unbound:
+    """A call of `scheduler.tuned_scaled_matmul`, whose arguments these are.
+
+    Raises:
+      TypeError, ValueError: operands that do not multiply, a scale of a shape that is none of theirs.
+    """
+    if jnp.ndim(a) < 1 or jnp.ndim(b) != 2 or jnp.shape(a)[-1] != jnp.shape(b)[1 if transpose_b else 0]:
+        raise ValueError(f"a {jnp.shape(a)} and b {jnp.shape(b)} are not [..., k] and [k, n] ({transpose_b=})")
+    lead, k = jnp.shape(a)[:-1], jnp.shape(a)[-1]
+    n = jnp.shape(b)[0 if transpose_b else 1]
+    blocks_k, blocks_n = int(cdiv(k, BLOCK)), int(cdiv(n, BLOCK))
+    blocks = (blocks_n, blocks_k) if transpose_b else (blocks_k, blocks_n)
+    column, row = ((n, 1), (n,)) if transpose_b else ((1, n), (n,))
+    a_scale = _shaped("a_scale", a_scale, {lead: lead, (*lead, 1): lead, (*lead, blocks_k): (*lead, blocks_k)})
+    b_scale = _shaped("b_scale", b_scale, {row: row, column: row, blocks: blocks})
+    if (reason := _unposed(a, b, a_scale, b_scale, out_dtype)) is not None:
+        answer = functools.partial(_formula, a, b, a_scale, b_scale, transpose_b=transpose_b, out_dtype=out_dtype)
+        return Unbound(reason, answer)
+    rows = math.prod(lead)
+    operands = (a.reshape(rows, k), b, a_scale.reshape(rows, *a_scale.shape[len(lead) :]), b_scale)
+    problem = ScaledMatmulProblem.of(*operands, transpose_b=bool(transpose_b), out_dtype=out_dtype)
+    return Bound(problem, operands, lambda out: out.reshape(*lead, n))
+
+
+def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Any:
+    """A scale in the shape in which a problem has it; one number is a number for each row."""
+    if not jnp.shape(scale):
+        return jnp.broadcast_to(scale, next(iter(shapes)))
+    if jnp.shape(scale) not in shapes:
+        wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} has shape {wanted} (blocks of {BLOCK}), or is one number; not {jnp.shape(scale)}")
+    return jnp.reshape(scale, shapes[jnp.shape(scale)])
+
+
+def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any, out_dtype: Any) -> str | None:
+    """Why no problem describes them, in words."""
+    if reason := unposed({"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}):
+        return reason
+    if reason := weakly_typed(a, b):
+        return reason
+    if a.dtype != b.dtype or str(a.dtype) not in DTYPES:
+        return f"a is {a.dtype} and b is {b.dtype}; kernels take two of {', '.join(DTYPES)}"
+    if str(jnp.dtype(out_dtype)) not in RESULTS:
+        return f"out_dtype is {jnp.dtype(out_dtype)}; kernels write {', '.join(RESULTS)}"
+    if wrong := next((s.dtype for s in (a_scale, b_scale) if s.dtype != jnp.float32), None):
+        return f"a scale is {wrong}; kernels take float32"
+    return None
+
+
+def _formula(a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool, out_dtype: Any) -> jax.Array:
+    """Operands times their scales, multiplied: whatever they are."""
+    k, lead = jnp.shape(a)[-1], jnp.ndim(a) - 1
+    wide = jnp.float32
+    scale = jnp.asarray(a_scale, wide)
+    scale = scale[..., None] if scale.ndim == lead else jnp.repeat(scale, BLOCK, axis=-1)[..., :k]
+    left = jnp.asarray(a).astype(wide) * scale
+    scale, (rows, columns) = jnp.asarray(b_scale, wide), jnp.shape(b)
+    if scale.ndim == 1:
+        scale = scale[:, None] if transpose_b else scale
+    else:
+        scale = jnp.repeat(jnp.repeat(scale, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]
+    right = jnp.asarray(b).astype(wide) * scale
+    return jnp.matmul(left, right.T if transpose_b else right).astype(out_dtype)

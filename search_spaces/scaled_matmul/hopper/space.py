@@ -1,0 +1,45 @@
+"""The schedules of a scaled product on Hopper: those of the product whose accumulators can be scaled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from search_spaces.matmul.hopper.scales import Scaling
+from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.space import space as of_product
+from search_spaces.scaled_matmul.problem import BLOCK, ScaledMatmulProblem
+from search_spaces.space import Space
+
+
+def scaling(problem: ScaledMatmulProblem) -> Scaling:
+    """What the kernel makes of the problem's scales."""
+    return Scaling(problem.a_scales, problem.b_scales, BLOCK)
+
+
+def space(problem: ScaledMatmulProblem, cores: int) -> Space[HopperSchedule]:
+    """Those that neither mirror the product nor split k; with scales by blocks, also of one block a step."""
+    product = of_product(problem.product, cores)
+    kept: dict[str, tuple[Any, ...]] = {"swap_ab": (False,), "split_k": (1,), "cluster": ("none", "m", "n")}
+    if not scaling(problem).by_steps:
+        return dataclasses.replace(product, choices={**product.choices, **kept})
+    kept |= {
+        "tile_m": tuple(tile for tile in (128, 64, 256) if tile in product.choices["tile_m"]),
+        "tile_n": tuple(tile for tile in (128, 256, 64) if tile in product.choices["tile_n"]),
+        "tile_k": (BLOCK,),
+        # Each step is waited for, so that consumers take turns by themselves.
+        "consumers": tuple(each for each in product.choices["consumers"] if each != "ping_pong"),
+        "delay_release": (0,),
+    }
+    return dataclasses.replace(
+        product,
+        choices={**product.choices, **kept},
+        rules={
+            **product.rules,
+            f"a consumer's columns have one scale a step, as {BLOCK} do": lambda s: (
+                BLOCK % (s.tile_n // np.where(s.consumers == "cooperative_n", 2, 1)) == 0
+            ),
+        },
+    )

@@ -1,0 +1,41 @@
+"""How a scaled product batches and divides over devices; a derivative is that of XLA's program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.scaled_matmul.problem import ScaledMatmulProblem
+from search_spaces.sharding import Sharding
+
+
+def batch(call: Callable[..., Any], p: ScaledMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int] | None:
+    """Batched rows, with batched scales or one set for all, join the rows; not where `b` or its scales are batched."""
+    a_dim, b_dim, a_scale_dim, b_scale_dim = dims
+    if a_dim is None or b_dim is not None or b_scale_dim is not None:
+        return None
+    a, b, a_scale, b_scale = args
+    size = a.shape[a_dim]
+    a = jnp.moveaxis(a, a_dim, 0)
+    if a_scale_dim is None:
+        a_scale = jnp.broadcast_to(a_scale, (size, *a_scale.shape))
+    else:
+        a_scale = jnp.moveaxis(a_scale, a_scale_dim, 0)
+    many = dataclasses.replace(p, m=size * p.m)
+    out = call(many, a.reshape(size * p.m, p.k), b, a_scale.reshape(size * p.m, *a_scale.shape[2:]), b_scale)
+    return out.reshape(size, p.m, p.n), 0
+
+
+def shard(p: ScaledMatmulProblem) -> Sharding[ScaledMatmulProblem]:
+    """Rows are divided; columns of `b` with scales of their own, too. Blocks of 128 stay on one device."""
+    b = "n k" if p.transpose_b else "k n"
+    blocks = "blocks_n blocks_k" if p.transpose_b else "blocks_k blocks_n"
+    a_scale = "m blocks_k" if p.a_scales == "blocks" else "m"
+    by_rows = p.b_scales == "rows"
+    return Sharding(
+        f"m k, {b}, {a_scale}, {'n' if by_rows else blocks} -> m n", divided=("m", "n") if by_rows else ("m",)
+    )

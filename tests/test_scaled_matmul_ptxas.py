@@ -1,0 +1,52 @@
+"""The scaled product as machine code, without a GPU: schedules that the model prefers, and those that hold the most.
+
+This file as a program writes the PTX of one of them.
+"""
+
+import json
+import sys
+
+import machine_code
+import pytest
+
+pytestmark = machine_code.needed()
+
+LARGE = {"tile_m": 128, "tile_n": 128, "stages": 5, "epi_tile_n": 64}
+CASES = {  # name: the problem, and fields of the schedule that differ from the model's first choice
+    "4096 rows": ({"m": 4096}, {}),
+    "4096 rows, 64 x 128 of each consumer": ({"m": 4096}, LARGE | {"consumers": "cooperative_m"}),
+    "4096 rows, 128 x 64 of each consumer": ({"m": 4096}, LARGE | {"consumers": "cooperative_n"}),
+    "4096 rows, scales of a by rows": ({"m": 4096, "a_scales": "rows"}, LARGE | {"consumers": "cooperative_m"}),
+    "4096 rows, scales by rows": ({"m": 4096, "a_scales": "rows", "b_scales": "rows"}, {}),
+    "64 rows": ({"m": 64}, {}),
+    "1001 rows of 1001 columns, untiled": ({"m": 1001, "n": 1001, "k": 1008}, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_spilled_and_no_product_waits_for_the_one_before(name, tmp_path):
+    said, *_ = machine_code.compiled(__file__, tmp_path, json.dumps(CASES[name]))
+    assert "0 bytes spill stores, 0 bytes spill loads" in said
+    assert "serialized" not in said
+    assert "insufficient registers" not in said
+
+
+def main(case: str) -> None:
+    from scheduler.core import hardware
+    from scheduler.model.cost import CostModel
+    from scheduler.model.pruning import prune
+    from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
+
+    fields, changed = json.loads(case)
+    problem = ScaledMatmulProblem(**{"n": 7168, "k": 2048, "transpose_b": True} | fields)
+    kernel = SCALED_MATMUL.kernel("mosaic_gpu")
+    h200 = hardware.find("NVIDIA H200")
+    first = prune(kernel, problem, h200, CostModel(h200)).candidates()[0].schedule
+    one = kernel.space(problem, h200.target).decode(first | changed)
+    assert not kernel.space(problem, h200.target).broken(one)
+    print(one)
+    machine_code.compile_for_h200(lambda *args: kernel.run(problem, one, h200.target, *args), problem.operands())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
