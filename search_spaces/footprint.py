@@ -55,6 +55,8 @@ class Phase:
       onchip_bytes_read: on-chip bytes that matrix units read; 0 where unknown.
       bytes_written: bytes stored to device memory, ragged edges averaged in.
       transactions: accesses of warps to device memory, and bulk copies; 0 where unknown.
+      iterations: of the code's own loops, one after the other, each as long at least as its chain of dependent
+        instructions; 0 where other threads work meanwhile.
     """
 
     loads: tuple[Operand, ...] = ()
@@ -64,6 +66,7 @@ class Phase:
     onchip_bytes_read: Column | float = 0
     bytes_written: Column | float = 0
     transactions: Column | float = 0
+    iterations: Column | float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +89,8 @@ class Footprint:
       step: what each step of a tile demands.
       tile: what each tile demands beside its steps: operands loaded once, the epilogue, the result.
       onchip_bytes: on-chip memory that one block asks for, exact to the byte.
+      spill_bytes: what the compiler takes beside them for registers that it spills, at the least.
+      onchip_limit_bytes: what the launch asks that a block may have of on-chip memory at most; 0 is the chip's default.
       steps: steps of a tile; the mean over tiles where these differ.
       step_range: steps of the shortest and of the longest tile where tiles differ (causal attention); else None.
       minor: the axis of `grid` that advances first (the others follow from the last to the first)...
@@ -125,6 +130,8 @@ class Footprint:
     group: Column | int = 1
     snake: bool = False
     axes: tuple[str, ...] = ()
+    spill_bytes: Column | float = 0
+    onchip_limit_bytes: Column | int = 0
     stages: Column | int = 1
     consumers: Column | int = 0
     ping_pong: Column | bool = False

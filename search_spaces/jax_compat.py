@@ -62,8 +62,14 @@ def interprets() -> bool:
     return _interprets.get()
 
 
+# From here on Mosaic multiplies float32 on a TPU by three passes of bfloat16, too, and not only by six or one.
+HAS_TPU_BF16_3X = JAX_VERSION >= (0, 11)
+
 # From here on an array on chip may be swizzled without being laid out in tiles.
 HAS_UNTILED_SWIZZLE = JAX_VERSION >= (0, 11)
+
+# From here on Mosaic GPU compiles for GPUs before Hopper: copies by cp.async, warp-level MMA.
+HAS_MMA = JAX_VERSION >= (0, 11, 2)
 
 
 def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

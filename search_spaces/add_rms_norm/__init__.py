@@ -3,6 +3,7 @@
 from search_spaces.add_rms_norm import front_end, recognise, rules
 from search_spaces.add_rms_norm.hopper import HopperAddRmsNorm
 from search_spaces.add_rms_norm.problem import AddRmsNormProblem
+from search_spaces.add_rms_norm.tpu import TpuAddRmsNorm
 from search_spaces.operation import Operation
 from search_spaces.rowwise import rules as of_rows
 from search_spaces.rowwise.interpret import InterpretedRows
@@ -12,7 +13,7 @@ from search_spaces.rowwise.xla import XlaRows
 ADD_RMS_NORM = Operation[AddRmsNormProblem](
     name="add_rms_norm",
     problem=AddRmsNormProblem,
-    kernels=(HopperAddRmsNorm(), InterpretedRows(), XlaRows()),
+    kernels=(HopperAddRmsNorm(), TpuAddRmsNorm(), InterpretedRows(), XlaRows()),
     params=("eps",),
     jvp=rules.jvp,
     batch=of_rows.batch,

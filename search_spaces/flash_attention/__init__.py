@@ -5,6 +5,7 @@ from search_spaces.flash_attention.cudnn import CudnnFlashAttention
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.interpret import InterpretedFlashAttention
 from search_spaces.flash_attention.problem import FlashAttentionProblem
+from search_spaces.flash_attention.tpu import MosaicTpuFlashAttention
 from search_spaces.flash_attention.xla import XlaFlashAttention
 from search_spaces.operation import Operation
 
@@ -15,6 +16,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
         MosaicGpuFlashAttention(),
         MosaicGpuFlashDecoding(),
         CudnnFlashAttention(),
+        MosaicTpuFlashAttention(),
         InterpretedFlashAttention(),
         XlaFlashAttention(),
     ),

@@ -4,13 +4,14 @@ from search_spaces.gated_matmul import front_end, recognise, rules
 from search_spaces.gated_matmul.hopper import MosaicGpuGatedMatmul
 from search_spaces.gated_matmul.interpret import InterpretGatedMatmul
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
+from search_spaces.gated_matmul.tpu import MosaicTpuGatedMatmul
 from search_spaces.gated_matmul.xla import XlaGatedMatmul
 from search_spaces.operation import Operation
 
 GATED_MATMUL = Operation[GatedMatmulProblem](
     name="gated_matmul",
     problem=GatedMatmulProblem,
-    kernels=(MosaicGpuGatedMatmul(), InterpretGatedMatmul(), XlaGatedMatmul()),
+    kernels=(MosaicGpuGatedMatmul(), MosaicTpuGatedMatmul(), InterpretGatedMatmul(), XlaGatedMatmul()),
     jvp=rules.jvp,
     batch=rules.batch,
     front_end=front_end.bind,

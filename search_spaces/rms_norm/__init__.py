@@ -4,6 +4,7 @@ from search_spaces.operation import Operation
 from search_spaces.rms_norm import front_end, recognise
 from search_spaces.rms_norm.hopper import HopperRmsNorm
 from search_spaces.rms_norm.problem import RmsNormProblem
+from search_spaces.rms_norm.tpu import TpuRmsNorm
 from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
@@ -13,7 +14,7 @@ from search_spaces.rowwise.xla import XlaRows
 RMS_NORM = Operation[RmsNormProblem](
     name="rms_norm",
     problem=RmsNormProblem,
-    kernels=(HopperRmsNorm(), InterpretedRows(), XlaRows()),
+    kernels=(HopperRmsNorm(), TpuRmsNorm(), InterpretedRows(), XlaRows()),
     params=("eps",),
     batch=rules.batch,
     front_end=front_end.bind,

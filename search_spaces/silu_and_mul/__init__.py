@@ -7,11 +7,12 @@ from search_spaces.rowwise.xla import XlaRows
 from search_spaces.silu_and_mul import front_end, recognise, rules
 from search_spaces.silu_and_mul.hopper import HopperSiluAndMul
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
+from search_spaces.silu_and_mul.tpu import TpuSiluAndMul
 
 SILU_AND_MUL = Operation[SiluAndMulProblem](
     name="silu_and_mul",
     problem=SiluAndMulProblem,
-    kernels=(HopperSiluAndMul(), InterpretedRows(), XlaRows(SiluAndMulProblem.compute)),
+    kernels=(HopperSiluAndMul(), TpuSiluAndMul(), InterpretedRows(), XlaRows(SiluAndMulProblem.compute)),
     jvp=rules.jvp,
     batch=of_rows.batch,
     front_end=front_end.bind,

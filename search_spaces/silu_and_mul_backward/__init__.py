@@ -6,11 +6,12 @@ from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
 from search_spaces.silu_and_mul_backward.hopper import HopperSiluAndMulBackward
 from search_spaces.silu_and_mul_backward.problem import SiluAndMulBackwardProblem
+from search_spaces.silu_and_mul_backward.tpu import TpuSiluAndMulBackward
 
 SILU_AND_MUL_BACKWARD = Operation[SiluAndMulBackwardProblem](
     name="silu_and_mul_backward",
     problem=SiluAndMulBackwardProblem,
-    kernels=(HopperSiluAndMulBackward(), InterpretedRows(), XlaRows()),
+    kernels=(HopperSiluAndMulBackward(), TpuSiluAndMulBackward(), InterpretedRows(), XlaRows()),
     batch=rules.batch,
     shard=rules.shard,
 )

@@ -9,12 +9,13 @@ from search_spaces.rowwise.xla import XlaRows
 from search_spaces.softmax import front_end, recognise
 from search_spaces.softmax.hopper import HopperSoftmax
 from search_spaces.softmax.problem import SoftmaxProblem
+from search_spaces.softmax.tpu import TpuSoftmax
 
 # Derivatives are those of the library kernel: XLA's, of the formula.
 SOFTMAX = Operation[SoftmaxProblem](
     name="softmax",
     problem=SoftmaxProblem,
-    kernels=(HopperSoftmax(), InterpretedRows(), XlaRows(jax.nn.softmax)),
+    kernels=(HopperSoftmax(), TpuSoftmax(), InterpretedRows(), XlaRows(jax.nn.softmax)),
     batch=rules.batch,
     front_end=front_end.bind,
     recognise=recognise.recognise,

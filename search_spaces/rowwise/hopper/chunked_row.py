@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.cluster_reduction import CLUSTER_RANK, PartialsBuffer
-from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.register_resident import COMPILER_PARAMS
 from search_spaces.rowwise.hopper.row_ends import End, RowStart
 from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
+from search_spaces.rowwise.reduction import Reduction, Statistics
 
 Plan = TypeVar("Plan", bound=RowPartition)
 

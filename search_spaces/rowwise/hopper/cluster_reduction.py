@@ -17,8 +17,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
 from search_spaces.hopper.limits import SMEM_ALIGNMENT, WARP, WARPS
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu, store
-from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.thread_layout import AllWarps, tiled
+from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 CLUSTER_RANK = "cluster_rank"  # the axis of CTAs in a cluster

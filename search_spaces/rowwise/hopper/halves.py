@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,6 +13,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import plgpu
 from search_spaces.kernel import Kernel, Target
+from search_spaces.rowwise.halves import HalvesFormula
 from search_spaces.rowwise.hopper.accesses import coalescing, vectors
 from search_spaces.rowwise.hopper.kernel import refusal
 from search_spaces.rowwise.hopper.register_resident import COMPILER_PARAMS
@@ -43,25 +43,16 @@ class SiluSchedule:
     rows: int
 
 
-class HopperHalves(Kernel[P, SiluSchedule], Generic[P]):
-    """A formula of elements that lie at one place of several halves.
+class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
+    """A formula of elements that lie at one place of several halves, on Hopper.
 
     Attributes:
-      read: the halves that are loaded, in the order of `compute`: the operand's number, and whether it is the second
-        half of its rows; an operand as wide as the problem's columns has a first one only.
-      written: likewise of the only result.
       fp32_ops: FP32 operations of an element; `mufu_ops`: of the special function units.
     """
 
     backend = "mosaic_gpu"
-    read: ClassVar[tuple[tuple[int, bool], ...]]
-    written: ClassVar[tuple[bool, ...]]
     fp32_ops: ClassVar[int]
     mufu_ops: ClassVar[int] = 2  # an exponential and a reciprocal
-
-    @abc.abstractmethod
-    def compute(self, *halves: jax.Array) -> tuple[jax.Array, ...]:
-        """What is written, of what is read, in float32."""
 
     def supports(self, problem: P, target: Target) -> str | None:
         return refusal(problem, target)

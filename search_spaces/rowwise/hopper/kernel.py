@@ -1,4 +1,7 @@
-"""Row-wise reductions on Hopper as a kernel: supports, space, footprint and run for any formula."""
+"""Row-wise reductions as a kernel: supports, space, footprint and run for any formula.
+
+On the chips before Hopper rows are in registers alone: the other residencies take TMA.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,26 @@ from search_spaces.footprint import Footprint
 from search_spaces.hopper.limits import MAX_INDEX, WARP, WARPGROUP, WARPS
 from search_spaces.hopper.operands import not_hopper
 from search_spaces.kernel import Kernel, Target
+from search_spaces.mma.architectures import not_before_hopper
 from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
-from search_spaces.rowwise.hopper.reduction import Reduction
-from search_spaces.rowwise.hopper.register_resident import RegisterResident, register_resident
+from search_spaces.rowwise.hopper.register_resident import (
+    MOST_ELEMENTS_BEFORE_HOPPER,
+    RegisterResident,
+    register_resident,
+)
 from search_spaces.rowwise.hopper.schedule import RowSchedule
 from search_spaces.rowwise.hopper.smem_resident import SmemResident, smem_resident
 from search_spaces.rowwise.hopper.space import space
 from search_spaces.rowwise.problem import RowProblem
+from search_spaces.rowwise.reduction import Reduction
 from search_spaces.space import Columns, Space
 
 P = TypeVar("P", bound=RowProblem)
 
 
 class HopperRows(Kernel[P, RowSchedule], Generic[P]):
-    """One reduction a row, on Hopper, whose results are rows: those of each element, and the row itself if it is one.
+    """One reduction a row, whose results are rows: those of each element, and the row itself if it is one.
 
     Attributes:
       costs: of one element.
@@ -42,7 +50,10 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
         """The formula."""
 
     def supports(self, problem: P, target: Target) -> str | None:
-        return refusal(problem, target)
+        most = MOST_ELEMENTS_BEFORE_HOPPER * WARPGROUP
+        if (reason := refusal(problem, target)) is None and not_hopper(target) and problem.columns > most:
+            return f"keeps rows of {most} elements at most in registers, not of {problem.columns}, without TMA"
+        return reason
 
     def space(self, problem: P, target: Target) -> Space[RowSchedule]:
         return space(problem, target)
@@ -67,7 +78,7 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
 
 def refusal(p: RowProblem, target: Target) -> str | None:
     """Why the row kernels of this architecture cannot do `p`, or None."""
-    if reason := not_hopper(target):
+    if not_hopper(target) and (reason := not_before_hopper(target, frozenset({"sm_90"}))):
         return reason
     if p.columns < (WARP if p.rows >= WARPS else WARPGROUP):
         return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"

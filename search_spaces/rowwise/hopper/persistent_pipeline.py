@@ -39,9 +39,9 @@ from search_spaces.hopper.limits import BARRIER_BYTES, MAX_CLUSTER, SMEM_ALIGNME
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.chunked_row import Cta, launch
-from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
+from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 BUFFERS = 2  # of partials: a CTA may be a row ahead of the others of its cluster, and no further.

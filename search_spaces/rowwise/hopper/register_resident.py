@@ -12,14 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.jax_compat import plgpu
-from search_spaces.rowwise.hopper.reduction import Reduction
 from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
+from search_spaces.rowwise.reduction import Reduction
 
 # Exponentials by the hardware's unit. What warps exchange goes through barriers that are written out, so stores need
 # none of their own.
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
 )
+
+# Elements of a row that a thread has at most: as many as it has registers. Where no other residency takes longer rows,
+# a search should meet none that spill: one of 153 does, and norms of sums of 96 take all registers (ptxas, sm_80).
+MOST_ELEMENTS = 256
+MOST_ELEMENTS_BEFORE_HOPPER = 96
 
 
 @dataclasses.dataclass(frozen=True)

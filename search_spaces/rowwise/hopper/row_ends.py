@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
+from search_spaces.rowwise.reduction import Reduction, Statistics
 
 LAYOUT = ThreadLayout(warps=1, vector=1)
 ELEMENTS = LAYOUT.rows * LAYOUT.columns  # of a fragment: one for each thread of a warpgroup

@@ -14,9 +14,9 @@ from jax import lax
 
 from search_spaces.hopper.limits import WARP, WARPS
 from search_spaces.rowwise.hopper.cluster_reduction import CLUSTER_RANK, PartialsBuffer
-from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_ends import End, RowEnds, RowStart
 from search_spaces.rowwise.hopper.thread_layout import ChunkLayout, ThreadLayout
+from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 

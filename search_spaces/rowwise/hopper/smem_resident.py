@@ -27,10 +27,10 @@ from jax.experimental import pallas as pl
 from search_spaces.hopper.limits import BARRIER_BYTES, SMEM_ALIGNMENT, WARPS
 from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.chunked_row import Cta, launch
-from search_spaces.rowwise.hopper.reduction import Reduction, Statistics
 from search_spaces.rowwise.hopper.row_ends import RowStart
 from search_spaces.rowwise.hopper.row_partition import RowPartition, Scratch
 from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
+from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
 

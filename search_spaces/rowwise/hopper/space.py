@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from search_spaces.hopper.limits import ACCESS_BYTES, MAX_BARRIERS, WARP, WARPGROUP
+from search_spaces.hopper.operands import not_hopper
 from search_spaces.kernel import Target
 from search_spaces.rowwise.hopper.accesses import vectors
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline
-from search_spaces.rowwise.hopper.register_resident import RegisterResident
+from search_spaces.rowwise.hopper.register_resident import MOST_ELEMENTS, MOST_ELEMENTS_BEFORE_HOPPER, RegisterResident
 from search_spaces.rowwise.hopper.schedule import RowSchedule
 from search_spaces.rowwise.hopper.smem_resident import SmemResident
 from search_spaces.rowwise.problem import RowProblem
@@ -35,11 +36,16 @@ class Residency:
 
 
 def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
-    """The space of all three; which figures the rules give for reasons is in docs/experiments.md."""
+    """The space of all three; which figures the rules give for reasons is in docs/experiments.md.
+
+    That of rows in registers alone where there is no TMA.
+    """
     vector = tuple(dict.fromkeys((ACCESS_BYTES // p.itemsize, *vectors(p))))
+    if not_hopper(target):
+        return union({"registers": _registers(p, target.cores, vector, MOST_ELEMENTS_BEFORE_HOPPER)})
     return union(
         {
-            "registers": _registers(p, target.cores, vector),
+            "registers": _registers(p, target.cores, vector, MOST_ELEMENTS),
             "smem": _smem(p, vector),
             "pipeline": _pipeline(p, vector),
         }
@@ -89,7 +95,7 @@ def _for_residency(residency: str, rule: Rule) -> Rule:
     return obeyed
 
 
-def _registers(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
+def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) -> Residency:
     def plan(s: Any) -> RegisterResident:
         return RegisterResident.of(p.columns, s)
 
@@ -100,7 +106,7 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...]) -> Residency:
                 (plan(s).layout.columns <= p.columns) & (plan(s).block_rows <= p.rows)
             ),
             "more rows a block leave cores idle": lambda s: (s.rows == 1) | (p.rows >= plan(s).block_rows * cores),
-            "a thread has a few hundred elements in registers at most": lambda s: plan(s).elements <= 256,
+            "a thread has a few hundred elements in registers at most": lambda s: plan(s).elements <= most,
             "register-resident rows start at multiples of an access": lambda s: p.columns % s.vector == 0,
         },
     )

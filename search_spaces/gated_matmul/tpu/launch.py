@@ -1,0 +1,89 @@
+"""The gated product on TPUs: what it supports, and how one is launched.
+
+The kernel is that of the matrix product (search_spaces/matmul/tpu) with two factors: each step multiplies a block of
+`x` by one of each factor's weights, and what finishes a tile multiplies both results in float32.
+
+**Joined weights** are read where they lie if the second factor's begin with a tile; else each half is copied into an
+array of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.footprint import Footprint
+from search_spaces.gated_matmul.problem import GatedMatmulProblem
+from search_spaces.kernel import Kernel, Target
+from search_spaces.matmul.tpu.dtypes import unsupported
+from search_spaces.matmul.tpu.footprint import footprint, vmem_limit
+from search_spaces.matmul.tpu.kernel import Factor, launched
+from search_spaces.matmul.tpu.schedule import TpuSchedule
+from search_spaces.matmul.tpu.space import space
+from search_spaces.space import Columns, Space
+from search_spaces.tpu.vmem import LANES
+
+
+class MosaicTpuGatedMatmul(Kernel[GatedMatmulProblem, TpuSchedule]):
+    backend = "mosaic_tpu"
+    version = 1
+
+    def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
+        return unsupported(target, problem.dtype, *filter(None, (problem.bias,)))
+
+    def space(self, problem: GatedMatmulProblem, target: Target) -> Space[TpuSchedule]:
+        return space(problem.gate, factors=2)
+
+    def footprint(self, problem: GatedMatmulProblem, schedules: Columns, target: Target) -> Footprint:
+        p, s = problem, schedules
+        found = footprint(p.gate, s, target, factors=2)
+        names = iter(("x", "gate", "up"))
+        halves = 2 * p.n * (p.k * jnp.dtype(p.dtype).itemsize + (jnp.dtype(p.bias).itemsize if p.bias else 0))
+        copied = np.where(read_joined(p, s) | p.pair, 0, 2 * halves)
+        return dataclasses.replace(
+            found,
+            step=dataclasses.replace(
+                found.step, loads=tuple(dataclasses.replace(load, name=next(names)) for load in found.step.loads)
+            ),
+            tile=dataclasses.replace(
+                found.tile,
+                loads=tuple(
+                    dataclasses.replace(load, name=name)
+                    for load, name in zip(found.tile.loads, ("bias", "up bias"), strict=False)
+                ),
+                fp32_ops=found.tile.fp32_ops + s.tile_m * s.tile_n,
+            ),
+            copied_bytes=copied,
+            launches=1 + np.where(copied > 0, 2 + 2 * bool(p.bias), 0),
+        )
+
+    def run(
+        self, problem: GatedMatmulProblem, schedule: TpuSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        p, s = problem, schedule
+        where_they_lie = not p.pair and bool(read_joined(p, s))
+        x, weights, biases = p.named(args) if where_they_lie else p.apart(args)
+        if where_they_lie:
+            weights, biases = weights * 2, biases * 2
+        first = (0, p.n // s.tile_n if where_they_lie else 0)
+        rows = [b[None, None] for b in biases] or [None, None]
+        factors = [Factor(w[None], b, at) for w, b, at in zip(weights, rows, first, strict=True)]
+
+        def finish(accs: Sequence[jax.Array], biases: Sequence[Any], residual: Any) -> jax.Array:
+            return p.gated(accs, biases)
+
+        limit = int(vmem_limit(p.gate, Columns.of([s]), target, factors=2)[0])
+        return launched(p.gate, s, x[None], factors, None, finish, name="gated_matmul", vmem_limit_bytes=limit)[0]
+
+
+def read_joined(p: GatedMatmulProblem, s: Any) -> Any:
+    """Whether the second half of joined weights and biases begins with a tile, for one schedule or many.
+
+    A tile of all columns that are no whole lanes would be neither a multiple of these nor the whole of such an array.
+    """
+    return np.equal(p.n % s.tile_n, 0) & np.equal(s.tile_n % LANES, 0)

@@ -1,0 +1,218 @@
+"""Rows in chunks: those that one window does not hold, reduced chunk by chunk and computed when all have been seen.
+
+With a scratch array for a block's rows a step of the grid computes a chunk of one block and takes in the same chunk of
+the next into its place, so that loads and stores are under way all the time and each element moves once. Without, the
+chunks of a block come twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from search_spaces.rowwise.reduction import Reduction
+from search_spaces.rowwise.tpu.row_loop import Place, RowLoop, over_rows
+from search_spaces.rowwise.tpu.schedule import RowSchedule
+from search_spaces.tpu.vmem import limit_or_none
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkGrid:
+    """Which chunks a step of the grid takes in, and which it computes.
+
+    Attributes:
+      blocks: of rows.
+      chunks: of each.
+      keeps: whether a scratch array keeps the rows of a block: a step then does both.
+      cores: that may share the blocks.
+    """
+
+    blocks: int
+    chunks: int
+    keeps: bool
+    cores: int
+
+    @property
+    def each(self) -> int:
+        """Blocks of a core; the last one may have fewer."""
+        return pl.cdiv(self.blocks, min(self.cores, self.blocks))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        if self.keeps:
+            return pl.cdiv(self.blocks, self.each), self.each + 1, self.chunks
+        return self.blocks, 2, self.chunks
+
+    def _of_core(self, core: Any) -> Any:
+        """Blocks of this one."""
+        return jnp.minimum(self.each, self.blocks - core * self.each)
+
+    def takes_in(self, outer: Any, step: Any) -> Any:
+        return step < (self._of_core(outer) if self.keeps else 1)
+
+    def computes(self, outer: Any, step: Any) -> Any:
+        return (step > 0) & (step <= self._of_core(outer)) if self.keeps else step > 0
+
+    # Where a step has nothing to take in or to compute, the window stays at the chunk where it was or will be.
+    def source(self, outer: Any, step: Any, chunk: Any) -> tuple[Any, Any]:
+        """The chunk that operands bring."""
+        if not self.keeps:
+            return outer, chunk
+        block = outer * self.each + jnp.minimum(step, self._of_core(outer) - 1)
+        return block, jnp.where(self.takes_in(outer, step), chunk, self.chunks - 1)
+
+    def target(self, outer: Any, step: Any, chunk: Any) -> tuple[Any, Any]:
+        """The chunk of results."""
+        if not self.keeps:
+            return outer, jnp.where(step > 0, chunk, 0)
+        last = self._of_core(outer)
+        block = outer * self.each + jnp.clip(step - 1, 0, last - 1)
+        return block, jnp.where(step == 0, 0, jnp.where(step > last, self.chunks - 1, chunk))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """What a step of the grid works with: windows, and what stays in VMEM from step to step.
+
+    Attributes:
+      chunk: which of the row's chunks the windows have.
+      row: the window of the row itself, where that is a result.
+      running: statistics of the chunks so far; `seen`: those of whole rows.
+      kept: their chunks; None where these come again.
+    """
+
+    reduction: Reduction
+    step_rows: int
+    chunk: Any
+    operands: Sequence[Any]
+    weight: Any | None
+    out: Any
+    row: Any | None
+    running: Sequence[Any]
+    seen: Sequence[Any]
+    kept: Any | None
+
+    def start(self) -> None:
+        for ref, value in zip(self.running, self.reduction.init, strict=True):
+            ref[...] = jnp.full_like(ref, value)
+
+    def take_in(self, loop: RowLoop, at: Any) -> None:
+        """Adds some rows of the chunk to their statistics."""
+
+        def read(place: Place) -> jax.Array:
+            there = (at, pl.ds(*place))
+            taken = self._fragment(there)
+            if self.kept is not None:
+                self.kept[(self.chunk, *there)] = taken
+            return taken.astype(jnp.float32)
+
+        found = loop.statistics(self.reduction, self.step_rows, read)
+        before = tuple(ref[at, :] for ref in self.running)
+        for ref, value in zip(self.running, self.reduction.combine(before, found), strict=True):
+            ref[at, :] = value
+
+    def end(self) -> None:
+        """The chunk was the last: what is known of its rows stays while the next ones are taken in."""
+        if self.kept is not None:
+            for done, ref in zip(self.seen, self.running, strict=True):
+                done[...] = ref[...]
+
+    def compute(self, loop: RowLoop, at: Any) -> None:
+        """The results of some rows of the chunk."""
+        final = self.reduction.finalize(tuple(ref[at, :] for ref in self.seen))
+
+        def write(place: Place) -> None:
+            there = (at, pl.ds(*place))
+            fragment = self._fragment(there) if self.kept is None else self.kept[(self.chunk, *there)]
+            weight = None if self.weight is None else self.weight[:, pl.ds(*place)]
+            self.out[there] = self.reduction.apply(fragment.astype(jnp.float32), weight, final).astype(self.out.dtype)
+            if self.row is not None:
+                self.row[there] = fragment
+
+        loop.apply(write)
+
+    def _fragment(self, there: Any) -> jax.Array:
+        return self.reduction.prologue(*(ref[there] for ref in self.operands))
+
+
+def chunked_rows(
+    reduction: Reduction,
+    s: RowSchedule,
+    cores: int,
+    results: Sequence[jax.ShapeDtypeStruct],
+    by_row: Sequence[jax.Array],
+    shared: Sequence[jax.Array],
+    name: str,
+) -> Sequence[jax.Array]:
+    """All results, of operands that are rows and of ``float32[1, columns]`` that all rows share."""
+    rows, columns = by_row[0].shape
+    blocks, keeps = pl.cdiv(rows, s.rows), s.residency == "scratch"
+    over = ChunkGrid(blocks, pl.cdiv(columns, s.columns), keeps, cores)
+    loop = RowLoop(s.columns, s.lanes, s.fragments)
+    last = RowLoop(columns - (over.chunks - 1) * s.columns, s.lanes, s.fragments)
+    count = len(reduction.init)
+
+    def kernel(*refs: Any) -> None:
+        operands, refs = refs[: len(by_row)], refs[len(by_row) :]
+        weights, refs = refs[: len(shared)], refs[len(shared) :]
+        (out, *row), scratch = refs[: len(results)], refs[len(results) :]
+        outer, step, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        block = _Block(
+            reduction,
+            s.step_rows,
+            chunk,
+            operands,
+            weights[0] if weights else None,
+            out,
+            row[0] if row else None,
+            running=scratch[:count],
+            seen=scratch[count : 2 * count] if keeps else scratch[:count],
+            kept=scratch[-1] if keeps else None,
+        )
+        takes_in = over.takes_in(outer, step)
+
+        # Before the same chunk of the next block takes its place.
+        @pl.when(over.computes(outer, step))
+        def _() -> None:
+            over_rows(s.rows, s.step_rows, lambda at: block.compute(loop, at))
+
+        @pl.when(takes_in & (chunk == 0))
+        def _() -> None:
+            block.start()
+
+        @pl.when(takes_in & (chunk < over.chunks - 1))
+        def _() -> None:
+            over_rows(s.rows, s.step_rows, lambda at: block.take_in(loop, at))
+
+        @pl.when(takes_in & (chunk == over.chunks - 1))
+        def _() -> None:
+            over_rows(s.rows, s.step_rows, lambda at: block.take_in(last, at))
+            block.end()
+
+    def chunks_of(index: Callable[..., tuple[Any, Any]]) -> pl.BlockSpec:
+        return pl.BlockSpec((s.rows, s.columns), index)
+
+    weight = pl.BlockSpec((1, s.columns), lambda *at: (0, over.target(*at)[1]))
+    statistics = [pltpu.VMEM((s.rows, 1), jnp.float32)] * (count * (2 if keeps else 1))
+    kept = [pltpu.VMEM((over.chunks, s.rows, s.columns), by_row[0].dtype)] if keeps else []
+    call = pl.pallas_call(
+        kernel,
+        grid=over.grid,
+        in_specs=[*(chunks_of(over.source) for _ in by_row), *(weight for _ in shared)],
+        out_specs=[chunks_of(over.target) for _ in results],
+        out_shape=list(results),
+        scratch_shapes=[*statistics, *kept],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=limit_or_none(s.vmem_limit_mib),
+        ),
+        name=name,
+    )
+    made: Sequence[jax.Array] = call(*by_row, *shared)
+    return made

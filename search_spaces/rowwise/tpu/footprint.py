@@ -1,0 +1,132 @@
+"""What one launch of each schedule of a row-wise kernel demands of a TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from search_spaces.footprint import Footprint, Operand, Phase
+from search_spaces.kernel import Target
+from search_spaces.problem import nbytes
+from search_spaces.rowwise.problem import RowProblem
+from search_spaces.space import Column, Columns, cdiv, round_up
+from search_spaces.tpu.vmem import ALLOCATION_BYTES, LANES, SUBLANES, limit_bytes
+
+# Of a block and the next, or the one before.
+BUFFERS = 2
+# Chips that have no load of one sublane into all: the compiler gives each such load in its code a register's temporary.
+REPLICATING = frozenset({"TPU v4"})
+REGISTER_BYTES = SUBLANES * LANES * 4
+# Chips that unpack arrays of two-byte types of at most four rows, whose tiles are smaller, by way of memory.
+UNPACKING = frozenset({"TPU v4", "TPU v5 lite", "TPU v5"})
+UNPACKED_BYTES = 9 * REGISTER_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementCosts:
+    """What the formula costs for one element: operations of vector lanes, and exponentials and the like."""
+
+    fp32_ops: float
+    mufu_ops: float
+
+
+def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int, target: Target) -> Footprint:
+    """That of kernels that reduce a row, by a formula with so many statistics."""
+    window, keeps = s.residency == "window", s.residency == "scratch"
+    blocks, chunks = cdiv(p.rows, s.rows), cdiv(p.columns, s.columns)
+    arrays, itemsize = len(p.row_operands) + len(p.results()), p.itemsize
+    _, shared = p.apart(p.operands())
+    # A window whose block never changes has one buffer.
+    buffers = np.where(blocks * chunks > 1, BUFFERS, 1)
+    weight_buffers = np.where(chunks > 1, BUFFERS, 1)
+    onchip: Any = arrays * buffers * rows_bytes(s.rows, s.columns, itemsize)
+    onchip = onchip + len(shared) * weight_buffers * row_bytes(s.columns)
+    onchip = onchip + keeps * chunks * rows_bytes(s.rows, s.columns, itemsize)
+    onchip = onchip + np.where(window, 0, 1 + keeps) * statistics * rows_bytes(s.rows, 1, 4)
+    if shared and target.architecture in REPLICATING:
+        onchip = onchip + REGISTER_BYTES * _registers_in_code(s)
+    onchip = onchip + _unpacked_bytes(p, target)
+    block_bytes = p.rows / blocks * p.columns / chunks * itemsize
+    elements = round_up(s.rows, SUBLANES) * round_up(s.columns, LANES)
+    loads = np.where(s.residency == "reread", 2, 1)
+    # A grid of chunks in a scratch array has a round more than blocks: it loads the first and computes nothing.
+    rounds = np.where(keeps, (blocks + np.minimum(target.cores, blocks)) / blocks, 1.0)
+    # One loop reduces the rows of a step, another computes their results.
+    iterations = cdiv(s.rows, s.step_rows) * 2 * cdiv(s.columns, s.lanes * s.fragments)
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(blocks, chunks),
+        minor=1,
+        group=chunks,
+        axes=("rows", "chunks of a row"),
+        step=Phase(
+            loads=(
+                *(Operand(bytes=loads * block_bytes, axes=(0, 1), name=name) for name in p.row_operands),
+                *(Operand(bytes=nbytes(x) / chunks, axes=(1,), name="weight") for x in shared),
+            ),
+            flops=p.flops / p.rows * s.rows / chunks,
+            fp32_ops=costs.fp32_ops * elements * rounds,
+            mufu_ops=costs.mufu_ops * elements * rounds,
+            iterations=iterations * rounds,
+        ),
+        tile=Phase(bytes_written=len(p.results()) * block_bytes),
+        onchip_bytes=np.asarray(onchip, dtype=np.int64),
+        onchip_limit_bytes=limit_bytes(s.vmem_limit_mib),
+        stages=BUFFERS,
+        persistent=True,
+        launches=1 + len(shared),
+    )
+
+
+def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Target) -> Footprint:
+    """That of kernels of rows of halves, of which a block has all columns."""
+    blocks = cdiv(p.rows, s.rows)
+    arrays = (*p.operands(), *p.results())
+    buffers = np.where(blocks > 1, BUFFERS, 1)
+    onchip = sum(buffers * rows_bytes(s.rows, x.shape[-1], p.itemsize) for x in arrays) + _unpacked_bytes(p, target)
+    elements = round_up(s.rows, SUBLANES) * round_up(p.columns, LANES)
+    return Footprint(
+        arithmetic=p.arithmetic,
+        grid=(blocks,),
+        axes=("rows",),
+        step=Phase(
+            loads=tuple(
+                Operand(bytes=nbytes(x) / blocks, axes=(0,), name=name)
+                for x, name in zip(p.operands(), p.row_operands, strict=True)
+            ),
+            flops=p.flops / p.rows * s.rows,
+            fp32_ops=costs.fp32_ops * elements,
+            mufu_ops=costs.mufu_ops * elements,
+            iterations=cdiv(s.rows, s.step_rows) * cdiv(p.columns, s.lanes),
+        ),
+        tile=Phase(bytes_written=sum(map(nbytes, p.results())) / blocks),
+        onchip_bytes=np.asarray(onchip, dtype=np.int64),
+        onchip_limit_bytes=limit_bytes(s.vmem_limit_mib),
+        stages=BUFFERS,
+        persistent=True,
+    )
+
+
+def rows_bytes(rows: Column | int, columns: Column | int, itemsize: int) -> npt.NDArray[np.int64]:
+    """VMEM of one buffer of so many rows: eight rows of 128 columns are a tile, of narrow types, too."""
+    return np.asarray(round_up(rows, SUBLANES) * round_up(columns, LANES) * itemsize, dtype=np.int64)
+
+
+def row_bytes(columns: Column | int) -> npt.NDArray[np.int64]:
+    """VMEM of one buffer of ``float32[1, columns]``."""
+    return np.asarray(round_up(round_up(columns, LANES) * 4, ALLOCATION_BYTES), dtype=np.int64)
+
+
+def _registers_in_code(s: Columns) -> Column:
+    """Registers of a row that the code of one pass over a block names: of a step of the loop, and of what it leaves."""
+    step = s.lanes * s.fragments
+    left, tail = s.columns % step // s.lanes * s.lanes, s.columns % s.lanes
+    return np.where(s.columns >= step, step, 0) // LANES + left // LANES + cdiv(tail, LANES)
+
+
+def _unpacked_bytes(p: RowProblem, target: Target) -> int:
+    few = p.itemsize == 2 and p.rows <= SUBLANES // 2
+    return UNPACKED_BYTES if few and target.architecture in UNPACKING else 0
