@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from scheduler.matmul import tuned_matmul
     from scheduler.measure.replay import Replay
     from scheduler.norms import tuned_rms_norm
+    from scheduler.scaled_matmul import tuned_scaled_matmul
     from scheduler.store.store import Store
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "tuned_gated_matmul",
     "tuned_matmul",
     "tuned_rms_norm",
+    "tuned_scaled_matmul",
     "tuned_silu_and_mul",
     "tuned_softmax",
 ]
@@ -86,6 +88,7 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
     "tuned_gated_matmul": "scheduler.gated_matmul",
     "tuned_matmul": "scheduler.matmul",
     "tuned_rms_norm": "scheduler.norms",
+    "tuned_scaled_matmul": "scheduler.scaled_matmul",
 }
 
 

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scheduler.core import hardware
+from scheduler.core import hardware as chips
 from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
+from scheduler.measure.runner import RunnerOptions
+from scheduler.prediction.between import answer
 from scheduler.prediction.predict import Answer
-from scheduler.prediction.predict import predict as predict_for
 from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load, run_by
 from search_spaces.operation import Bound, Operation, Unbound
@@ -168,7 +169,7 @@ def target(kind: str) -> Iterator[None]:
     Raises:
       ValueError: no such chip is known; the message names those that are.
     """
-    hardware.find(kind)
+    chips.find(kind)
     with calls.target(kind):
         yield
 
@@ -188,6 +189,7 @@ def tune(
     *,
     store: Store | None = None,
     backends: Backends | None = None,
+    hardware: str = "",
     **search: Any,
 ) -> Record:
     """Searches the best schedule of `problem` on this machine's device, stores it and lets calls use it.
@@ -201,9 +203,11 @@ def tune(
       store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
       search: `force`, `first_error`, `budget`, `seconds`, `seed`, `runner`, `progress`: as in `search.tuner.tune`.
       backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
+      hardware: a chip, by a part of its name; "" is the one that is here. Times of another are what its compiler, which
+        the extra `tpu` installs, estimates (`Record.estimated`).
 
     Raises:
-      ValueError: an unknown operation, field or backend.
+      ValueError: an unknown operation, field, backend or chip.
       TypeError: an argument of another type, with what is wanted.
       NoCandidate, CandidateFailed, WorkerError: as `search.tuner.tune`.
     """
@@ -213,6 +217,9 @@ def tune(
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
+    if hardware:
+        options = search.get("options") or RunnerOptions()
+        search["options"] = dataclasses.replace(options, hardware=chips.find(hardware).kind)
     record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
         warnings.warn(str(lost), RuntimeWarning, stacklevel=2)
@@ -231,12 +238,16 @@ def predict(
 ) -> Answer:
     """The top prediction for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
 
-    What is stored of similar problems on that chip counts; what is stored of this one, and still holds, is the answer.
+    What is stored of similar problems on that chip counts; what is stored of this one, or of a range that it lies in,
+    and still holds, is the answer.
     """
     operation, posed = _named(operation, problem)
-    chip = hardware.detect() if kind is None else hardware.find(kind)
-    records = dispatch.user_cache().records(operation=operation.name, hardware=chip.id)
-    return predict_for(operation, posed, chip, backends=named_backends(operation, backends), records=records)
+    chip = chips.detect() if kind is None else chips.find(kind)
+    cache = dispatch.user_cache()
+    records = cache.records(operation=operation.name, hardware=chip.id)
+    ranges = cache.ranges(operation=operation.name, hardware=chip.id)
+    among = named_backends(operation, backends)
+    return answer(operation, posed, chip, backends=among, records=records, ranges=ranges)
 
 
 def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:

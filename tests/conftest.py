@@ -1,5 +1,6 @@
 """What all tests share: no test reads or writes the user's own cache, and Ctrl-C means what it means at a terminal."""
 
+import importlib.util
 import os
 import signal
 import tempfile
@@ -18,6 +19,11 @@ os.environ["TILE_SCHEDULER_MISSES"] = "off"
 # A shell that starts a command in the background has it ignore SIGINT, and so all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("libtpu") and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("not installed: libtpu (the extra `tpu`)")
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,7 @@ records = st.builds(
     stopped=_names,
     failed=st.lists(st.builds(AllFailed, _names, _counts, _failures, _counts), max_size=2).map(tuple),
     library=st.sampled_from(["xla", "cublas"]),
+    brief=st.booleans(),
 )
 trials = st.builds(Trial, _counts, _names, _counts, _schedules, _measurements | _failures, _times)
 sweeps = st.builds(

@@ -182,7 +182,7 @@ def test_without_ray_the_message_says_what_to_install(monkeypatch):
         (["matmul", "m=8", "n=8", "k=8", "--engine", "ray"], "--engine goes with --job"),
         (["--job", "job.toml", "--engine", "dask"], "--engine is ray"),
         (["--job", "job.toml", "--engine", "ray", "--devices", "all"], "not with --device"),
-        (["--job", "job.toml", "--address", "here:6379"], "--address and --hardware are of a cluster"),
+        (["--job", "job.toml", "--address", "here:6379"], "--address is of a cluster: --engine ray"),
     ],
 )
 def test_words_that_do_not_go_with_a_cluster_are_said(words, complaint, tmp_path, monkeypatch):

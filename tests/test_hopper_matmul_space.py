@@ -12,6 +12,7 @@ from scheduler.measure import replay
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper import tiling
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul.rasterization import planar_snake
 
 FIRST_FIELDS = (
     "tile_m",
@@ -58,7 +59,7 @@ def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem
 def test_planar_snake_visits_every_tile_once_and_turns_to_a_neighbour_between_groups(
     rows, columns, width, grid_minor_dim
 ):
-    visit = jax.vmap(lambda number: tiling.planar_snake(number, (rows, columns), grid_minor_dim, width))
+    visit = jax.vmap(lambda number: planar_snake(number, (rows, columns), grid_minor_dim, width))
     batch, row, column = (np.asarray(x) for x in visit(np.arange(2 * rows * columns, dtype=np.int32)))
     assert sorted(zip(batch, row, column, strict=True)) == list(np.ndindex(2, rows, columns))
     minor, major = (row, column) if grid_minor_dim == "m" else (column, row)

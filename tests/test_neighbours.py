@@ -7,6 +7,7 @@ import pytest
 from invented import H200, NOW, Alone
 
 import scheduler
+from scheduler.core.hardware import identified
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Key, Measurement, Record
 from scheduler.dispatch import dispatch
@@ -127,15 +128,16 @@ def test_a_call_that_nothing_is_stored_for_is_answered_by_the_shipped_records_ne
 def test_a_prediction_says_what_the_problem_s_own_record_says(one):
     operation = load(one.key.operation)
     problem = operation.problem.from_canonical(one.key.problem)
-    told = predict(operation, problem, H200, records=shipped().records(operation=operation.name))
-    if isinstance(held := recheck(operation, problem, H200, one), str):  # neither is it what a call gets
+    chip = identified(one.key.hardware)
+    told = predict(operation, problem, chip, records=shipped().records(operation=operation.name, hardware=chip.id))
+    if isinstance(held := recheck(operation, problem, chip, one), str):  # neither is it what a call gets
         assert "measured on" not in told.reason
         return
     assert (told.backend, dict(told.schedule)) == (held.backend, dict(held.schedule))
     assert told.predicted_s == held.measurement.median_s
     if (library := one.best(frozenset({"xla"}))) is not None:
         assert told.library_s == library.measurement.median_s
-    assert "measured on" in told.reason
+    assert ("not measured, on" if one.estimated else "measured on") in told.reason
 
 
 def test_what_no_longer_holds_is_no_prediction_but_the_neighbours_are():

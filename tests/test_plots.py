@@ -31,7 +31,7 @@ from scheduler.model.cost import CostModel
 from scheduler.model.traffic import block_loads, walk, window
 from scheduler.store.store import shipped
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.matmul.hopper.tiling import planar_snake
+from search_spaces.matmul.rasterization import planar_snake
 from search_spaces.softmax import SOFTMAX
 
 pytestmark = pytest.mark.one_jax
@@ -52,7 +52,7 @@ def recording(text):
 def records():
     store = shipped()
     assert store is not None
-    return list(store.records())
+    return [record for record in store.records() if not record.estimated]
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,10 @@ def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkey
     here = scheduler.Store(str(tmp_path / "cache.db"))
     scheduler.tune("matmul", {"m": 256, "n": 128, "k": 128, "dtype": "float32"}, budget=3, store=here)
     status, said = told("gains", "--out", tmp_path / "g.svg")
-    assert (status, "NVIDIA H200 (132 cores, 140 GiB) has the most records; --hardware names another (cpu" in said) == (
+    assert (
+        status,
+        "NVIDIA H200 (132 cores, 140 GiB) has the most records; --hardware names another (" in said and "cpu (" in said,
+    ) == (
         0,
         True,
     )

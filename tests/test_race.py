@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from scheduler.core.records import Failure, Measurement
-from scheduler.search.final_comparison import TIE, Rival, median_interval, race
+from scheduler.core.records import TIE, Failure, Measurement
+from scheduler.search.final_comparison import Rival, median_interval, race
 
 pytestmark = pytest.mark.one_jax
 

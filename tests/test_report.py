@@ -15,6 +15,7 @@ from scheduler.store.store import shipped
 pytestmark = pytest.mark.one_jax
 
 SHIPPED = list(shipped().records())
+MEASURED = [one for one in SHIPPED if not one.estimated]
 
 
 def timed(*samples_s):
@@ -75,13 +76,16 @@ def test_no_interval_has_a_negative_end(low, more):
 def test_what_is_said_of_a_shipped_record_agrees_with_itself(one):
     told, gain = verdict(one), gain_text(one)
     assert " -" not in " ".join(told)
+    assert ("the compiler's estimates" in told[0]) == one.estimated
+    if one.estimated:
+        told = told[1:]
     if one.winner.backend != "xla" and (xla := one.library_entry) is not None:
         assert ("times as fast as XLA" in told[0]) == gain.endswith("x")
         assert standing(one, xla).ratio > 0.99
     assert one.undecided == ("undecided" in told[-1])
 
 
-@pytest.mark.parametrize("one", SHIPPED, ids=lambda one: str(one.key))
+@pytest.mark.parametrize("one", MEASURED, ids=lambda one: str(one.key))
 def test_the_interval_of_a_run_off_follows_from_the_samples_that_its_record_keeps(one):
     found, sure = standing(one, one.entries[1]), one.confidence
     assert math.isclose(found.low, sure.margin_low, abs_tol=1e-9)

@@ -17,6 +17,7 @@ from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, Fla
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
+from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 from search_spaces.sharding import divide
 from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
 
@@ -30,6 +31,8 @@ PROBLEMS = [
     (MATMUL, MatmulProblem(64, 48, 32, dtype="int8", out_dtype="bfloat16")),
     (GATED_MATMUL, GatedMatmulProblem(64, 48, 32, pair=True, bias="bfloat16")),
     (GATED_MATMUL, GatedMatmulProblem(64, 48, 32, transpose_w=True)),
+    (SCALED_MATMUL, ScaledMatmulProblem(64, 256, 256)),
+    (SCALED_MATMUL, ScaledMatmulProblem(64, 48, 256, transpose_b=True, a_scales="rows", b_scales="rows")),
     (RMS_NORM, RmsNormProblem(24, 64)),
     (SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem(24, 64)),
     (FLASH_ATTENTION, FlashAttentionProblem(4, 16, 16, 8, 2, 64, return_lse=True, kv_lengths=True)),

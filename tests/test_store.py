@@ -217,7 +217,9 @@ def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, req
         import psycopg
 
         with psycopg.connect(url) as connection:
-            connection.execute("DROP TABLE IF EXISTS schedules, trials, leases, constants, misses, schema_version")
+            connection.execute(
+                "DROP TABLE IF EXISTS schedules, trials, leases, constants, misses, ranges, schema_version"
+            )
     with writers(url, 8, 50) as processes:
         for process in processes:
             process.stdin.write("go\n")
@@ -688,7 +690,7 @@ def test_a_database_that_is_shared_with_others_is_ours_by_our_tables_names(postg
     def run(*statements):
         with psycopg.connect(postgres) as connection:
             for statement in (
-                "DROP TABLE IF EXISTS schedules, trials, leases, constants, misses, schema_version",
+                "DROP TABLE IF EXISTS schedules, trials, leases, constants, misses, ranges, schema_version",
                 *statements,
             ):
                 connection.execute(statement)

@@ -11,7 +11,7 @@ from test_cli import ROOT, run
 
 from scheduler.core.records import schedule_text
 from scheduler.store.store import shipped
-from search_spaces import OPERATIONS, load, spelled
+from search_spaces import load, spelled
 
 pytestmark = pytest.mark.one_jax
 
@@ -42,7 +42,8 @@ def test_a_list_of_the_shipped_records_takes_few_lines_each_and_cuts_nothing(wid
         assert set(spelled(record.key.operation, record.key.problem).split()) <= words
         assert record.winner.backend in words
     assert "unconfirmed" not in out
-    assert len(re.findall("stale", out)) <= len(OPERATIONS) + 1
+    headings = {(record.key.operation, record.key.hardware) for record in RECORDS}
+    assert len(re.findall("stale", out)) <= len(headings) + 1
 
 
 def test_a_terminal_without_other_letters_than_ascii_is_printed_to_as_well():
@@ -59,7 +60,7 @@ def test_a_terminal_without_other_letters_than_ascii_is_printed_to_as_well():
 def test_an_account_takes_a_screen_or_two(width):
     out, _ = run("explain", "matmul", *LARGE, "--hardware", "h200")
     assert widest(out) <= width
-    assert len(out.splitlines()) <= 90
+    assert len(out.splitlines()) <= 100
     assert "\n\nWhatever is stored, XLA answers" in out
     explained = json.loads(run("explain", "matmul", *LARGE, "--hardware", "h200", "--json")[0])
     words = set(out.split())

@@ -92,7 +92,11 @@ def test_export_sorts_and_import_restores():
         (("entries", 0, "measurement", "median_s"), "fast", "entries: item 0: measurement: median_s: a finite number"),
         (("entries", 0, "measurement", "median_s"), float("nan"), "a finite number of seconds is wanted, found nan"),
         (("entries", 0, "measurement", "samples_s", 1), True, "samples_s: item 1: a finite number"),
-        (("entries", 0, "measurement", "clock"), "sundial", "clock: one of cupti, wall is wanted, found 'sundial'"),
+        (
+            ("entries", 0, "measurement", "clock"),
+            "sundial",
+            "clock: one of cupti, wall, static is wanted, found 'sundial'",
+        ),
         (("entries", 0, "measurement", "clock"), ["cupti"], "clock: one of cupti, wall"),
         (("entries", 1, "schedule"), {"tile_m": 1.5}, "entries: item 1: schedule: tile_m: an integer, true, false"),
         (("versions",), {"xla": True}, "versions: xla: an integer"),

@@ -56,7 +56,7 @@ def test_pallas_is_all_but_the_library_among_other_names_too(backends):
 def test_wrong_arguments_are_answered_with_what_is_wanted():
     a = jnp.ones((4, 4))
     with pytest.raises(
-        TypeError, match=r"backends=3 is neither a name nor several \(there are: mosaic_gpu, interpret, xla;"
+        TypeError, match=r"backends=3 is neither a name nor several \(there are: mosaic_gpu, .*interpret, xla;"
     ):
         tuned_matmul(a, a, backends=3)
     for budget in ("8", 8.0, True, None):
@@ -210,4 +210,5 @@ def test_a_search_without_time_and_a_path_for_a_store_are_answered_with_what_is_
 def test_a_prediction_expects_no_gain_of_nothing():
     at_4096 = scheduler.predict("matmul", {"m": 4096, "n": 4096, "k": 4097}, kind="h200")
     assert at_4096.backend == "xla"
-    assert at_4096.reason == "the model expects no gain over the library"
+    assert at_4096.reason == f"the model expects a gain over the library with {at_4096.faster:.0%}, and 84% is wanted"
+    assert at_4096.faster < 0.84

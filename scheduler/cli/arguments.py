@@ -14,6 +14,7 @@ from scheduler.core.errors import SchedulerError
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.records import Key, Record
+    from scheduler.search.task import RangeTask, Task
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
@@ -66,6 +67,35 @@ def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Proble
         return operation, operation.problem.parse(field_texts(fields))
     except ValueError as error:
         raise ValueError(f"{operation.name}: {error}") from error
+
+
+def named_task(operation: Operation[Any], fields: Sequence[str], search: Mapping[str, Any]) -> Task | RangeTask:
+    """The problem, or the range of problems, that the words of a command line name, to be searched so.
+
+    Raises:
+      ValueError: they name none.
+    """
+    from scheduler.search import jobs
+
+    try:
+        return jobs.task_of(operation, field_texts(fields), **search)
+    except ValueError as error:
+        raise ValueError(f"{operation.name}: {error}") from error
+
+
+def range_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], str, Problem, Problem] | None:
+    """The operation, the extent and the problems at both ends, where the words name a range; None where they do not."""
+    from scheduler.search.range_text import ends_of, is_range
+    from search_spaces import load
+
+    if not any(is_range(field.partition("=")[2]) for field in fields):
+        return None
+    operation = load(name)
+    try:
+        ends = ends_of(operation, field_texts(fields))
+    except ValueError as error:
+        raise ValueError(f"{operation.name}: {error}") from error
+    return None if ends is None else (operation, *ends)
 
 
 def field_texts(fields: Sequence[str]) -> dict[str, str]:
@@ -121,9 +151,12 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
     from scheduler.core.hardware import CHIPS, named
 
     kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
-    if not named(hardware, kinds):
+    meant = {row.id for row in CHIPS if named(hardware, row.names)}  # by a name that is not the driver's
+    if not meant and not named(hardware, kinds):
         raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
-    return lambda key: operation in (None, key.operation) and bool(named(hardware, [key.hardware]))
+    return lambda key: (
+        operation in (None, key.operation) and (key.hardware in meant or bool(named(hardware, [key.hardware])))
+    )
 
 
 @contextlib.contextmanager

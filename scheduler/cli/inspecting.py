@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from scheduler.cli.arguments import (
     chip_of,
     hardware_here,
     problem_of,
+    range_of,
     usage_errors,
     wanted_by,
 )
@@ -27,6 +28,8 @@ from scheduler.core.errors import NothingToDraw, SchedulerError, StoreError
 if TYPE_CHECKING:
     from scheduler.core.records import Key, Record, Trial
     from scheduler.store.store import Store
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
 
 # For whoever asks about a problem, which a call may not pose.
 _NOT_EVERY_CALL = (
@@ -42,31 +45,36 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List the stored schedules, the user's own and those shipped with this package, and searches cut short."""
-    from scheduler.cli import record_report
+    from scheduler.cli import range_report, record_report
+    from scheduler.core.records import Key
     from scheduler.inspect import provenance
 
-    kept = list(ask_stores(lambda store: (list(store.records()), store.unfinished())))
-    keys = [key for _, (records, cut) in kept for key in (*(record.key for record in records), *cut)]
+    kept = list(ask_stores(lambda store: (list(store.records()), store.unfinished(), store.ranges.all())))
+    keys = [key for _, (records, cut, _) in kept for key in (*(record.key for record in records), *cut)]
     wanted = wanted_by(keys, operation, hardware)
-    rows = [(where, record) for where, (records, _) in kept for record in records if wanted(record.key)]
+    rows = [(where, record) for where, (records, *_) in kept for record in records if wanted(record.key)]
     if as_json:
         print_json([{"where": where, **record_report.record_json(record)} for where, record in rows])
         return
     if rows:
         output(*record_report.records(rows, console_here().width))
-    for where, (_, cut) in kept:
+    for where, (_, _, ranges) in kept:
+        for one in ranges:
+            if wanted(Key(one.operation, one.hardware, one.problem)):
+                output("", f"{one} on {one.hardware}, {where}", *range_report.summary(one))
+    for where, (_, cut, _) in kept:
         for key, trials in cut.items():
             if wanted(key):
                 output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
                 _print_goes_on(key)
     if not any(map(wanted, keys)):
         from scheduler.core import hints
-        from scheduler.inspect import doctor
+        from scheduler.inspect.example import example
         from scheduler.store.store import default_url
         from search_spaces import OPERATIONS, load
 
         op = load(operation if operation in OPERATIONS else OPERATIONS[0])
-        small = doctor.example(op, 256)
+        small = example(op, 256)
         assert small is not None, "of the operations here, all that has no default is an extent"
         with contextlib.suppress(StoreError):  # it was said
             output(f"nothing of that is in {default_url()} or shipped; to search a problem, for example:")
@@ -74,16 +82,21 @@ def list_(
 
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
-    """Show one problem's record on each chip, with its trials, and those of a search that was cut short."""
+    """Show one problem's record on each chip, with its trials, and those of a search that was cut short; or a range."""
     from scheduler.cli import landscape_report, record_report
+    from scheduler.core import hardware as chips
     from scheduler.core import hints
+    from scheduler.core.identity import family_of
     from scheduler.inspect import provenance, verdict
     from scheduler.inspect.case import of_record
     from scheduler.inspect.landscape import landscape
 
     with usage_errors():
+        if (ends := range_of(operation, fields)) is not None:
+            _show_ranges(*ends, hardware, as_json)
+            return
         op, problem = problem_of(operation, fields)
-    command, canonical = hints.tune(op, problem), problem.canonical()
+    canonical = problem.canonical()
 
     def ask(store: Store) -> list[tuple[Key, Record | None, list[Trial], list[Trial]]]:
         cut = store.unfinished(op.name)
@@ -96,7 +109,14 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     found = [row for row in kept if wanted(row[1])]
     if not found:
         on = f" on {hardware}" if hardware else ""
-        raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {command}")
+        for where, ranges in ask_stores(lambda store: store.ranges.all(operation=op.name)):
+            for one in ranges:
+                if canonical != one.problem and one.problem == family_of(problem, one.field):
+                    output(f"{where} has {one} on {one.hardware}; explain says what that answers")
+        chip = None
+        with contextlib.suppress(ValueError):  # of several, or of none in the table
+            chip = chips.find(hardware) if hardware else None
+        raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {hints.tune(op, problem, chip)}")
     if as_json:
         print_json([record_report.kept_json(*row, problem, chip_of(row[1].hardware)) for row in found])
         return
@@ -109,9 +129,41 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
                     output("", *landscape_report.landscape(landscape(case)))
         if cut:
             output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
-            _print_goes_on(key, command)
+            _print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
         if trials:
             output("", *record_report.trials_table(trials, record, console_here().width))
+
+
+def _show_ranges(
+    op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None, as_json: bool
+) -> None:
+    """The ranges of these problems that share a value with this one, with the records at their points."""
+    from scheduler.cli import range_report
+    from scheduler.core.identity import family_of
+    from scheduler.core.ranges import Range
+    from scheduler.core.records import Key
+
+    low, high = getattr(lowest, field), getattr(highest, field)
+
+    def ask(store: Store) -> list[tuple[Range, list[Record | None]]]:
+        of_these = [
+            one
+            for one in store.ranges.all(operation=op.name)
+            if (one.field, one.problem) == (field, family_of(lowest, field)) and low <= one.high and one.low <= high
+        ]
+        return [(one, [store.get(range_report.key_at(one, op, value)) for value in one.points]) for one in of_these]
+
+    kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
+    wanted = wanted_by([Key(one.operation, one.hardware, one.problem) for _, one, _ in kept], None, hardware)
+    found = [row for row in kept if wanted(Key(row[1].operation, row[1].hardware, row[1].problem))]
+    if not found:
+        raise SchedulerError(f"no range of {op.name} is stored that shares a value with {field}={low}..{high}")
+    if as_json:
+        print_json([{"where": where, **range_report.range_json(one)} for where, one, _ in found])
+        return
+    for where, one, records in found:
+        output(f"{one} on {one.hardware}, {where}", *range_report.summary(one), "")
+        output(*range_report.points(one, records, console_here().width))
 
 
 def explain(
@@ -131,7 +183,7 @@ def explain(
     from scheduler.inspect import explain as accounts
     from scheduler.inspect import provenance, verdict
     from scheduler.measure.gpu import Gpu
-    from scheduler.prediction import predict, validation
+    from scheduler.prediction import between, validation
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -140,12 +192,17 @@ def explain(
     key = key_of(op, problem, chip)
     asked = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
+    found.sort(key=lambda each: each[1].estimated)  # as calls find them
     trials = [trial for _, (_, tried) in asked for trial in tried]
     # A GPU that is here is left to those who measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
-    stored = ask_stores(lambda store: list(store.records(operation=op.name, hardware=chip.id)))
-    model = predict.predict(op, problem, chip, records=[record for _, records in stored for record in records])
+    of_chip = {"operation": op.name, "hardware": chip.id}
+    stored = list(ask_stores(lambda store: (list(store.records(**of_chip)), store.ranges.all(**of_chip))))
+    ranges = [one for _, (_, ranges) in stored for one in ranges]
+    model = between.answer(
+        op, problem, chip, records=[record for _, (records, _) in stored for record in records], ranges=ranges
+    )
     record = found[0][1] if found else None
     held = validation.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:
@@ -155,12 +212,16 @@ def explain(
     kept = record is None or bool(trials)
     for account in explained:
         output(*explain_report.account_parts(account, console_here().width, trials_kept=kept), "")
-    if isinstance(held, str) or record is None:
+    if isinstance(held, str) or record is None or model.source == "range":
         choice = choice_text(model.backend, model.schedule)
-        why = str(held) if record is None else f"the stored schedule no longer holds ({held})"
-        output(f"Without measuring, a call gets {choice}: {model.reason}.")
+        why = "only an estimate is stored"  # which a range that was measured goes before
+        if isinstance(held, str):
+            why = held if record is None else f"the stored schedule no longer holds ({held})"
+        where = "From a range" if model.source == "range" else "Without measuring"
+        output(f"{where}, a call gets {choice}: {model.reason}.")
+        why = f"of the problem itself {why}" if model.source == "range" else why
         output(f"{why[0].upper()}{why[1:]}; run:")
-        print_command(hints.tune(op, problem))
+        print_command(hints.tune(op, problem, chip))
     else:
         output(f"Winner, from {found[0][0]}:", *provenance.record_head(record, trials_kept=bool(found[0][2])), "")
         output(*record_report.entries(record, problem, chip), "", *verdict.verdict(record))
@@ -189,7 +250,7 @@ def _print_goes_on(key: Key, command: str | None = None) -> None:
     if command is None and key.operation in OPERATIONS:
         op = load(key.operation)
         with contextlib.suppress(ValueError):  # a store may hold what is no problem of it today
-            command = hints.tune(op, op.problem.from_canonical(key.problem))
+            command = hints.tune(op, op.problem.from_canonical(key.problem), chip_of(key.hardware))
     if command is None:
         output("the command that began it goes on from there")
     else:

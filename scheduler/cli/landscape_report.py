@@ -28,7 +28,7 @@ def landscape(land: Landscape) -> Iterator[Text | str]:
     x, y, xs, ys = (land.y, land.x, land.ys, land.xs) if transposed else (land.x, land.y, land.xs, land.ys)
     label = max(len(y), *(len(str(value)) for value in ys))
     shown = min(len(xs), (_WIDTH - label) // _CELL)
-    source = f"measured, {land.measured} schedules" if land.measured else "by the model"
+    source = f"{land.took}, {land.measured} schedules" if land.measured else "by the model"
     said = f"{land.backend} over {x} and {y}: least time of each pair, {source}, over the best, "
     said += seconds_text(land.best_s)
     yield from textwrap.wrap(said, _WIDTH)

@@ -67,7 +67,7 @@ def sweep(
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs
     from scheduler.search import sweep as sweeps
-    from scheduler.search.task import Malformed, Task
+    from scheduler.search.task import RangeTask, Task
 
     with usage_errors():
         if job is not None:
@@ -79,8 +79,8 @@ def sweep(
     with contextlib.ExitStack() as stack:
         runner = None
         for task in tasks:
-            if isinstance(task, Malformed):
-                say(f"{task}: {task.reason}")
+            if not isinstance(task, Task):
+                say(f"{task}: {'a sweep is of one problem, no range' if isinstance(task, RangeTask) else task.reason}")
                 failed += 1
                 continue
             if runner is None:

@@ -52,7 +52,7 @@ def missed(of: Sequence[Missed], width: int) -> Iterator[RenderableType]:
     yield (
         "XLA, best: predicted times of one call. gain: their difference for as many calls as were lowered, which says "
         "little of how often each ran; share: of what XLA takes for all of them. `tile-scheduler tune --missed` "
-        "searches those of the chip that is here, in this order."
+        "searches those of the chip that is here, or that --hardware names, in this order."
     )
 
 

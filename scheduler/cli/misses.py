@@ -14,6 +14,7 @@ from scheduler.cli.terminal import console_here, output, print_json, say
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
+    from scheduler.core.ranges import Range
     from scheduler.core.records import Key, Miss, Record
     from scheduler.search.missed import Missed
     from scheduler.search.task import Task
@@ -110,12 +111,16 @@ def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]
         say(f"predicting the times of {len(kept)} problems")
     asked = {(miss.key.operation, miss.key.hardware) for miss in kept}
 
-    def of_these(store: Store) -> list[Record]:
-        return [record for op, chip in sorted(asked) for record in store.records(operation=op, hardware=chip)]
+    def of_these(store: Store) -> tuple[list[Record], list[Range]]:
+        records = [record for op, chip in sorted(asked) for record in store.records(operation=op, hardware=chip)]
+        return records, store.ranges.all()
 
-    records = [record for _, found in ask_stores(of_these) for record in found]
+    stored = [found for _, found in ask_stores(of_these)]
     return missed.weigh(
-        kept, records, lambda identity: here if here is not None and identity == here.id else chip_of(identity)
+        kept,
+        [record for records, _ in stored for record in records],
+        lambda identity: here if here is not None and identity == here.id else chip_of(identity),
+        [one for _, ranges in stored for one in ranges],
     )
 
 

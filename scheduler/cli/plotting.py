@@ -169,7 +169,7 @@ def _all(out: Path, recordings: Sequence[Path]) -> None:
     from scheduler.store.store import shipped
 
     store = shipped()
-    records = [] if store is None else list(store.records())
+    records = [] if store is None else [record for record in store.records() if not record.estimated]
     with file_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     for dark in (False, True):

@@ -39,6 +39,7 @@ def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware 
         "median_s": entry.measurement.median_s,
         "spread_s": entry.measurement.spread_s,
         "clock": entry.measurement.clock,
+        "estimated": entry.measurement.estimated,
         "l2": entry.measurement.l2,
         "predicted_s": entry.predicted_s,
     }
@@ -55,6 +56,7 @@ def record_json(record: Record, problem: Problem | None = None, hardware: Hardwa
         "operation": record.key.operation,
         "problem": codec.problem_to_json(record.key.problem),
         "hardware": record.key.hardware,
+        "estimated": record.estimated,
         "stale": stale(record),
         "undecided": record.undecided,
         "winner": entry_json(record.winner, problem, hardware),
@@ -111,9 +113,10 @@ def kept_json(
 
 def entries(record: Record, problem: Problem | None, hardware: Hardware | None) -> Iterator[RenderableType]:
     """The winner, the runner-up and the best of each other backend, side by side, and their schedules."""
+    time_s = "estimated" if record.estimated else "time"
     made = table(
-        "", "backend", "time", "spread", "TFLOP/s", "% of roofline", "predicted",
-        numbers=("time", "spread", "TFLOP/s", "% of roofline", "predicted"),
+        "", "backend", time_s, "spread", "TFLOP/s", "% of roofline", "predicted",
+        numbers=(time_s, "spread", "TFLOP/s", "% of roofline", "predicted"),
     )  # fmt: skip
     # One constant row stands for every CPU: a share of its peaks tells a person nothing.
     rated = hardware is not None and not hardware.abilities.interpreted
@@ -141,17 +144,18 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None) 
 
 
 def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[RenderableType]:
-    """Records by where they are kept, of which operation and chip, and with which jax they were measured."""
+    """Records by where they are kept, of which operation and chip, with which jax, and whether they were measured."""
 
-    def place(row: tuple[str, Record]) -> tuple[str, str, str, str]:
+    def place(row: tuple[str, Record]) -> tuple[str, str, str, str, bool]:
         where, record = row
-        return where, record.key.operation, record.key.hardware, record.environment.jax
+        return where, record.key.operation, record.key.hardware, record.environment.jax, record.estimated
 
     groups = []
-    for (where, operation, hardware, jax), rows in itertools.groupby(sorted(of, key=place), place):
+    for (where, operation, hardware, jax, estimated), rows in itertools.groupby(sorted(of, key=place), place):
         group = [record for _, record in rows]
         choices = compared([(r.winner.backend, r.winner.schedule) for r in group])
-        word = f"stale (tuned with jax {jax})" if stale(group[0]) else f"tuned with jax {jax}"
+        how = "estimated by the compiler, not measured," if estimated else "tuned"
+        word = f"stale ({how} with jax {jax})" if stale(group[0]) else f"{how} with jax {jax}"
         heading = [f"{operation}, {hardware}, {where}: {word}", *choices.note]
         lines = [
             Row(
@@ -178,4 +182,5 @@ def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> 
         time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
         why = [first_line(str(trial.outcome))] if failed else []
         rows.append(Row(f"{trial.number:>3}  {choice}", (time, seconds_text(trial.predicted_s)), why))
-    yield from ledger("trial", ("time", "predicted"), [(choices.note, rows)], width)
+    estimated = any(isinstance(trial.outcome, Measurement) and trial.outcome.estimated for trial in trials)
+    yield from ledger("trial", ("estimated" if estimated else "time", "predicted"), [(choices.note, rows)], width)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
+from scheduler.cli import range_report
 from scheduler.cli.layout import Json, Row, ledger, table, texts
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.core import codec
@@ -39,6 +40,8 @@ def result_json(result: Result) -> Json:
         values["before"] = dataclasses.asdict(result.before)
     if result.entry is not None:
         values["answer"] = entry_json(result.entry, problem, result.hardware)
+    if result.range is not None:
+        values["range"] = range_report.range_json(result.range)
     if result.record is not None:
         values["record"] = record_json(result.record, problem, result.hardware)
     return values
@@ -50,7 +53,7 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     schedules = iter(choices.texts)
     rows = []
     for result in of:
-        figures = [result.state, "", "", "", ""]
+        figures = [_state(result), "", "", "", ""]
         if result.entry is not None:
             figures[2] = seconds_text(result.entry.measurement.median_s)
             if result.before is not None:
@@ -59,12 +62,25 @@ def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
             if result.library is not None:
                 figures[3] = seconds_text(result.library.measurement.median_s)
         under = [next(schedules)] if result.entry is not None else []
+        under += range_report.summary(result.range) if result.range is not None else []
         rows.append(Row(str(result.task), figures, [*under, *map(str, result.broken), result.reason]))
     yield from ledger(
         "problem, and its schedule", ("", "before", "after", "XLA", "gain"), [(choices.note, rows)], width
     )
     if any(row.figures[1].startswith("~") for row in rows):
         yield "~: a prediction"
+    if any(row.figures[0] == _ESTIMATED for row in rows):
+        yield "estimated: by the compiler, for a chip that is not here; nothing was measured"
+
+
+_ESTIMATED = "estimated"
+
+
+def _state(result: Result) -> str:
+    if result.range is not None:  # of which nothing was searched here unless it was tuned
+        elsewhere = result.hardware is not None and result.hardware.abilities.estimates
+        return _ESTIMATED if elsewhere and result.state == "tuned" else result.state
+    return _ESTIMATED if result.record is not None and result.record.estimated else result.state
 
 
 def _gain(result: Result) -> str:
@@ -107,7 +123,8 @@ def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
         "", "problems", "trials", "typical error", "constants", numbers=("problems", "trials", "typical error")
     )
     for c in calibrations:
-        constants = " ".join(f"{name}={value:.3g}" for name, value in c.constants.items())
+        told = {name: value for name, value in c.constants.items() if not name.startswith("residual_")}
+        constants = " ".join(f"{name}={value:.3g}" for name, value in told.items())
         made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, f"{c.error:.1%}", constants))
     return made
 

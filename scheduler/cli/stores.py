@@ -10,6 +10,7 @@ from scheduler.cli.terminal import say
 from scheduler.core.errors import StoreError
 
 if TYPE_CHECKING:
+    from scheduler.core.ranges import Range
     from scheduler.core.records import Record
     from scheduler.store.store import Store
 
@@ -48,3 +49,13 @@ def records_of(store: Store, operation: str | None, hardware: str | None) -> lis
     records = list(store.records())
     wanted = wanted_by([record.key for record in records], operation, hardware)
     return [record for record in records if wanted(record.key)]
+
+
+def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list[Range]:
+    """Likewise those of its ranges."""
+    from scheduler.core.records import Key
+
+    ranges = {Key(one.operation, one.hardware, one.problem): one for one in store.ranges.all()}
+    keys = [record.key for record in store.records()]
+    wanted = wanted_by([*keys, *ranges], operation, hardware)
+    return [one for one in store.ranges.all() if wanted(Key(one.operation, one.hardware, one.problem))]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scheduler.cli.arguments import Chips, file_errors, problem_of, usage_errors, wanted_by
-from scheduler.cli.stores import records_of, user_store
+from scheduler.cli.arguments import Chips, file_errors, problem_of, range_of, usage_errors, wanted_by
+from scheduler.cli.stores import ranges_of, records_of, user_store
 from scheduler.cli.studies import export_studies
 from scheduler.cli.terminal import say
 from scheduler.core.errors import SchedulerError
+
+if TYPE_CHECKING:
+    from search_spaces.operation import Operation
+    from search_spaces.problem import Problem
 
 
 def export(
@@ -39,16 +43,17 @@ def export(
         raise typer.BadParameter("--recording and --replace go with --optuna")
     from scheduler.store import text_files
 
-    records = records_of(user_store(), operation, hardware)
+    store = user_store()
+    records, ranges = records_of(store, operation, hardware), ranges_of(store, operation, hardware)
     if file is None:
-        sys.stdout.write(text_files.export_text(records))
+        sys.stdout.write(text_files.export_text(records, ranges))
     elif file.is_dir():
-        for path in text_files.add_records(file, records):
+        for path in [*text_files.add_records(file, records), *text_files.add_ranges(file, ranges)]:
             say(f"wrote {path}")
     else:
         with file_errors(file):
-            file.write_text(text_files.export_text(records), encoding="utf-8")
-        say(f"wrote {len(records)} records to {file}")
+            file.write_text(text_files.export_text(records, ranges), encoding="utf-8")
+        say(f"wrote {_counted(len(records), len(ranges))} to {file}")
 
 
 def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is standard input.")]) -> None:
@@ -57,11 +62,22 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is s
 
     with file_errors(file):
         content = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    records = text_files.import_text(content, source=str(file))
+    records, ranges = text_files.import_lines(content, source=str(file))
     store = user_store()
-    for record in records:
+    kept = [
+        held.key for record in records if record.estimated and (held := store.get(record.key)) and not held.estimated
+    ]
+    put = [record for record in records if record.key not in kept]
+    for record in put:
         store.put(record)
-    say(f"put {len(records)} records into {store.location}")
+    for one in ranges:
+        store.ranges.put(one)
+    stays = f"; {len(kept)} of them are estimates of what was measured, and stay out" if kept else ""
+    say(f"put {_counted(len(put), len(ranges))} into {store.location}{stays}")
+
+
+def _counted(records: int, ranges: int) -> str:
+    return f"{records} records" + (f" and {ranges} ranges" if ranges else "")
 
 
 def forget(
@@ -70,12 +86,15 @@ def forget(
     hardware: Chips = None,
     everything: Annotated[bool, typer.Option("--all", help="Every problem (of the operation, on the chip).")] = False,
 ) -> None:
-    """Delete records and trials from the user's own cache, those of searches that were cut short among them."""
+    """Delete records, trials (also of searches that were cut short) and ranges from the user's own cache."""
     problem = None
     if not everything:
         if operation is None or not fields:
             raise typer.BadParameter("name a problem, or say --all")
         with usage_errors():
+            if (ends := range_of(operation, fields)) is not None:
+                _forget_range(*ends, hardware)
+                return
             op, parsed = problem_of(operation, fields)
         operation, problem = op.name, parsed.canonical()
     elif fields:
@@ -87,8 +106,29 @@ def forget(
     for key in gone:
         store.forget(key)
         say(f"forgot {key}")
-    if not gone:
+    ranges = ranges_of(store, operation, hardware) if everything else []
+    for one in ranges:
+        store.ranges.forget(one)
+        say(f"forgot the range {one} on {one.hardware}")
+    if not gone and not ranges:
         raise SchedulerError(f"nothing of that is in {store.location}")
+
+
+def _forget_range(op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None) -> None:
+    """Deletes a range, as it was asked for; the records at its points stay."""
+    from scheduler.core.identity import family_of
+
+    store, ends = user_store(), (getattr(lowest, field), getattr(highest, field))
+    gone = [
+        one
+        for one in ranges_of(store, op.name, hardware)
+        if (one.problem, one.field, one.low, one.high) == (family_of(lowest, field), field, *ends)
+    ]
+    for one in gone:
+        store.ranges.forget(one)
+        say(f"forgot the range {one} on {one.hardware}; the records at its points stay")
+    if not gone:
+        raise SchedulerError(f"no such range is in {store.location}")
 
 
 def build_cache(

@@ -63,7 +63,8 @@ def best_text(progress: Progress) -> str:
     if best is None:
         return "building and checking the first" if progress.last is None else "nothing ran yet"
     time_s = getattr(best.outcome, "median_s", float("nan"))
-    return f"best {seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
+    how = "estimated " if getattr(best.outcome, "estimated", False) else ""
+    return f"best {how}{seconds_text(time_s)}: {choice_text(best.backend, best.schedule)}"
 
 
 @contextlib.contextmanager

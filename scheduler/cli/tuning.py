@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +15,10 @@ from scheduler.cli.arguments import (
     AsJson,
     CompileTimeout,
     Device,
-    HardwareName,
     Own,
     Part,
     RunTimeout,
-    problem_of,
+    named_task,
     read_text,
     usage_errors,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from scheduler.search.job_run import Step
     from scheduler.search.places import Device as PlaceOfDevice
     from scheduler.search.places import Place
-    from scheduler.search.task import Malformed, Result, Task
+    from scheduler.search.task import Malformed, RangeTask, Result, Task
     from scheduler.store.store import Store
 
 
@@ -43,7 +43,9 @@ def tune(
     operation: Annotated[
         str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
     ] = None,
-    fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
+    fields: Annotated[
+        list[str] | None, typer.Argument(help="The problem, as name=value; one extent may be a range: m=1..8192.")
+    ] = None,
     job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
     missed: Annotated[
         bool,
@@ -74,7 +76,14 @@ def tune(
     own: Own = None,
     engine: Engine = None,
     address: Address = None,
-    hardware: HardwareName = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="A chip by a part of its name: v6e. Where it is not here, its compiler estimates, and nothing runs. "
+            "With --engine: GPUs of that name alone.",
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
@@ -83,7 +92,11 @@ def tune(
     run_timeout: RunTimeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search the schedules of a problem, or of every problem of a job, by timing them on the device."""
+    """Search the schedules of a problem, or of every problem of a job, by timing them on the device.
+
+    Of a chip that is not here (--hardware) by its compiler's estimate, where that is installed: such a record says so,
+    and none replaces one that was measured.
+    """
     if (operation is not None or replay is not None, job is not None, missed).count(True) != 1:
         raise typer.BadParameter("name either an operation with its fields, or a job (--job job.toml), or say --missed")
     if not missed and (minutes is not None or everything):
@@ -95,27 +108,37 @@ def tune(
     if job is not None and (budget, seconds, backends) != (None, None, None):
         raise typer.BadParameter("budget, seconds and backends of a job are written in its file")
     from scheduler.cli.misses import tasks_missed
+    from scheduler.core.hardware import find
     from scheduler.measure.replay import Replay
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs, places
-    from scheduler.search.task import BUDGET, Task
+    from scheduler.search.range_text import is_range
+    from scheduler.search.ranges import plan_text
+    from scheduler.search.task import BUDGET, Malformed, RangeTask, Task
     from search_spaces import OPERATIONS, load, load_known
 
     if part is not None and job is None and not missed:
         raise typer.BadParameter("--part is of a job, or of what was missed")
-    if devices is not None and job is None and not missed:
+    ranged = any(is_range(field.partition("=")[2]) for field in fields or [])
+    if devices is not None and job is None and not missed and not ranged:
         raise typer.BadParameter("--devices share a job, or what was missed; one problem is tuned on one: --device")
+    if ranged and (replay is not None or first_error):
+        raise typer.BadParameter("a range goes neither with --replay, which is of one problem, nor with --first-error")
     if devices is not None and (device or first_error):
         raise typer.BadParameter("--devices goes neither with --device nor with --first-error")
-    if engine is None and (address, hardware) != (None, None):
-        raise typer.BadParameter("--address and --hardware are of a cluster: --engine ray")
+    if engine is None and address is not None:
+        raise typer.BadParameter("--address is of a cluster: --engine ray")
+    if hardware is not None and (replay is not None or devices is not None):
+        raise typer.BadParameter("--hardware goes neither with --replay nor with --devices")
     if engine is not None and (job is None or device or devices is not None or first_error):
         raise typer.BadParameter("--engine goes with --job, and not with --device, --devices or --first-error")
     if l2 not in ("cold", "warm"):
         raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
     recording = None if replay is None else Replay(replay)
     store = user_store() if recording is None or keep else no_store()
-    options = RunnerOptions(device, workers, compile_timeout, run_timeout)
+    with usage_errors():
+        chip = "" if hardware is None or engine is not None else find(hardware).kind
+    options = RunnerOptions(device, workers, compile_timeout, run_timeout, hardware=chip)
     if missed:
         search = functools.partial(Task, budget=budget or BUDGET, seconds=seconds)
         choose = functools.partial(tasks_missed, store, search=search, everything=everything, part=part, own=own or ())
@@ -123,7 +146,7 @@ def tune(
         here = [places.Device.for_(some, options)] if devices is None else chosen(devices, some, options)
         _tune_missed(choose, store, here, minutes, seed=seed, force=force, as_json=as_json)
         return
-    tasks: Sequence[Task | Malformed]
+    tasks: Sequence[Task | RangeTask | Malformed]
     with usage_errors():
         if job is not None:
             tasks = jobs.part(jobs.parse(read_text(job), own=own or ()), part or "1/1")
@@ -131,9 +154,13 @@ def tune(
             if recording is not None:
                 operation = operation or load_known(recording.sweep.operation).name
                 fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
-            op, problem = problem_of(str(operation), fields or [])
-            tasks = [Task(op, problem, budget or BUDGET, seconds, jobs.parse_backends(op, backends))]
-    first = next((task.operation for task in tasks if isinstance(task, Task)), None)
+            op = load(str(operation))
+            how = {"budget": budget or BUDGET, "seconds": seconds, "backends": jobs.parse_backends(op, backends)}
+            tasks = [named_task(op, fields or [], how)]
+    first = next((task.operation for task in tasks if not isinstance(task, Malformed)), None)
+    for task in tasks:
+        if isinstance(task, RangeTask):
+            say(f"{task}: {plan_text(task)}")
     where: Sequence[Place] | None = None
     with contextlib.ExitStack() as stack:
         if engine is not None:
@@ -146,7 +173,7 @@ def tune(
             where,
             runner=recording,
             options=options,
-            alone=job is None,
+            alone=job is None and not ranged,
             seed=seed,
             l2="warm" if l2 == "warm" else "cold",
             force=force,
@@ -176,7 +203,7 @@ def _tune_missed(
 
 
 def _tune(
-    tasks: Sequence[Task | Malformed],
+    tasks: Sequence[Task | RangeTask | Malformed],
     store: Store,
     places: Sequence[Place] | None,
     *,
@@ -200,7 +227,7 @@ def _tune(
                     shown.ended(result)
     finally:
         written = {id(task): number for number, task in enumerate(tasks)}
-        results.sort(key=lambda result: written[id(result.task)])
+        results.sort(key=lambda result: _place(result.task, written))
         if not alone and results:
             _print_job(results, store, as_json)
     if alone:
@@ -213,6 +240,14 @@ def _tune(
     unstored = ", ".join(str(result.task) for result in results if not result.stored)
     if unstored:
         raise SchedulerError(f"what was found could not be stored in {store.location}: {unstored}")
+
+
+def _place(task: Task | RangeTask | Malformed, written: Mapping[int, int]) -> tuple[int, int]:
+    """Where a task stands among the others: those of a range before it, by its extent."""
+    of: RangeTask | None = getattr(task, "part_of", None)
+    if of is None:
+        return written[id(task)], sys.maxsize
+    return written[id(of)], getattr(getattr(task, "problem", None), of.field)
 
 
 def _each(progress: Callable[[Task, Progress], None], step: Step) -> None:

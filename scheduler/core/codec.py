@@ -48,7 +48,7 @@ def record_to_text(record: Record) -> str:
     Raises:
       ValueError: a time that is not finite, or another value that `record_from_text` would refuse.
     """
-    return _line(
+    return line_of(
         {
             "format": FORMAT,
             "operation": record.key.operation,
@@ -77,7 +77,8 @@ def record_to_text(record: Record) -> str:
             if record.failed
             else {}
         )
-        | ({"library": record.library} if record.library != LIBRARY else {}),
+        | ({"library": record.library} if record.library != LIBRARY else {})
+        | ({"brief": True} if record.brief else {}),
         _record,
     )
 
@@ -94,7 +95,7 @@ def record_from_text(line: str) -> Record:
 def trial_to_text(trial: Trial) -> str:
     """One line of JSON; raises as `record_to_text` does."""
     outcome = trial.outcome
-    return _line(
+    return line_of(
         {
             "number": trial.number,
             "backend": trial.backend,
@@ -114,7 +115,7 @@ def trial_from_text(line: str) -> Trial:
 
 def again_to_text(trial: Trial) -> str:
     """One line of JSON, of a second pass; raises as `record_to_text` does."""
-    return _line({"again": True} | json.loads(trial_to_text(trial)), _trial)
+    return line_of({"again": True} | json.loads(trial_to_text(trial)), _trial)
 
 
 def is_again(line: str) -> bool:
@@ -130,7 +131,7 @@ def sweep_to_text(sweep: Sweep) -> str:
         fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
     if sweep.library == LIBRARY:
         del fields["library"]
-    return _line({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
+    return line_of({"format": SECOND_PASS if sweep.again else FORMAT} | fields, _sweep)
 
 
 def sweep_from_text(line: str) -> Sweep:
@@ -143,8 +144,10 @@ def calibration_to_text(calibration: Calibration) -> str:
     fields = vars(calibration) | {
         "constants": _sorted(calibration.constants),
         "environment": vars(calibration.environment),
+        "observations": [vars(o) | {"problem": problem_to_json(o.problem)} for o in calibration.observations],
+        "variants": list(calibration.variants),
     }
-    return _line({"format": FORMAT} | fields, _calibration)
+    return line_of({"format": FORMAT} | fields, _calibration)
 
 
 def calibrations_from_text(text: str) -> tuple[Calibration, ...]:
@@ -161,7 +164,7 @@ def _sorted(values: Mapping[str, T]) -> dict[str, T]:
     return dict(sorted(values.items()))
 
 
-def _line(fields: Mapping[str, object], check: Check[object]) -> str:
+def line_of(fields: Mapping[str, object], check: Check[object]) -> str:
     line = json.dumps(fields, allow_nan=False)
     check(json.loads(line))  # What could not be read again is refused now, not when it is needed.
     return line
@@ -238,17 +241,18 @@ BY_NAME: Mapping[str, Check[Any]] = {
     "stage": _stage,
     "key": made_already,
     "outcome": made_already,
+    "brief": Scalar("true or false", lambda value: value if isinstance(value, bool) else None),
 }
 _KEY = maker(Key, BY_NAME)
-_RECORD = maker(Record, BY_NAME, optional=("confidence", "excluded", "stopped", "failed", "library"))
+_RECORD = maker(Record, BY_NAME, optional=("confidence", "excluded", "stopped", "failed", "library", "brief"))
 _TRIAL = maker(Trial, BY_NAME)
 _SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))
-_CALIBRATION = maker(Calibration, BY_NAME)
+_CALIBRATION = maker(Calibration, BY_NAME, optional=("observations", "variants"))
 _OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": maker(Measurement, BY_NAME)}
 
 
 def _record(value: object) -> Record:
-    fields = _formatted(value)
+    fields = formatted(value)
     record = _RECORD({**fields, "key": _KEY(fields)})
     if not record.entries:
         raise ValueError("entries: at least the winner is wanted, found none")
@@ -262,14 +266,14 @@ def _trial(value: object) -> Trial:
 
 
 def _sweep(value: object) -> Sweep:
-    return _SWEEP(_formatted(value, (FORMAT, SECOND_PASS)))
+    return _SWEEP(formatted(value, (FORMAT, SECOND_PASS)))
 
 
 def _calibration(value: object) -> Calibration:
-    return _CALIBRATION(_formatted(value))
+    return _CALIBRATION(formatted(value))
 
 
-def _formatted(value: object, known: tuple[int, ...] = (FORMAT,)) -> Mapping[str, object]:
+def formatted(value: object, known: tuple[int, ...] = (FORMAT,)) -> Mapping[str, object]:
     fields = json_object(value)
     if (version := field_of(fields, "format", whole)) not in known:
         names = " or ".join(map(str, known))

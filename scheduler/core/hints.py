@@ -9,14 +9,20 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from scheduler.core.chip import Hardware
 from search_spaces import locate
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 
-def tune(operation: Operation[Any], problem: Problem) -> str:
-    """The command that searches `problem`, to be given where this process runs."""
-    return f"tile-scheduler tune {shlex.quote(name(operation))} {shlex.join(str(problem).split())}"
+def tune(operation: Operation[Any], problem: Problem, chip: Hardware | None = None) -> str:
+    """The command that searches `problem`, to be given where this process runs.
+
+    Args:
+      chip: the one that is meant, where it need not be here: its compiler estimates times.
+    """
+    on = f" --hardware {shlex.quote(chip.kind)}" if chip is not None and chip.static_cycles else ""
+    return f"tile-scheduler tune {shlex.quote(name(operation))} {shlex.join(str(problem).split())}{on}"
 
 
 def name(operation: Operation[Any]) -> str:

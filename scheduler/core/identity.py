@@ -35,6 +35,12 @@ def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> K
     return Key(operation.name, hardware.id, problem.canonical())
 
 
+def family_of(problem: Problem, field: str) -> str:
+    """The canonical text of a problem without one of its fields: the same for all that differ in that alone."""
+    told = {name: value for name, value in problem.told().items() if name != field}
+    return json.dumps(told, sort_keys=True, separators=(",", ":"))
+
+
 def fields_of(schedule: Schedule) -> Fields:
     return tuple(sorted(schedule.items()))
 

@@ -96,6 +96,7 @@ class JobPace:
 
     def __init__(self, total: int) -> None:
         self._total, self._ended = total, 0
+        self._likely: dict[Hashable, tuple[int, float]] = {}
         self._started = time.perf_counter()
         self._waiting: dict[Hashable, float] = {}
         self._begun: dict[Hashable, tuple[float, float, float]] = {}  # its work, when it began, and the share done
@@ -106,6 +107,14 @@ class JobPace:
     def expect(self, which: Hashable, work: float) -> None:
         """A search that is to be made."""
         self._waiting[which] = work
+
+    def more(self, problems: int) -> None:
+        """So many more than were known of."""
+        self._total += problems
+
+    def likely(self, which: Hashable, problems: int, work: float) -> None:
+        """How many more `which` is likely to bring, and their work in all; in place of what was said before."""
+        self._likely[which] = problems, work
 
     def begin(self, which: Hashable) -> None:
         """It is under way from now on."""
@@ -133,11 +142,12 @@ class JobPace:
 
     def now(self) -> JobProgress:
         """How far it is now."""
-        return JobProgress(self._ended, self._total, time.perf_counter() - self._started, self._left_s())
+        total = self._total + sum(problems for problems, _ in self._likely.values())
+        return JobProgress(self._ended, total, time.perf_counter() - self._started, self._left_s())
 
     def _left_s(self) -> float | None:
         under_way = [work * (1 - share) for work, _, share in self._begun.values()]
-        left = sum(self._waiting.values()) + sum(under_way)
+        left = sum(self._waiting.values()) + sum(under_way) + sum(work for _, work in self._likely.values())
         if not left:
             return 0.0
         work = self._work + sum(work * share for work, _, share in self._begun.values())

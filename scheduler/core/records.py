@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from search_spaces import spelled
 from search_spaces.space import Choice
 
-Clock = Literal["cupti", "wall"]
+Clock = Literal["cupti", "wall", "static"]
 L2 = Literal["cold", "warm"]
-# "implausible": a time that no kernel can take; "timeout": a step did not end in time; "memory": the device had none
-# left; "worker": the process was lost.
-Stage = Literal["lower", "compile", "verify", "time", "implausible", "timeout", "memory", "worker"]
+# "implausible": a time that no kernel can take; "estimate": without its chip, nothing tells a time; "timeout": a step
+# did not end in time; "memory": the device had none left; "worker": the process was lost.
+Stage = Literal["lower", "compile", "verify", "time", "implausible", "estimate", "timeout", "memory", "worker"]
 Schedule = Mapping[str, Choice]
 # The library's backend, where a record or a recording does not name it.
 LIBRARY = "xla"
+# Times closer than this share are one time: what differs between two measurements of one schedule.
+TIE = 0.01
 
 
 def schedule_text(schedule: Schedule) -> str:
     """A schedule as a person reads it, ``stages=4 tile_m=128``: sorted by name, and so the same everywhere."""
     return " ".join(f"{name}={value}" for name, value in sorted(schedule.items()))
+
+
+def variant_of(schedule: Schedule) -> str:
+    """Which code a whole schedule runs, whatever its sizes: its fields that are no numbers, as text."""
+    return schedule_text({name: value for name, value in schedule.items() if isinstance(value, bool | str)})
 
 
 def choice_text(backend: str, schedule: Schedule) -> str:
@@ -75,7 +82,8 @@ class Measurement:
     Attributes:
       median_s: of `samples_s`.
       samples_s: every repetition, in the order taken.
-      clock: "cupti" is time on the device; "wall" includes the launch.
+      clock: "cupti" is time on the device; "wall" includes the launch; "static" is none that was taken: cycles that the
+        compiler of the chip estimates.
       l2: whether operands came from memory ("cold": buffers rotated) or may have stayed in the cache ("warm").
     """
 
@@ -83,6 +91,11 @@ class Measurement:
     samples_s: tuple[float, ...]
     clock: Clock
     l2: L2
+
+    @property
+    def estimated(self) -> bool:
+        """Whether nothing ran."""
+        return self.clock == "static"
 
     @property
     def spread_s(self) -> float:
@@ -200,16 +213,33 @@ class Verdict:
 
 
 @dataclasses.dataclass(frozen=True)
+class Observation:
+    """How far off the model is for a kernel on one problem.
+
+    Attributes:
+      problem: `Problem.canonical()`.
+      predicted_s: the model's time of its top prediction there, with the constants that were fitted.
+      measured_s: what that took, or the fastest schedule where it was not measured; of a library its fastest program.
+    """
+
+    problem: str
+    predicted_s: float
+    measured_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Calibration:
     """Constants of the cost model as fitted to recorded trials of one kernel on one chip.
 
     Attributes:
       hardware, operation, backend: `Hardware.id`, and whose trials they were.
       version: of that kernel then.
-      constants: name -> value, of those that were fitted (`overheads.Constants`).
+      constants: name -> value, of those that were fitted (`overheads.Constants`, `residuals.Covariance`).
       problems, trials: how many it was fitted to.
       error: median of |log(predicted / measured)| over these trials.
       environment: of the newest of them.
+      observations: what was measured of each problem, against the model with these constants.
+      variants: of the kernel, those that were among the fast trials (`variant_of`).
     """
 
     hardware: str
@@ -221,6 +251,8 @@ class Calibration:
     trials: int
     error: float
     environment: Environment
+    observations: tuple[Observation, ...] = ()
+    variants: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,6 +274,8 @@ class Record:
       failed: the backends that have no entry because each of their candidates failed; a record from before this was
         kept names none.
       library: the backend whose programs are the answer to beat.
+      brief: few schedules were tried, above all those that won at the two next points of a range: it answers calls,
+        and makes no search needless.
     """
 
     key: Key
@@ -256,10 +290,16 @@ class Record:
     stopped: str = ""
     failed: tuple[AllFailed, ...] = ()
     library: str = LIBRARY
+    brief: bool = False
 
     @property
     def winner(self) -> Entry:
         return self.entries[0]
+
+    @property
+    def estimated(self) -> bool:
+        """Whether its times are the compiler's estimates: what was measured goes before it."""
+        return self.winner.measurement.estimated
 
     @property
     def library_entry(self) -> Entry | None:
@@ -280,6 +320,15 @@ class Record:
     def _repr_html_(self) -> str:
         """What a notebook shows. Found by its name: whatever shows a record imports this file."""
         return str(importlib.import_module("scheduler.inspect.notebook").record_html(self))
+
+
+def preferred(records: Iterable[Record]) -> dict[Key, Record]:
+    """One of each key: the first of them that was measured, or, for want of any, the first estimate."""
+    found: dict[Key, Record] = {}
+    for record in records:
+        if record.key not in found or (found[record.key].estimated and not record.estimated):
+            found[record.key] = record
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

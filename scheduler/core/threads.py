@@ -131,3 +131,9 @@ class Threads(Generic[T, R]):
             while thread.is_alive() and time.monotonic() < until:
                 thread.join(WAKE_S)
         _left.extend(thread for thread in self._threads if thread.is_alive())
+
+
+def in_fresh_thread(function: Callable[[], T]) -> T:
+    """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
+    with Threads[None, T](1, lambda: None) as threads:
+        return threads.call(lambda _: function(), None)

@@ -14,6 +14,7 @@ import jax
 from scheduler.core import codec
 from scheduler.core.errors import UnknownChip
 from scheduler.core.hardware import Hardware
+from scheduler.core.ranges import range_to_text
 from scheduler.dispatch import dispatch
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.listening import Listening
@@ -72,5 +73,10 @@ def _all_known(operation: Operation[Any], platform: str, options: Options) -> st
 def _stored(operation: Operation[Any], hardware: Hardware, *, shared_only: bool) -> list[str]:
     cache = dispatch.user_cache()
     records = cache.records(operation=operation.name, hardware=hardware.id, shared_only=shared_only)
+    ranges = cache.ranges(operation=operation.name, hardware=hardware.id, shared_only=shared_only)
     fitted = constants.calibrations(operation.name, hardware, shared_only=shared_only)
-    return [*sorted(map(codec.record_to_text, records)), *sorted(map(codec.calibration_to_text, fitted.values()))]
+    lines = (map(codec.record_to_text, records), map(range_to_text, ranges))
+    return [
+        *(line for each in lines for line in sorted(each)),
+        *sorted(map(codec.calibration_to_text, fitted.values())),
+    ]

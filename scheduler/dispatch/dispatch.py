@@ -8,8 +8,8 @@ import logging
 import os
 import threading
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 
@@ -28,10 +28,11 @@ from scheduler.core.errors import (
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Key, Schedule, schedule_text
-from scheduler.core.threads import Threads
+from scheduler.core.threads import in_fresh_thread
 from scheduler.dispatch import missed, planned
 from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
+from scheduler.dispatch.stored import say_once, stored
 from scheduler.model import constants
 from scheduler.model.feasibility import illegal
 from scheduler.prediction.validation import recheck
@@ -50,7 +51,6 @@ MOST_DECISIONS = 4096
 ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
 
 logger = logging.getLogger("scheduler")
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ class _Deciding:
         except UnknownChip as unknown:
             reason = str(unknown)
             leave_to_library(self.operation, self.options, reason)
-            _say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
+            say_once(f"{self.operation.name} {self.problem}: {reason}; XLA answers")
             target = Target(self.platform, self.platform, "", 1)
             return Decision(self.operation.library, Library(), target, reason)
         if self.options.schedule is not None:
@@ -254,8 +254,8 @@ class _Deciding:
             return self._decision(
                 hardware, *planned.answer(self.options.plan, self.operation, self.problem, hardware, among, strict)
             )
-        stored = self._stored(hardware)
-        return stored if isinstance(stored, Decision) else self._missed(hardware, stored)
+        found = self._stored(hardware)
+        return found if isinstance(found, Decision) else self._missed(hardware, found)
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
@@ -276,14 +276,18 @@ class _Deciding:
         several = jax.process_count() > 1
         if several:
             require_one_code()
-        key, useless = key_of(self.operation, self.problem, hardware), ""
-        for place, record in self.cache.find(key, shared_only=several):
-            found = recheck(self.operation, self.problem, hardware, record, backends=self.options.backends)
-            if not isinstance(found, str):
-                return self._decision(hardware, found.backend, found.schedule, f"measured, from {place}")
-            _say_once(f"{self._question(hardware)}: the schedule in {place} no longer holds: {found}")
-            useless = useless or f"what {place} has does not hold: {found}"
-        return useless
+        among = self.options.backends
+        measures = self.options.on_miss == "tune" and not (self.options.target or self.options.divided or several)
+        found = stored(
+            self.cache,
+            self.operation,
+            self.problem,
+            hardware,
+            backends=among,
+            shared_only=several,
+            estimates=not measures,
+        )
+        return found if isinstance(found, str) else self._decision(hardware, *found)
 
     def _missed(self, hardware: Hardware, useless: str) -> Decision:
         policy, key = self.options.on_miss, key_of(self.operation, self.problem, hardware)
@@ -291,11 +295,10 @@ class _Deciding:
             missed.note(self.cache, self.operation, key)
             end_load()  # the command loads the script that made this call
             why = f" ({useless})" if useless else ""
-            raise CacheMiss(
-                f"no schedule for {self._question(hardware)}{why}; run: {hints.tune(self.operation, self.problem)}"
-            )
+            command = hints.tune(self.operation, self.problem, hardware)
+            raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
         if policy == "xla":
-            _say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
+            say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
             return self._decision(hardware, library, {}, reason, missed=key)
         if policy == "tune" and not self.options.target:  # a chip that is not here cannot be measured
@@ -314,7 +317,7 @@ class _Deciding:
             records=self.cache.records(operation=self.operation.name, hardware=hardware.id, shared_only=several),
             shared_only=several,
         )
-        _say_once(
+        say_once(
             f"{self._question(hardware)}: no schedule is stored; the model answers {found.backend}: {found.reason}"
         )
         key = key_of(self.operation, self.problem, hardware)
@@ -324,18 +327,18 @@ class _Deciding:
         from scheduler.search import tuner
 
         if jax.process_count() > 1:
-            command = hints.tune(self.operation, self.problem)
+            command = hints.tune(self.operation, self.problem, hardware)
             raise SchedulerError(
                 f"on_miss='tune' in a job of {jax.process_count()} processes, which would choose apart; "
                 f"tune beforehand ({command}) and ship the record, or use on_miss='model'"
             )
         if self.options.divided:
             reason = "it is one device's part of a call, which is known when XLA compiles that"
-            command = hints.tune(self.operation, self.problem)
+            command = hints.tune(self.operation, self.problem, hardware)
             warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead); run: {command}")
             return self._predicted(hardware)
         end_load()
-        _say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
+        say_once(f"{self._question(hardware)}: no schedule is stored; tuning now")
         backends = self.options.backends and self.options.backends | {self.operation.library.backend}
         try:
             record = in_fresh_thread(
@@ -378,21 +381,6 @@ def hardware_for(platform: str, target: str) -> Hardware:
         return chips.detect(jax.local_devices(backend=platform)[0])
     except RuntimeError as error:  # JAX's word for a platform that is not here
         raise UnknownChip(f"no {platform} device is here and scheduler.target() names no chip of it") from error
-
-
-def in_fresh_thread(function: Callable[[], T]) -> T:
-    """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
-    with Threads[None, T](1, lambda: None) as threads:
-        return threads.call(lambda _: function(), None)
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        logger.info(message)
 
 
 _replacing = threading.Lock()

@@ -99,7 +99,8 @@ class Agent:
             operation = _loaded(order)
             problem = operation.problem.from_canonical(order.problem)
             backends = frozenset(order.backends) or None
-            task = Task(operation, problem, order.budget, order.seconds, backends)
+            first, brief = order.first, order.brief
+            task = Task(operation, problem, order.budget, order.seconds, backends, first=first, brief=brief)
             how = How(order.seed, order.l2)
             self._device.open()
             record = self._device.search(task, how, relay, lambda step: say(_reached(step)))

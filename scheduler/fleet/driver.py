@@ -43,6 +43,8 @@ def order(task: Task, how: How, hardware: Hardware, environment: Environment, st
         versions=kernel_versions(operation),
         near=tuple(codec.record_to_text(each.record) for each in near),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
+        first=task.first,
+        brief=task.brief,
     )
 
 

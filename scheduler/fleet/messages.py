@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import tile_scheduler
+from scheduler.core.identity import Point
 from scheduler.core.records import L2
 from search_spaces import OPERATIONS, load
 from search_spaces.operation import Operation
@@ -27,6 +28,7 @@ class Order:
       versions: backend -> kernel version, as the driver has them.
       near: records of similar problems.
       known: trials of an earlier run of this search.
+      first, brief: as in `task.Task`.
     """
 
     operation: str
@@ -39,6 +41,8 @@ class Order:
     versions: Mapping[str, int]
     near: tuple[str, ...]
     known: tuple[str, ...]
+    first: tuple[Point, ...] = ()
+    brief: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 
 from scheduler.core.hardware import CPU
+from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
-from scheduler.search.final_comparison import FEWEST_ROUNDS, TIE, Margin, median_interval
+from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 
 # One sample is as many calls as take this long: launches overlap, and clocks do not recover in between.
 SAMPLE_S = 0.02

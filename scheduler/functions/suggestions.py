@@ -13,7 +13,7 @@ from scheduler.dispatch import dispatch
 from scheduler.functions import layouts
 from scheduler.functions.counted import Counted, Tally
 from scheduler.functions.equations import inside, is_backward, line_of
-from scheduler.prediction.predict import predict
+from scheduler.prediction.between import answer
 from search_spaces import OPERATIONS, load
 from search_spaces.operation import Operation, Posed
 from search_spaces.recognise import graph
@@ -126,9 +126,11 @@ def _gain(row: Counted, chip: Hardware) -> float | None:
     if chip.platform == CPU.platform:
         return None
     try:
-        records = dispatch.user_cache().records(operation=row.operation.name, hardware=chip.id)
-        answer = predict(row.operation, row.problem, chip, records=records)
+        cache = dispatch.user_cache()
+        records = cache.records(operation=row.operation.name, hardware=chip.id)
+        ranges = cache.ranges(operation=row.operation.name, hardware=chip.id)
+        found = answer(row.operation, row.problem, chip, records=records, ranges=ranges)
     except SchedulerError:
         return None
-    gain = answer.library_s / answer.predicted_s
-    return gain if answer.backend != row.operation.library.backend and gain >= WORTH_TELLING else None
+    gain = found.library_s / found.predicted_s
+    return gain if found.backend != row.operation.library.backend and gain >= WORTH_TELLING else None

@@ -70,6 +70,13 @@ class Case:
             return entry.measurement.median_s
         return min((s for t, s in self.measured() if t.backend == self.operation.library.backend), default=None)
 
+    @property
+    def took(self) -> str:
+        """What its times are, in a word: those of one chip that was not there are estimated by its compiler."""
+        times = [entry.measurement for entry in self.record.entries] if self.record is not None else []
+        times += [trial.outcome for trial in self.trials if isinstance(trial.outcome, Measurement)]
+        return "estimated" if any(one.estimated for one in times) else "measured"
+
     def measured(self) -> list[tuple[Trial, float]]:
         """The trials that ran, with their times in seconds."""
         return [(trial, trial.outcome.median_s) for trial in self.trials if isinstance(trial.outcome, Measurement)]

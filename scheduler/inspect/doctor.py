@@ -15,20 +15,20 @@ from typing import Any, Literal
 import tile_scheduler
 from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
 from scheduler.core.hardware import GIB, Hardware
+from scheduler.core.records import Record
 from scheduler.dispatch import missed
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
+from scheduler.inspect.coverage import coverage
+from scheduler.inspect.example import EXTENT, example
+from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import cuda_wanted
 from search_spaces.operation import Operation
-from search_spaces.problem import Problem
 
 State = Literal["ok", "note", "broken"]
-
-# Of every extent that has no default, in the problem that backends are asked about.
-EXTENT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
     yield from _caches()
     yield from _on_miss()
     yield from _misses()
+    yield from _chips()
     gpu = Gpu.query(device)
     if gpu is None:
         yield Finding("GPU", "note", "none is visible (nvidia-smi names none): kernels only rehearse on the CPU")
@@ -98,6 +99,20 @@ def _caches() -> Iterator[Finding]:
             yield Finding("shipped cache", "ok", f"{other.location}: {sum(1 for _ in other.records())} records")
     except StoreError as error:
         yield Finding("shipped cache", "broken", str(error))
+
+
+def _chips() -> Iterator[Finding]:
+    """What there is for each chip of the table, wherever it is."""
+    records: list[Record] = []
+    for opened in (lambda: Store(default_url()), shipped):
+        with contextlib.suppress(StoreError):  # it was said of the caches
+            store = opened()
+            records += store.records() if store is not None else ()
+    for row in coverage(records):
+        able = ""
+        if row.compiled:
+            able = unable(row.hardware) or "its compiler is here, and estimates times (tune --hardware)"
+        yield Finding(f"chip {row.hardware.kind}", "ok", f"{row}{f'; {able}' if able else ''}".replace("`", ""))
 
 
 def _unwritable(location: str) -> str:
@@ -153,15 +168,6 @@ def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding
         else:
             untried = f"not verified on {hardware.architecture}: used where measured or asked for"
             yield Finding(what, "note", f"version {kernel.version}, {untried}")
-
-
-def example(operation: Operation[Any], extent: int) -> Problem | None:
-    """A problem of that operation, or None where its fields are not all extents or have defaults."""
-    needed = [f.name for f in dataclasses.fields(operation.problem) if f.default is dataclasses.MISSING]
-    try:
-        return operation.problem.parse({name: str(extent) for name in needed})
-    except ValueError:
-        return None
 
 
 def _version(package: str) -> str:

@@ -50,6 +50,7 @@ class Landscape:
       cells: ``cells[j][i]`` has ``ys[j]`` and ``xs[i]``.
       measured: how many measured schedules they are of; 0 where they are the model's.
       best: the schedule that stands out: the winner's, or the top prediction.
+      took: whether these were measured, or estimated by a compiler, in a word.
     """
 
     backend: str
@@ -60,6 +61,7 @@ class Landscape:
     cells: tuple[tuple[Cell, ...], ...]
     measured: int
     best: Best
+    took: str = "measured"
 
     @property
     def best_s(self) -> float:
@@ -113,7 +115,7 @@ def landscape(case: Case, *, over: tuple[str, str] | None = None, backend: str |
         return Cell(min(times, default=None), len(part.points), part.dropped)
 
     cells = tuple(tuple(cell(i, j) for i in xs) for j in ys)
-    return Landscape(kernel.backend, x, y, xs, ys, cells, len(measured) if known is measured else 0, best)
+    return Landscape(kernel.backend, x, y, xs, ys, cells, len(measured) if known is measured else 0, best, case.took)
 
 
 def _measured(case: Case, kernel: Kernel[Any, Any], pruned: Pruned) -> list[tuple[Schedule, float]]:

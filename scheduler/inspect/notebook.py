@@ -21,10 +21,11 @@ def record_html(record: Record) -> str:
     winner, gain = record.winner, gain_text(record)
     against = f"{gain} the speed of XLA" if gain.endswith("x") and winner.backend != record.library else f"XLA: {gain}"
     rows = "".join(_row(record, entry) for entry in record.entries)
+    time = "estimated" if record.estimated else "time"
     head = "".join(
         f"<th{style}>{name}</th>"
         for name, style in (
-            ("backend", ""), ("time", _NUMBER), ("over the winner's", _NUMBER), ("TFLOP/s", _NUMBER),
+            ("backend", ""), (time, _NUMBER), ("over the winner's", _NUMBER), ("TFLOP/s", _NUMBER),
             ("% of roofline", _NUMBER), ("schedule", ' style="text-align:left"'),
         )
     )  # fmt: skip

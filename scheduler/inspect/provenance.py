@@ -28,8 +28,9 @@ def stale_line() -> str:
 def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
     """Under what a record came about."""
     env = record.environment
-    driver = f", driver {env.driver}" if env.driver else ""
-    yield f"Measured {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
+    driver = f", {'' if record.estimated else 'driver '}{env.driver}" if env.driver else ""
+    how = "Estimated by the compiler, not measured," if record.estimated else "Measured"
+    yield f"{how} {env.date} with jax {env.jax}{driver}{' (stale)' if stale(record) else ''}"
     versions = ", ".join(f"{backend} version {version}" for backend, version in record.versions.items())
     lost = "" if trials_kept else ", their times not kept beside the record"
     yield f"{record.tried} trials (budget {record.budget}{lost}) of {record.space} schedules; {versions}"
@@ -43,7 +44,8 @@ def unfinished_text(trials: Sequence[Trial]) -> str:
     said = ", none of which ran"
     if ran:
         best_s, _, best = min(ran)
-        said = f", the best {seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
+        how = "estimated " if isinstance(best.outcome, Measurement) and best.outcome.estimated else ""
+        said = f", the best {how}{seconds_text(best_s)}: {choice_text(best.backend, best.schedule)}"
     return f"cut short, or still searched: {len(trials)} trial{'' if len(trials) == 1 else 's'} kept{said}"
 
 

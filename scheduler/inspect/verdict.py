@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 from scheduler.core.quantities import seconds_text
-from scheduler.core.records import Entry, Record
+from scheduler.core.records import TIE, Entry, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Standing:
 def standing(record: Record, other: Entry) -> Standing:
     """What the run-off of `record` says of its winner and `other`."""
     from scheduler.core.identity import label_of
-    from scheduler.search.final_comparison import TIE, margin
+    from scheduler.search.final_comparison import margin
 
     sure, winner = record.confidence, record.winner
     tied = label_of(other.backend, other.schedule) in sure.tied
@@ -91,7 +91,19 @@ def _rival(record: Record) -> Entry | None:
 def verdict(record: Record) -> list[str]:
     """The winner against XLA, which backends never ran, why the search ended, and how sure that is, as far as known."""
     failed = [f"{lost}." for lost in record.failed]
-    return [line for line in (_against_xla(record), *failed, _ended(record), _confidence(record)) if line]
+    return [
+        line
+        for line in (_estimated(record), _against_xla(record), *failed, _ended(record), _confidence(record))
+        if line
+    ]
+
+
+def _estimated(record: Record) -> str:
+    if not record.estimated:
+        return ""
+    return (
+        "These are the compiler's estimates for a chip that was not there: nothing ran. A search on it replaces them."
+    )
 
 
 def _ended(record: Record) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -13,19 +12,29 @@ from types import TracebackType
 from typing import Any
 
 from scheduler.core import hardware as chips
-from scheduler.core.errors import WorkerError
-from scheduler.core.hardware import GIB
+from scheduler.core.errors import SchedulerError, WorkerError
+from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.identity import point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome
 from scheduler.core.threads import Threads
 from scheduler.measure import turns
+from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.division import Division, Shares, What
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import Limits
-from scheduler.measure.protocol import Do, Held, Request
+from scheduler.measure.protocol import Do, Held
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children
-from scheduler.measure.worker_process import CONTEXT_BYTES, Result, WorkerProcess
+from scheduler.measure.worker_process import (
+    CONTEXT_BYTES,
+    OnDevice,
+    Result,
+    WorkerProcess,
+    cores,
+    name_of,
+    out_of_reach,
+    requested,
+)
 from search_spaces import locate
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -44,17 +53,22 @@ SEARCHES = 2
 def start_runner(operation: Operation[Any], options: RunnerOptions | None = None) -> Runner:
     """Worker processes where the device is a GPU that they can share and load `operation`, else this process.
 
+    Of a chip that is asked for and not here, processes that compile for it.
+
     Raises:
       WorkerError: there is no GPU of this index, its workers cannot start, or they are asked for by number and cannot
-        load `operation`.
+        load `operation`; or the chip that is asked for is not here, and nothing here compiles for it.
       UnknownChip: the table of chips tells nothing of it.
     """
     options = options or RunnerOptions()
+    if (away := _not_here(options)) is not None:
+        name_of(operation)  # or no process can load it
+        return AheadOfTime(away, options)
     if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
         if options.workers is not None:
-            raise WorkerError(_out_of_reach(operation))
+            raise WorkerError(out_of_reach(operation))
         warnings.warn(
-            f"{_out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
+            f"{out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
             "waits for one that hangs",
             RuntimeWarning,
             stacklevel=2,
@@ -65,18 +79,29 @@ def start_runner(operation: Operation[Any], options: RunnerOptions | None = None
 
 def open_runner(options: RunnerOptions) -> Runner:
     """A runner of any operation that another process can load; raises as `start_runner` does."""
+    if (away := _not_here(options)) is not None:
+        return AheadOfTime(away, options)
     gpu = Gpu.wanted(options.device)
     if gpu is None and options.workers is None:
         return InProcess()
     return Pool(gpu or Gpu.none(), options)
 
 
-def _out_of_reach(operation: Operation[Any]) -> str:
-    """Why no worker process can load `operation`, and what to do."""
-    return (
-        f"no worker process can load {operation.name}, which no module or script holds under a name (it was defined in "
-        "a notebook, in a console or within a function): define it at the top level of a file"
-    )
+def _not_here(options: RunnerOptions) -> Hardware | None:
+    """The chip that is asked for, where that is not the one that is here."""
+    if not options.hardware:
+        return None
+    try:
+        asked = chips.find(options.hardware)
+    except ValueError as error:
+        raise WorkerError(str(error)) from error
+    here = ""
+    if Gpu.wanted(options.device) is not None:  # which its workers hold, and not this process
+        here = Gpu.chips().get(options.device, "")
+    else:
+        with contextlib.suppress(SchedulerError):
+            here = chips.detect().kind
+    return None if asked.kind == here else asked
 
 
 class Pool:
@@ -115,7 +140,8 @@ class Pool:
         self.slots = int(min(options.workers or max(1, cores() - 1), affordable))
         self._children = Children()
         self._programs = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
-        self._workers = [WorkerProcess(gpu, self._children, self._programs.name) for _ in range(self.slots)]
+        main = OnDevice(gpu, self._programs.name)
+        self._workers = [WorkerProcess(main, self._children) for _ in range(self.slots)]
         self._compiled = _Compiled()
         self._shares = Shares(gpu.free_bytes, self.slots)
         self._division = Division(
@@ -226,25 +252,12 @@ class Pool:
         return holders[0] if holders else None
 
     def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> Result:
-        name = locate(task.operation)
-        if name is None:
-            raise WorkerError(_out_of_reach(task.operation))
-        request = Request(
-            do=do,
-            operation=name,
-            problem=task.problem.canonical(),
-            backend=task.backend,
-            schedule=dict(task.schedule),
-            repetitions=task.repetitions,
-            l2=task.l2,
-            incumbent_s=task.incumbent_s,
-            raising=task.raising,
-            beside=tuple(
-                Held(named, problem.canonical(), l2)
-                for operation, problem, l2 in self._division.held()
-                if (named := locate(operation)) is not None
-            ),
+        beside = tuple(
+            Held(named, problem.canonical(), l2)
+            for operation, problem, l2 in self._division.held()
+            if (named := locate(operation)) is not None
         )
+        request = requested(task, do, beside)
         return worker.request(request, self._limits.of(task), self._limits.ended)
 
     def __enter__(self) -> Pool:
@@ -311,10 +324,3 @@ def _may_lack_memory(task: Task, result: Result) -> bool:
     """
     autotuned = result.overrun == "compile" and task.operation.kernel(task.backend).library
     return autotuned or (isinstance(result.outcome, Failure) and result.outcome.stage == "memory")
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

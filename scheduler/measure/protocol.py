@@ -20,12 +20,14 @@ class Hello:
 
     Attributes:
       programs: the directory of programs that the workers of a pool share.
+      kind: the chip to compile for, by its driver's name, where that is not here.
     """
 
     uuid: str
     platform: str
     bus: str = ""
     programs: str = ""
+    kind: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,8 @@ class RunnerOptions:
         `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
       searches: how many problems worker processes take at once; None is two where a device's own clock times kernels,
         whatever is compiled beside it, and one elsewhere.
+      hardware: the chip, by its name as `hardware.find` takes it; where it is not here, its compiler tells how long
+        candidates take (`ahead_of_time.AheadOfTime`). "" is the one that is here.
     """
 
     device: int = 0
@@ -38,6 +40,7 @@ class RunnerOptions:
     compile_timeout_s: float | None = None
     run_timeout_s: float | None = None
     searches: int | None = None
+    hardware: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,34 @@ from search_spaces.reference_programs import shared_in
 OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY", re.IGNORECASE)
 
 
+class Service(Protocol):
+    """What answers the requests to a process.
+
+    Attributes:
+      target: the chip that it tells of.
+    """
+
+    target: Target
+
+    def answer(self, request: Request) -> Answer: ...
+
+
+# What a process becomes once it is told what for. Whatever it raises is why it cannot.
+Begin = Callable[[Hello, Callable[[Step], None]], Service]
+
+
 def main() -> None:
+    converse(_on_device)
+
+
+def _on_device(hello: Hello, announce: Callable[[Step], None]) -> Service:
+    # By its name: among several platforms JAX passes over one that does not start.
+    target = chips.target_of(jax.devices(hello.platform)[0])
+    return _Measuring(target, Gpu("", hello.uuid, "", 0, bus=hello.bus), announce)
+
+
+def converse(begin: Begin) -> None:
+    """Answers what this process is asked, until the pipe closes."""
     die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is then one that a candidate raised
     # Candidates, and what they call, print and may read: requests and answers have files of their own.
@@ -64,18 +92,16 @@ def main() -> None:
     hello = decode(first)
     assert isinstance(hello, Hello)
     try:
-        # By its name: among several platforms JAX passes over one that does not start.
-        target = chips.target_of(jax.devices(hello.platform)[0])
+        service = begin(hello, lambda step: say(Announcement(step)))
     except Exception as error:
         say(Unable(first_line(error)))
         return
-    say(Ready(target))
-    service = _Service(target, Gpu("", hello.uuid, "", 0, bus=hello.bus), lambda step: say(Announcement(step)))
+    say(Ready(service.target))
     with shared_in(hello.programs):
         _serve(service, requests, say)
 
 
-def _serve(service: _Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
+def _serve(service: Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
     for line in requests:
         reply: Reply
         try:
@@ -91,11 +117,11 @@ def _serve(service: _Service, requests: Iterable[str], say: Callable[[Message], 
             os._exit(0)  # what a broken context would do in its destructors, nobody knows
 
 
-class _Service:
-    """What answers requests: the benches of the problems at hand, and whether they can still be trusted."""
+class _Measuring:
+    """The benches of the problems at hand, and whether they can still be trusted."""
 
     def __init__(self, target: Target, gpu: Gpu, announce: Callable[[Step], None]) -> None:
-        self._target, self._gpu, self._announce = target, gpu, announce
+        self.target, self._gpu, self._announce = target, gpu, announce
         self._benches = BenchesAtHand(self._made)
 
     def answer(self, request: Request) -> Answer:
@@ -120,7 +146,7 @@ class _Service:
         return Bench(
             operation,
             operation.problem.from_canonical(what.problem),
-            chips.describe(self._target),
+            chips.describe(self.target),
             l2=what.l2,
             exclusive=self._gpu.exclusive,
             announce=self._announce,

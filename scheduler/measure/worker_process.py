@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from typing import Any, Protocol
 
 from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
 from scheduler.core.hardware import GIB
@@ -14,8 +15,11 @@ from scheduler.core.records import Failure, Outcome
 from scheduler.measure import protocol
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import START_LIMIT_S
+from scheduler.measure.runner import Task
 from scheduler.measure.subprocess_pipe import Child, Children, Ended, Limit, Overrun
+from search_spaces import locate
 from search_spaces.kernel import Target
+from search_spaces.operation import Operation
 
 # One process holds this much of a GPU's memory before any operand: its CUDA context and its libraries.
 CONTEXT_BYTES = GIB // 2
@@ -43,15 +47,57 @@ class Result:
     lost: str = ""
 
 
-class WorkerProcess:
-    """Requests block, and are for one thread at a time; `abandon` is for any.
+class Main(Protocol):
+    """As what a process is started.
 
-    Args:
-      programs: a directory for what its processes share with others.
+    Attributes:
+      module: whose main it runs.
+      hello: the first line that it is told.
     """
 
-    def __init__(self, gpu: Gpu, children: Children, programs: str) -> None:
-        self._gpu, self._children, self._programs = gpu, children, programs
+    module: str
+    hello: protocol.Hello
+
+    def environment(self, share_bytes: int) -> dict[str, str]:
+        """Its variables, where so much of a device's memory is its share."""
+
+
+class OnDevice:
+    """A process that runs candidates on a GPU, or on the CPU where there is none.
+
+    Args:
+      programs: a directory for what it shares with others.
+    """
+
+    module = "scheduler.measure.worker"
+
+    def __init__(self, gpu: Gpu, programs: str) -> None:
+        self._gpu = gpu
+        self.hello = protocol.Hello(gpu.uuid, "cuda" if gpu.index else "cpu", gpu.bus, programs)
+
+    def environment(self, share_bytes: int) -> dict[str, str]:
+        own = inherited()
+        if self._gpu.total_bytes:
+            own[_MEMORY_VARIABLES[0]] = f"{share_bytes / self._gpu.total_bytes:.4f}"
+        return own | {
+            "CUDA_VISIBLE_DEVICES": self._gpu.index,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+
+
+def inherited() -> dict[str, str]:
+    """This process's own variables but those of a device's memory; modules are found where this process finds them."""
+    own = {name: value for name, value in os.environ.items() if name not in _MEMORY_VARIABLES}
+    return own | {"PYTHONPATH": os.pathsep.join(path or _here() for path in sys.path)}
+
+
+class WorkerProcess:
+    """Requests block, and are for one thread at a time; `abandon` is for any."""
+
+    def __init__(self, main: Main, children: Children) -> None:
+        self._main, self._children = main, children
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._abandoned = False
@@ -134,13 +180,12 @@ class WorkerProcess:
         self._end()
         try:
             if not self._abandoned:
-                self._child = self._children.start(["-P", "-m", "scheduler.measure.worker"], self._environment())
+                environment = self._main.environment(self._share_bytes)
+                self._child = self._children.start(["-P", "-m", self._main.module], environment)
             if self._abandoned or self._child is None:
                 self.abandon()
                 raise WorkerError("the worker processes were stopped")
-            platform = "cuda" if self._gpu.index else "cpu"
-            hello = protocol.Hello(self._gpu.uuid, platform, self._gpu.bus, self._programs)
-            reply = self._child.ask(hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
+            reply = self._child.ask(self._main.hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
         except (EOFError, TimeoutError) as error:
             raise WorkerError(f"a worker process did not start: {error}") from error
         if not isinstance(reply, protocol.Ready):
@@ -153,21 +198,51 @@ class WorkerProcess:
             self._child.close()
             self._child = None
 
-    def _environment(self) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if name not in _MEMORY_VARIABLES}
-        if self._gpu.total_bytes:
-            own[_MEMORY_VARIABLES[0]] = f"{self._share_bytes / self._gpu.total_bytes:.4f}"
-        return own | {
-            "CUDA_VISIBLE_DEVICES": self._gpu.index,
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "PYTHONPATH": os.pathsep.join(path or _here() for path in sys.path),
-        }
-
 
 def _here() -> str:
     try:
         return os.getcwd()
     except OSError:  # it is gone
         return ""
+
+
+def requested(task: Task, do: protocol.Do, beside: tuple[protocol.Held, ...] = ()) -> protocol.Request:
+    """To do that with the candidate of a task."""
+    return protocol.Request(
+        do=do,
+        operation=name_of(task.operation),
+        problem=task.problem.canonical(),
+        backend=task.backend,
+        schedule=dict(task.schedule),
+        repetitions=task.repetitions,
+        l2=task.l2,
+        incumbent_s=task.incumbent_s,
+        raising=task.raising,
+        beside=beside,
+    )
+
+
+def name_of(operation: Operation[Any]) -> str:
+    """The name under which a worker process loads it.
+
+    Raises:
+      WorkerError: none can.
+    """
+    if (name := locate(operation)) is None:
+        raise WorkerError(out_of_reach(operation))
+    return name
+
+
+def out_of_reach(operation: Operation[Any]) -> str:
+    """Why no worker process can load `operation`, and what to do."""
+    return (
+        f"no worker process can load {operation.name}, which no module or script holds under a name (it was defined in "
+        "a notebook, in a console or within a function): define it at the top level of a file"
+    )
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

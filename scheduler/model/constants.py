@@ -1,4 +1,4 @@
-"""Which constants the cost model takes for a kernel on a chip: the user's own, the shipped ones, or its defaults."""
+"""What was fitted to a kernel on a chip, for the cost model to take: the user's own, the shipped, or its defaults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
 from scheduler.model.cost import CostModel
 from scheduler.model.overheads import BY_ARCHITECTURE, Constants
+from scheduler.model.residuals import Covariance, Place, Residuals
 from scheduler.store import patience
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -23,14 +25,19 @@ _log = logging.getLogger("scheduler")
 
 
 def model_of(
-    operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardware, *, shared_only: bool = False
+    operation: Operation[Any],
+    kernel: Kernel[Any, Any],
+    hardware: Hardware,
+    *,
+    found: Mapping[str, Calibration] | None = None,
 ) -> CostModel:
     """The cost model with what was fitted to `kernel` and to the operation's library on this chip.
 
     Args:
-      shared_only: leave the user's own constants out: processes of one job may not share them.
+      found: by backend, what was fitted; None takes what is stored.
     """
-    found = calibrations(operation.name, hardware, shared_only=shared_only)
+    if found is None:
+        found = calibrations(operation.name, hardware)
     values: dict[str, float] = {}
     for backend in (operation.library.backend, kernel.backend):
         if backend in found:
@@ -43,6 +50,26 @@ def model_of(
         return CostModel(hardware, start)
 
 
+def residuals_of(operation: Operation[Any], kernel: Kernel[Any, Any], found: Mapping[str, Calibration]) -> Residuals:
+    """What the model of `model_of` gets wrong of today's version of `kernel`, as far as it was measured."""
+    calibration = found.get(kernel.backend)
+    if calibration is None or calibration.version != kernel.version:
+        return Residuals()
+    # By identity: a calibration is read once, and holds mappings, which have no hash.
+    key = (operation.problem, id(calibration))
+    if key not in _residuals:
+        places, errors = [], []
+        for one in calibration.observations:
+            with contextlib.suppress(ValueError):  # written by another version of the operation, or no times
+                error = math.log(one.measured_s / one.predicted_s)
+                places.append(Place(operation.problem.from_canonical(one.problem), one.predicted_s))
+                errors.append(error)
+        covariance = Covariance.of(calibration.constants)
+        _residuals[key] = calibration, Residuals(tuple(places), tuple(errors), covariance)
+    return _residuals[key][1]
+
+
+_residuals: dict[tuple[object, int], tuple[Calibration, Residuals]] = {}
 _said: set[str] = set()
 
 
@@ -73,6 +100,7 @@ def known(calibration: Calibration) -> dict[str, float]:
 def forget() -> None:
     """Reads the stores again when asked next."""
     _read.cache_clear()
+    _residuals.clear()
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,9 +93,11 @@ class CostModel:
           core meanwhile (H200: tiles of 64 rows over an array of one take 1.4 times as long as tiles of 8). A
           multicast one stops every core that it serves.
         hbm: loads that miss the last-level cache, and results, at e_hbm of the device memory's bandwidth.
-        mufu, fp32: exponentials and plain lane operations, at the rates of their units.
+        mufu, fp32: exponentials and plain lane operations, at the rates of their units; the latter with what each
+          iteration of a loop waits for its own instructions.
         latency: what a pipeline of `stages` cannot hide: each is loaded after the latency, computed on, and only then
-          loaded again, so a step takes at least (latency + load + compute) / stages (Little's law).
+          loaded again, so a step takes at least (latency + load + compute) / stages (Little's law). Where the loop that
+          computes also starts the loads, one stage is always that of the step at work: (latency + load) / (stages - 1).
 
         step: the loop of each step.
         pipeline_setup: of its stages.
@@ -155,15 +158,18 @@ class CostModel:
     def library_seconds(self, problem: Problem) -> float:
         """What XLA is expected to take, in seconds: its shares of both roofs, joined by a norm, and what is fixed.
 
-        A small result cannot keep all cores busy: arithmetic then runs at a share of the rate.
+        A small result cannot keep all cores busy: arithmetic then runs at a share of the rate. What one kernel writes
+        for another to read overlaps with neither: XLA's kernels follow each other.
         """
         h, c = self.hardware, self.in_force
         results = float(sum(np.prod(s.shape, dtype=np.float64) for s in problem.results()))
         busy = results / (results + c.library_grain * h.cores) if results else 1.0
         arithmetic = problem.flops / (busy * c.library_e_mma * h.peak(problem.arithmetic))
-        memory = problem.library_bytes_moved / (c.library_e_hbm * h.hbm_bytes_per_s)
-        overlapped = float(_norm(np.array([arithmetic, memory]), c.library_p))
-        return c.library_scale * (overlapped + h.launch_s + c.library_s)
+        hbm_rate = c.library_e_hbm * h.hbm_bytes_per_s
+        overlapped = float(_norm(np.array([arithmetic, problem.bytes_moved / hbm_rate]), c.library_p))
+        between = (problem.library_bytes_moved - problem.bytes_moved) / hbm_rate
+        following = between + c.launch_share * h.launch_s if between else 0.0
+        return c.library_scale * (overlapped + following + c.library_s)
 
     def _analyse(self, footprint: Footprint) -> tuple[dict[str, Array], dict[str, Array], Array]:
         """What overlaps in a step [full waves or the last, schedule], what adds up [schedule], and the steps of each.
@@ -189,7 +195,7 @@ class CostModel:
             "mma": per_core * demand.flops * h.cores / (h.boost * peak),
             "power": running * demand.flops / (c.e_power * peak),
             "smem": per_core * column(demand.onchip_bytes_read) / (h.onchip_bytes_per_clock * h.clock_hz),
-            "l2": per_core * sum(_filled(o) for o in demand.loads) / core_rate,
+            "l2": per_core * sum(s * _filled(o) for s, o in zip(moved.fetched, demand.loads, strict=True)) / core_rate,
             "tma_rows": per_core * sum(_tma_s(o, h, c) / o.multicast for o in demand.loads),
             "oob_fill": per_core * beyond_edges * c.fill_row_s,
             "hbm": running * (moved.memory_bytes / (blocks * steps) + demand.bytes_written) / hbm_rate,
@@ -198,15 +204,19 @@ class CostModel:
         overlapped["wgmma_bubble"] = _wgmma_bubble(f, per_core, units, c.wgmma_bubble_s)
         load = np.maximum(np.maximum(overlapped["l2"], overlapped["tma_rows"]), overlapped["hbm"])
         load = load + overlapped["oob_fill"]
-        lanes = _lanes(f, h, per_core, count)
+        lanes = _lanes(f, h, c, per_core, count)
         compute = units + overlapped["wgmma_bubble"] + lanes.busy_s
         latency_s = np.where(moved.l2_resident, h.l2_latency_s, h.memory_latency_s)
-        overlapped["latency"] = (latency_s + (load + compute) / np.maximum(per_core, 1)) / f.stages
+        overlapped["latency"] = _latency(latency_s, load, compute, per_core, f.stages, in_order=h.sequential_grid)
         overlapped |= lanes.shown
 
-        surrounded = column(f.persistent).astype(bool) | (resident(f, h) > 1)
+        surrounded = h.sequential_grid | column(f.persistent).astype(bool) | (resident(f, h) > 1)
         alone = np.where(surrounded, 1.0, count)
-        shorter = (np.minimum(load, compute) / np.maximum(per_core, 1)).max(axis=0)
+        # The first step loads all that it needs, whatever later ones find there.
+        first_load = np.where(
+            load < compute, load + _kept_s(demand.loads, moved.fetched, core_rate) * per_core, compute
+        )
+        shorter = (first_load / np.maximum(per_core, 1)).max(axis=0)
         serial = {
             "step": c.step_s * paced.sum(axis=0),
             "pipeline_setup": c.stage_s * f.stages + zero,
@@ -255,7 +265,7 @@ class _Lanes:
     last_s: Array
 
 
-def _lanes(footprint: Footprint, hardware: Hardware, per_core: Array, count: Array) -> _Lanes:
+def _lanes(footprint: Footprint, hardware: Hardware, constants: Constants, per_core: Array, count: Array) -> _Lanes:
     """Lanes and MUFU as they show, of `count` tiles that follow each other on a core.
 
     Where there is MMA, it waits for them unless another block of the core has MMA to issue, or they take turns with it:
@@ -270,8 +280,12 @@ def _lanes(footprint: Footprint, hardware: Hardware, per_core: Array, count: Arr
     runs = np.where(ping_pong & column(f.persistent).astype(bool), 1.0, count)
     # Of each phase: its lanes in one step, whether they take turns with MMA, and how many of it a launch has.
     phases = {
-        "step_bubble": (_lane_seconds(f.step, hardware, per_core), ping_pong | (column(f.delay_release) > 0), steps),
-        "tile_bubble": (_lane_seconds(f.tile, hardware, per_core / steps), ping_pong, np.ones_like(steps)),
+        "step_bubble": (
+            _lane_seconds(f.step, hardware, constants, per_core),
+            ping_pong | (column(f.delay_release) > 0),
+            steps,
+        ),
+        "tile_bubble": (_lane_seconds(f.tile, hardware, constants, per_core / steps), ping_pong, np.ones_like(steps)),
     }
     shown = {"mufu": np.zeros_like(per_core), "fp32": np.zeros_like(per_core)}
     busy_s, last_s = np.zeros_like(per_core), np.zeros_like(count)
@@ -285,12 +299,13 @@ def _lanes(footprint: Footprint, hardware: Hardware, per_core: Array, count: Arr
     return _Lanes(busy_s, shown, last_s)
 
 
-def _lane_seconds(phase: Phase, hardware: Hardware, per_core: Array) -> dict[str, Array]:
+def _lane_seconds(phase: Phase, hardware: Hardware, constants: Constants, per_core: Array) -> dict[str, Array]:
     """Seconds of a core's MUFU and of its FP32 lanes for so many of this phase."""
     h = hardware
     return {
         "mufu": per_core * phase.mufu_ops / (h.special_per_clock * h.clock_hz),
-        "fp32": per_core * phase.fp32_ops / (h.lanes_per_core * h.clock_hz),
+        "fp32": per_core * phase.fp32_ops / (h.lanes_per_core * h.clock_hz)
+        + per_core * phase.iterations * constants.iteration_s,
     }
 
 
@@ -303,6 +318,20 @@ def _wgmma_bubble(footprint: Footprint, per_core: Array, units: Array, bubble_s:
     groups = per_core * footprint.consumers
     cycle = (units / np.maximum(groups, 1) + bubble_s) / (1 + column(footprint.delay_release))
     return np.where(groups > 0, np.maximum(cycle - units, 0.0), 0.0)
+
+
+def _kept_s(loads: Sequence[Operand], fetched: Sequence[Array], core_rate: float) -> Any:
+    """Seconds in which a core would load what a mean step finds there of the step before."""
+    return sum((1 - share) * _filled(o) for share, o in zip(fetched, loads, strict=True)) / core_rate
+
+
+def _latency(latency_s: Any, load: Array, compute: Array, per_core: Array, stages: Any, *, in_order: bool) -> Array:
+    """Seconds of a step below which no pipeline of so many stages comes; in order where it starts its own loads."""
+    each = np.maximum(per_core, 1)
+    if in_order:
+        ahead = np.maximum(column(stages) - 1, 1)
+        return (latency_s + load / each + np.where(column(stages) > 1, 0.0, compute / each)) / ahead
+    return (latency_s + (load + compute) / each) / stages
 
 
 def _tma_s(operand: Operand, hardware: Hardware, constants: Constants) -> Array:

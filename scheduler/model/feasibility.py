@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Schedule
+from scheduler.model.traffic import column
+from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
@@ -24,14 +27,34 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
         return str(error)
     if reason := space.broken(point):
         return reason
-    if (asked := onchip_bytes(kernel, problem, hardware, schedule)) > hardware.onchip_bytes:
-        return f"it needs {asked} bytes of on-chip memory and a block of {hardware.kind} has {hardware.onchip_bytes}"
+    footprint = _footprint(kernel, problem, hardware, schedule)
+    if footprint is None:
+        return None
+    asked, limit = int(np.ravel(onchip_demand(footprint))[0]), int(np.ravel(onchip_limit(footprint, hardware))[0])
+    if asked > limit:
+        return f"it needs {asked} bytes of on-chip memory and a block of {hardware.kind} has {limit}"
     return None
+
+
+def onchip_demand(footprint: Footprint) -> npt.NDArray[np.float64]:
+    """On-chip bytes that a block of each schedule needs at the least."""
+    return column(footprint.onchip_bytes) + footprint.spill_bytes
+
+
+def onchip_limit(footprint: Footprint, hardware: Hardware) -> npt.NDArray[np.float64]:
+    """On-chip bytes that a block of each schedule may have: what its launch asks for, as far as the chip has it."""
+    asked = column(footprint.onchip_limit_bytes)
+    unasked = hardware.onchip_default_bytes or hardware.onchip_bytes
+    return np.minimum(np.where(asked > 0, asked, unasked), hardware.onchip_bytes)
 
 
 def onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> int:
     """What one block of a point of the kernel's space asks for; 0 where no footprint tells."""
+    footprint = _footprint(kernel, problem, hardware, schedule)
+    return 0 if footprint is None else int(np.ravel(footprint.onchip_bytes)[0])
+
+
+def _footprint(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> Footprint | None:
     space = kernel.space(problem, hardware.target)
     one = Columns.of([space.decode(schedule)]) if space.choices else Columns({}, length=1)
-    footprint = kernel.footprint(problem, one, hardware.target)
-    return 0 if footprint is None else int(np.ravel(footprint.onchip_bytes)[0])
+    return kernel.footprint(problem, one, hardware.target)

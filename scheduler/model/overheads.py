@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from scheduler.core.tpus import TPUS
+
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
     """What no data sheet tells: shares of the peaks that kernels reach, and overheads.
 
     The defaults are round numbers from 19 matmuls swept on one H200 and from XLA's times of 21. Refitted to other
-    shapes they rank no better, so a calibration sets the two scales alone (`calibrate.py`).
+    shapes they rank no better, so a calibration sets the two scales and `library_s` alone (`calibration.py`).
 
     Attributes:
       scale: measured over predicted time of this kernel on this chip.
@@ -25,6 +27,7 @@ class Constants:
       l2_share: share of the last-level cache that holds operands until they are used again.
       p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
       step_s: one step's barriers and loop.
+      iteration_s: one iteration of a loop over what a step has, beyond its operations (`Phase.iterations`).
       wgmma_bubble_s: seconds from the end of a step's wgmma until the next one runs, where it is issued only then.
       stage_s: seconds to set up the buffers and barriers of one stage of the pipeline.
       cluster_sync_s: seconds for which CTAs of a cluster wait for each other at their start and at their end.
@@ -33,7 +36,7 @@ class Constants:
       launch_share: an empty launch, over that in `Hardware`.
       library_scale, library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
       library_grain: results that each core must have for the library to reach half of its rate of arithmetic.
-      library_s: seconds of a library kernel beyond its launch and its work.
+      library_s: seconds of a library kernel beyond its work, its launch included.
     """
 
     scale: float = 1.0
@@ -45,6 +48,7 @@ class Constants:
     l2_share: float = 0.56
     p: float = 4.0
     step_s: float = 1e-8
+    iteration_s: float = 0.0
     wgmma_bubble_s: float = 1e-7
     stage_s: float = 4e-8
     cluster_sync_s: float = 2e-7
@@ -55,8 +59,8 @@ class Constants:
     library_e_mma: float = 0.845
     library_e_hbm: float = 0.88
     library_p: float = 5.0
-    library_grain: float = 3500.0
-    library_s: float = 2e-6
+    library_grain: float = 500.0
+    library_s: float = 4e-6
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -75,8 +79,13 @@ SHARES = ("e_power", "e_hbm", "l2_share", "library_e_mma", "library_e_hbm")
 ORDERS = ("p", "library_p")
 FACTORS = ("scale", "library_scale", "dsmem_bytes_per_s")
 
-# By architecture; others take the defaults. In the interpreter on a CPU, nothing overlaps and a grid step costs about a
-# millisecond whatever it computes.
-BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType(
-    {"cpu": Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=0)}
+# In the interpreter on a CPU, nothing overlaps and a grid step costs about a millisecond whatever it computes.
+_CPU = Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=1e-3)
+# Those of steps, of their loops and of XLA's arithmetic are what libtpu's static schedules come to, as no TPU has been
+# measured (docs/search-and-model.md).
+_TPU = Constants(
+    e_power=1.0, step_s=2.5e-7, iteration_s=2e-8, wgmma_bubble_s=0, stage_s=0, library_e_mma=0.95, library_grain=0
 )
+
+# By architecture; others take the defaults.
+BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType({"cpu": _CPU} | {row.architecture: _TPU for row in TPUS})

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from scheduler.core.hardware import Hardware
 from scheduler.model.cost import CostModel, arithmetic_intensity
+from scheduler.model.feasibility import onchip_demand, onchip_limit
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.space import Choice, Columns, Space
@@ -158,9 +159,11 @@ def prune(
     if footprint is None:
         return best(np.flatnonzero(left(unchecked)), library_s, full(0.0), full(0), ranked=False)
     onchip_bytes = full(footprint.onchip_bytes)
+    demand, limit = full(onchip_demand(footprint)), full(onchip_limit(footprint, hardware))
     obstacles = {
-        f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": onchip_bytes
-        > hardware.onchip_bytes,
+        f"needs more on-chip memory than {hardware.kind} has ({hardware.onchip_bytes} bytes)": (demand > limit)
+        & (demand > hardware.onchip_bytes),
+        f"needs more on-chip memory than {hardware.kind} gives whoever asks for no more": demand > limit,
         f"spills registers ({hardware.registers_per_thread} per thread)": full(footprint.registers)
         > hardware.registers_per_thread,
         f"needs more registers than one core has ({hardware.registers_per_core})": full(footprint.registers_per_block)
@@ -176,3 +179,8 @@ def prune(
     # Ties are common, say among orders of traversal: then larger arithmetic intensity, less on-chip memory, order.
     rank = np.lexsort((onchip_bytes, -full(arithmetic_intensity(footprint)), np.round(predicted, 12)))
     return best(rank[alive[rank]], predicted, floor_s, onchip_bytes)
+
+
+def counted(reasons: Mapping[str, int]) -> str:
+    """Reasons with how many schedules each concerns, in a line."""
+    return "{" + ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) + "}"

@@ -27,28 +27,37 @@ class Traffic:
       memory_bytes: from device memory into that cache.
       compulsory_bytes: every operand loaded once and every result written once, what no schedule can avoid.
       l2_resident: the operands are so small that they are in that cache already.
+      fetched: share of its steps in which a core loads each operand of a mean step; 1 where nothing stays on chip.
     """
 
     cache_bytes: Array
     memory_bytes: Array
     compulsory_bytes: Array
     l2_resident: npt.NDArray[np.bool_]
+    fetched: Sequence[Array]
 
 
 def traffic(footprint: Footprint, hardware: Hardware, l2_share: float) -> Traffic:
     """Loads of the whole launch, from the windows of blocks that run at the same time.
 
     Blocks of one window load a common operand block at about the same time, so device memory delivers it once for each
-    window; between windows it stays in the cache as far as the operands fit into `l2_share` of it.
+    window; between windows it stays in the cache as far as the operands fit into `l2_share` of it. Where a grid is a
+    loop of each core, a block that the step before had is there already.
     """
     f, demand = footprint, footprint.mean_step
     blocks, steps = block_count(f), column(f.steps)
     at_once = np.minimum(concurrent(f, hardware), blocks)
     windows = blocks / at_once
     once = [all_blocks * steps * o.bytes for all_blocks, o in zip(block_loads(f, blocks), demand.loads, strict=True)]
-    again = [
-        distinct * steps * o.bytes * windows for distinct, o in zip(block_loads(f, at_once), demand.loads, strict=True)
-    ]
+    if hardware.sequential_grid:
+        fetched = shares_fetched(f)
+        again = [share * blocks * steps * o.bytes for share, o in zip(fetched, demand.loads, strict=True)]
+    else:
+        fetched = [np.ones_like(blocks) for _ in demand.loads]
+        again = [
+            distinct * steps * o.bytes * windows
+            for distinct, o in zip(block_loads(f, at_once), demand.loads, strict=True)
+        ]
     operands: Array = column(sum(once))
     kept = np.minimum(1.0, l2_share * hardware.l2_bytes / np.maximum(operands, 1.0))
     l2_resident = operands <= L2_RESIDENT * hardware.l2_bytes
@@ -56,11 +65,41 @@ def traffic(footprint: Footprint, hardware: Hardware, l2_share: float) -> Traffi
         np.where(l2_resident, 0.0, kept * a + (1 - kept) * np.maximum(a, b)) for a, b in zip(once, again, strict=True)
     ]
     return Traffic(
-        cache_bytes=column(sum(blocks * steps * o.bytes / o.multicast for o in demand.loads)),
+        cache_bytes=column(
+            sum(share * blocks * steps * o.bytes / o.multicast for share, o in zip(fetched, demand.loads, strict=True))
+        ),
         memory_bytes=column(sum(loaded)),
         compulsory_bytes=operands + blocks * steps * demand.bytes_written,
         l2_resident=l2_resident,
+        fetched=fetched,
     )
+
+
+def shares_fetched(footprint: Footprint) -> list[Array]:
+    """Share of its steps in which a core that goes on from tile to tile loads each operand of a mean step.
+
+    Others find the block of the step before. One that each step of a tile has anew is loaded in all of them; any other
+    wherever an axis that selects it advances: walking 2 x 3 tiles row by row, rows are loaded in 2 of 6, columns in 6.
+    """
+    f = footprint
+    loops = _loops(f)
+    of_steps = len(f.step.loads)
+    shares = []
+    for number, operand in enumerate(f.mean_step.loads):
+        share, advances = np.ones_like(block_count(f)), np.zeros(1, dtype=bool)
+        for axis, extent in loops:
+            advances = advances | (np.isin(axis, operand.axes) & (extent > 1))
+            share = np.where(advances, share, share / extent)
+        anew = (column(f.steps) > 1) & (number < of_steps)
+        shares.append(np.where(anew, 1.0, share))
+    return shares
+
+
+def _loops(footprint: Footprint) -> list[tuple[npt.NDArray[np.int64], Array]]:
+    """The loops in which tiles are walked, the innermost first: axis and extent ``[schedule]`` of each."""
+    axes, extents, group = _order(footprint)
+    loops = [(axes[0], group), *zip(axes[1:2], extents[1:2], strict=True), (axes[0], np.ceil(extents[0] / group))]
+    return [*loops, *zip(axes[2:], extents[2:], strict=True)]
 
 
 def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
@@ -102,16 +141,10 @@ def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
     They advance along the minor axis for `group` blocks, then along the last of the other axes through its whole
     extent, then to the next group of the minor axis; when that plane is full, along the other axes, the last first.
     """
-    f = footprint
-    # A scalar serves all schedules, also where no extent is anything else.
-    *extents_of, left = np.broadcast_arrays(*(np.atleast_1d(column(x)) for x in (*f.grid, blocks)))
-    grid = np.stack(extents_of)
-    axes, count = grid.shape
-    orders = np.array([[axis, *(other for other in reversed(range(axes)) if other != axis)] for axis in range(axes)])
-    order = orders[np.broadcast_to(np.asarray(f.minor), count)].T
-    extents = np.take_along_axis(grid, order, axis=0)
+    order, extents, group = _order(footprint, blocks)
+    left: Array = np.broadcast_to(np.atleast_1d(column(blocks)), extents.shape[1:])
+    axes = len(extents)
     box = np.empty_like(extents)
-    group = np.minimum(column(f.group), extents[0])
     if axes > 1:
         box[1] = np.minimum(np.ceil(left / group), extents[1])
         group = group * np.ceil(left / (group * extents[1]))
@@ -125,6 +158,19 @@ def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
     out = np.empty_like(box)
     np.put_along_axis(out, order, box, axis=0)
     return out
+
+
+def _order(footprint: Footprint, blocks: npt.ArrayLike = 1.0) -> tuple[npt.NDArray[np.int64], Array, Array]:
+    """Axes of the grid, the minor one first, ``[axis, schedule]``; their extents in this order; tiles of a group."""
+    f = footprint
+    # A scalar serves all schedules, also where no extent is anything else.
+    *extents_of, _ = np.broadcast_arrays(*(np.atleast_1d(column(x)) for x in (*f.grid, blocks)))
+    grid = np.stack(extents_of)
+    axes, count = grid.shape
+    orders = np.array([[axis, *(other for other in reversed(range(axes)) if other != axis)] for axis in range(axes)])
+    order = orders[np.broadcast_to(np.asarray(f.minor), count)].T
+    extents = np.take_along_axis(grid, order, axis=0)
+    return order, extents, np.minimum(column(f.group), extents[0])
 
 
 def walk(grid: Sequence[int], minor: int, group: int, *, snake: bool = False) -> npt.NDArray[np.int64]:

@@ -7,8 +7,9 @@ import contextlib
 from scheduler.core.errors import NoCandidate, StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of, point_of
+from scheduler.core.ranges import Range
 from scheduler.core.records import Entry, Key, Measurement, Record, Trial
-from scheduler.prediction.predict import predict
+from scheduler.prediction.between import answer
 from scheduler.prediction.validation import recheck
 from scheduler.search.task import Before, Task
 from scheduler.store.store import Store, shipped
@@ -22,12 +23,11 @@ def served(task: Task, hardware: Hardware, store: Store) -> Entry | None:
         with contextlib.suppress(StoreError):
             if (other := shipped()) is not None:
                 stores.append(stack.enter_context(contextlib.closing(other)))
-        records = [_readable(kept, key) for kept in stores]
-    for record in records:
-        if record is not None:
-            held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
-            if isinstance(held, Entry):
-                return held
+        records = [record for kept in stores if (record := _readable(kept, key)) is not None]
+    for record in sorted(records, key=lambda record: record.estimated):
+        held = recheck(task.operation, task.problem, hardware, record, backends=task.backends)
+        if isinstance(held, Entry):
+            return held
     return None
 
 
@@ -38,24 +38,30 @@ def _readable(store: Store, key: Key) -> Record | None:
 
 
 def before(task: Task, hardware: Hardware, held: Entry | None, record: Record, store: Store) -> Before | None:
-    """What `held`, which a call was served before the search, or else the model, took beside the winner of `record`.
+    """What `held`, which a call was served before the search, or else a range or the model, took beside the winner of
+    `record`.
 
     None where no answer was possible.
     """
     trials: list[Trial] = []
     others: list[Record] = []
+    ranges: list[Range] = []
     with contextlib.suppress(StoreError):  # the search has warned of it
         trials = store.trials(record.key, record.environment)
         stored_now = store.records(operation=record.key.operation, hardware=record.key.hardware)
         others = [other for other in stored_now if other.key != record.key]
+        ranges = store.ranges.all(operation=record.key.operation, hardware=record.key.hardware)
     if held is not None:
-        backend, schedule, fallback_s, measured = held.backend, held.schedule, held.measurement.median_s, True
+        backend, schedule, fallback_s = held.backend, held.schedule, held.measurement.median_s
+        measured = held.measurement.estimated == record.estimated
     else:
         try:
-            answer = predict(task.operation, task.problem, hardware, backends=task.backends, records=others)
+            found = answer(
+                task.operation, task.problem, hardware, backends=task.backends, records=others, ranges=ranges
+            )
         except NoCandidate:
             return None
-        backend, schedule, fallback_s, measured = answer.backend, answer.schedule, answer.predicted_s, False
+        backend, schedule, fallback_s, measured = found.backend, found.schedule, found.predicted_s, False
     # Times of the run-off compare best with the winner's; a trial's is the next best.
     times = {point_of(t.backend, t.schedule): t.outcome for t in trials}
     times |= {point_of(e.backend, e.schedule): e.measurement for e in record.entries}

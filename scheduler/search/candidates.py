@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from scheduler.core.identity import Versioned, versioned
+from scheduler.core.identity import Point, Versioned, point_of, versioned
 from scheduler.core.records import Entry, Schedule
 from scheduler.measure.runner import Runner
 from scheduler.model.constants import model_of
@@ -40,8 +40,8 @@ class Candidates:
     Attributes:
       of: the candidates, the library's programs first, unless they are `OUT_OF_REACH`: whatever ends the search early,
         there is something to compare with. Others are named by their place here.
-      seeds: vendors' programs, which are to be beaten as the library's are, and the winners of similar problems, the
-        nearest problem's first.
+      seeds: vendors' programs, which are to be beaten as the library's are; what was asked for; and the winners of
+        similar problems, the nearest problem's first.
       size: schedules of the whole spaces, before any rule.
       dropped: reason -> how many of these it removed.
       versions: backend -> kernel version, of every backend that competes.
@@ -63,6 +63,7 @@ def collect(
     budget: int,
     known: Collection[Versioned],
     near: Sequence[Neighbour],
+    first: Sequence[Point] = (),
 ) -> Candidates:
     """The candidates of a search of `budget` trials.
 
@@ -70,13 +71,14 @@ def collect(
       allowed: the backends that compete beside the library's.
       known: what has a trial already, and stays whatever the model ranks first.
       near: similar problems with their records, whose winners stay, too.
+      first: what stays and is tried before these, where it is legal.
     """
     candidates: list[Candidate] = []
     dropped: collections.Counter[str] = collections.Counter()
     versions: dict[str, int] = {}
     size = 0
     won = list(map(versioned, _winners(near, besides=operation.library.backend)))
-    stay = {*known, *won}
+    stay, asked = {*known, *won}, set(first)
     for kernel in sorted(operation.kernels, key=lambda kernel: not kernel.library):
         if kernel.backend not in allowed and not kernel.library:
             continue
@@ -89,7 +91,7 @@ def collect(
         if len(legal) < len(ranked):
             dropped["not in the recording"] += len(ranked) - len(legal)
         keep = max(KEPT_PER_TRIAL * budget, int(KEPT_SHARE * len(legal))) if pruned.ranked else len(legal)
-        candidates += [c for rank, c in enumerate(legal) if rank < keep or versioned(c) in stay]
+        candidates += [c for rank, c in enumerate(legal) if rank < keep or versioned(c) in stay or _point(c) in asked]
         size += pruned.size
         dropped.update(pruned.dropped)
         versions[kernel.backend] = legal[0].version if legal else kernel.version
@@ -100,9 +102,15 @@ def collect(
         candidates = [c for c in candidates if c not in beyond]
     place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
     vendors = {kernel.backend for kernel in operation.kernels if kernel.vendor}
-    first = [*(versioned(c) for c in candidates if c.backend in vendors), *won]
-    seeds = [place[which] for which in dict.fromkeys(first) if which in place]
+    points = {_point(candidate): versioned(candidate) for candidate in candidates}
+    leading = [versioned(c) for c in candidates if c.backend in vendors]
+    leading += [*(points[point] for point in first if point in points), *won]
+    seeds = [place[which] for which in dict.fromkeys(leading) if which in place]
     return Candidates(candidates, seeds, size, dropped, versions)
+
+
+def _point(candidate: Candidate) -> Point:
+    return point_of(candidate.backend, candidate.schedule)
 
 
 def _measured(legal: Iterable[Candidate], recording: Recorded) -> list[Candidate]:

@@ -8,11 +8,9 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from scheduler.core.records import Failure, Measurement, Outcome, Verdict
+from scheduler.core.records import TIE, Failure, Measurement, Outcome, Verdict
 from scheduler.measure import timer
 
-# Times closer than this are one time: what differs between two measurements of one schedule.
-TIE = 0.01
 # The clocks of a device at work move by less; more is noted, and the rounds that it met are repeated.
 DRIFT = 0.03
 # Of each interval. It is looked at after every round, so one look must rarely be wrong.
@@ -131,7 +129,7 @@ def _decided(
     leader = _leader([rival.label for rival in running], rounds)
     margins = {rival.label: _margin(leader, rival.label, rounds) for rival in ran}
     tied = [rival for rival in ran if margins[rival.label].low <= 0 and margins[rival.label].high <= TIE]
-    winner = min(tied, key=lambda r: (not r.library, r.onchip_bytes, len(r.label), r.label)).label
+    winner = _first(tied).label
     order = [winner, *sorted((m for m in margins if m != winner), key=lambda label: (margins[label].middle, label))]
     ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
     drift = _drift(sentinel, rounds)
@@ -150,6 +148,25 @@ def _decided(
             notes=tuple(notes),
         ),
     )
+
+
+def decided_by_one(times: Mapping[Rival, Measurement]) -> Result:
+    """How it ends where a time is the same whenever it is taken: one of each tells. Ties go as in `race`."""
+    fastest_s = min(measured.median_s for measured in times.values())
+    tied = [rival for rival, measured in times.items() if measured.median_s <= (1 + TIE) * fastest_s]
+    winner = _first(tied)
+    order = [winner, *sorted((r for r in times if r != winner), key=lambda r: (times[r].median_s, r.label))]
+    return Result(
+        tuple(rival.label for rival in order),
+        {rival.label: times[rival] for rival in order},
+        {},
+        Verdict(tied=tuple(rival.label for rival in order if rival in tied) if len(tied) > 1 else ()),
+    )
+
+
+def _first(tied: Sequence[Rival]) -> Rival:
+    """To whom a tie goes."""
+    return min(tied, key=lambda r: (not r.library, r.onchip_bytes, len(r.label), r.label))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,21 +49,6 @@ def search_seconds(
             launches += _launch_seconds(kernel, problem, points, hardware).tolist()
     quickest = heapq.nsmallest(budget, launches)
     return calls * sum(quickest) + calls_of_finalist * sum(quickest[:finalists])
-
-
-def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:
-    """A problem that `fits`: this one, its largest extent halved again and again; None where that leads to none."""
-    while True:
-        extents = {name: value for name, value in vars(problem).items() if type(value) is int and value > 1}
-        if not extents:
-            return None
-        name = max(extents, key=extents.__getitem__)
-        try:
-            problem = dataclasses.replace(problem, **{name: extents[name] // 2})
-            if fits(problem):
-                return problem
-        except (TypeError, ValueError):  # it is no problem any more
-            return None
 
 
 def _launch_seconds(

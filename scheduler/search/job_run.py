@@ -20,8 +20,9 @@ from scheduler.core.threads import Threads
 from scheduler.search.before import before, served
 from scheduler.search.job_queue import Queue, Queued, expected_s
 from scheduler.search.places import Place
+from scheduler.search.ranges import RangeRun
 from scheduler.search.settled import settled
-from scheduler.search.task import How, Result, Task
+from scheduler.search.task import How, RangeTask, Result, Task
 from scheduler.store.lease import Lease, Others, leased_if_free
 from scheduler.store.store import Store
 from search_spaces.errors import DeclarationError
@@ -65,14 +66,14 @@ class JobRun:
     """A job under way. A thread for each place calls `serve`; another reads `events` until each has said None.
 
     Args:
-      tasks: the problems.
+      tasks: the problems and ranges.
       pace: is told what begins and ends.
       in_order, bound: as in `jobs.run`.
     """
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[Task | RangeTask],
         places: Sequence[Place],
         store: Store,
         how: How,
@@ -87,8 +88,10 @@ class JobRun:
         self._queue = Queue(len(places))
         self._others = Others()
         self._leases: set[contextlib.ExitStack] = set()
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # of the next five
         self._pace = pace
+        self._posed: dict[int, RangeRun] = {}  # by the identity of a task: the range that poses it
+        self._new: list[Queued] = []  # what is to be put into the queue
         self._hardware: Hardware | None = None
         self._refusals: list[str] = []
 
@@ -139,33 +142,59 @@ class JobRun:
         with self._lock:
             if self._hardware is None:
                 self._hardware = place.hardware
-                searches = [
-                    search for task in self._tasks if (search := self._queued(task, place.hardware)) is not None
-                ]
-                if not self._in_order and (len(self._places) > 1 or place.searches > 1):
-                    searches.sort(key=lambda search: search.expected_s, reverse=True)
-                self._queue.put(searches)
+                for task in self._tasks:
+                    if isinstance(task, RangeTask):
+                        run = RangeRun(task, self._how, place.hardware, self._store)
+                        self._pose(run, run.begin())
+                    else:
+                        self._add(task, place.hardware)
+                self._put(sort=len(self._places) > 1 or place.searches > 1)
             elif self._hardware.id != place.hardware.id:
                 raise WorkerError(f"it is {place.hardware.id}, and the job is tuned for {self._hardware.id}")
             self._pace.lanes += place.searches
 
-    def _queued(self, task: Task, hardware: Hardware) -> Queued | None:
-        """What is to be searched, or None where that was told already: it needs no search, or cannot be asked."""
+    def _put(self, *, sort: bool) -> None:
+        """What is new goes into the queue."""
+        searches, self._new = self._new, []
+        if sort and not self._in_order:
+            searches.sort(key=lambda search: search.expected_s, reverse=True)
+        self._queue.put(searches)
+
+    def _pose(self, run: RangeRun, tasks: Sequence[Task]) -> None:
+        """What a range wants searched next, or its result."""
+        assert self._hardware is not None
+        self._pace.more(len(tasks))
+        self._pace.likely(run, *run.likely())
+        self._posed.update((id(task), run) for task in tasks)
+        for task in tasks:
+            self._add(task, self._hardware)
+        if run.result is not None and not tasks:
+            self._tell(run.result)
+
+    def _add(self, task: Task, hardware: Hardware) -> None:
+        """It is to be searched, unless it is told now what became of it: it needs no search, or cannot be asked."""
         try:
             held = self._held(task, hardware)
             if isinstance(held, Record) and not self._how.searches_known:
                 self._tell(_known(task, held, hardware))
-                return None
+                return
             search = Queued(task, expected_s(task, hardware), held)
         except (SchedulerError, DeclarationError) as error:
             self._tell(Result(task, "failed", str(error), hardware))
-            return None
+            return
         self._pace.expect(search, search.expected_s)
-        return search
+        self._new.append(search)
 
     def _tell(self, result: Result, search: Queued | None = None) -> None:
         self._pace.end(search, searched=result.state == "tuned")
         self.events.put(result)
+        if isinstance(result.task, Task):
+            self._go_on(result.task, result)
+
+    def _go_on(self, task: Task, result: Result | None) -> None:
+        """What comes next of the range that has posed it, if one has."""
+        if (run := self._posed.pop(id(task), None)) is not None:
+            self._pose(run, run.ended(task, result))
 
     def _give_up(self, place: Place, error: SchedulerError) -> None:
         """It is used no more. What still waits, where it was the last one, fails; the job, where none has begun."""
@@ -174,9 +203,12 @@ class JobRun:
             if self._hardware is None and len(self._refusals) == len(self._places):
                 raise error if len(self._places) == 1 else WorkerError("; ".join(self._refusals))
             self.events.put(Lost(place.name, str(error)))
-            for search in self._queue.leave():
-                reason = f"no place is left to search it ({'; '.join(self._refusals)})"
-                self._tell(Result(search.task, "failed", reason, self._hardware), search)
+            left = self._queue.leave()
+            while left:
+                for search in left:
+                    reason = f"no place is left to search it ({'; '.join(self._refusals)})"
+                    self._tell(Result(search.task, "failed", reason, self._hardware), search)
+                left, self._new = self._new, []  # what ranges pose next cannot be searched either
 
     def _lane(self, place: Place) -> str:
         """Searches at an open place until nothing is left, or why the place was lost."""
@@ -218,8 +250,10 @@ class JobRun:
         with self._lock:
             if result is None:
                 self._pace.end(search, searched=False)
+                self._go_on(search.task, None)
             else:
                 self._tell(result, search)
+            self._put(sort=len(self._places) > 1)
         self._queue.done(search)
 
     def _result(self, search: Queued, place: Place) -> Result | Literal["late"] | None:
@@ -272,7 +306,8 @@ class JobRun:
         return Result(task, "tuned", reason, hardware, record, entry, was, resumed, stored=kept)
 
     def _held(self, task: Task, hardware: Hardware) -> Record | str:
-        return settled(task.operation, task.problem, hardware, self._store, backends=task.backends, l2=self._how.l2)
+        backends, l2, brief = task.backends, self._how.l2, task.brief
+        return settled(task.operation, task.problem, hardware, self._store, backends=backends, l2=l2, brief=brief)
 
 
 def _known(task: Task, record: Record, hardware: Hardware) -> Result:

@@ -1,4 +1,4 @@
-"""Offline tuning jobs: a list of problems, each searched once, none of them able to stop the rest."""
+"""Offline tuning jobs: a list of problems and ranges, each searched once, none of them able to stop the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_run import JobRun, Lost, Step
 from scheduler.search.places import Device, Place
-from scheduler.search.task import BUDGET, How, Malformed, Result, Task
+from scheduler.search.range_text import ends_of, value_text
+from scheduler.search.task import BUDGET, How, Malformed, RangeTask, Result, Task
 from scheduler.store.store import Store
 from search_spaces import load, load_known
 from search_spaces.operation import Operation
@@ -27,13 +28,14 @@ from search_spaces.space import unknown
 T = TypeVar("T")
 
 
-def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | Malformed]:
+def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malformed]:
     """The tasks of a job written in TOML.
 
     At the top: `operation` (its name; ``package.module:NAME`` or ``file.py:NAME`` only where `own` names it, too) and
     what all problems share: `budget`, `seconds`, `backends` (names with commas, or "pallas"), and a table `[fields]`.
     Then one table `[[problem]]` each, with its fields and, where it differs, its own `operation`, `budget`, `seconds`
-    or `backends`; and `count`, which says how often a function poses it, where that is no field of the problem.
+    or `backends`; and `count`, which says how often a function poses it, where that is no field of the problem. One
+    extent may be a range, ``m = [1, 8192]``.
 
     Raises:
       ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
@@ -91,7 +93,7 @@ def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str
 
 
 def run(
-    tasks: Iterable[Task | Malformed],
+    tasks: Iterable[Task | RangeTask | Malformed],
     places: Sequence[Place] | None = None,
     *,
     store: Store,
@@ -115,6 +117,8 @@ def run(
     Where a place is lost, its problem is tried once more, by another place if there is one; a place that starts again
     gets a second chance.
 
+    Of a range the searches come out as they end, as of any problem; at last its own result (`ranges.RangeRun`).
+
     Args:
       places: where problems are tuned, all on one kind of chip; closed at the end.
       store: knows what is tuned, and gets every trial and record, from this process alone.
@@ -134,7 +138,7 @@ def run(
         one task is its `Result`.
     """
     listed = list(tasks)
-    wanted = [task for task in listed if isinstance(task, Task)]
+    wanted = [task for task in listed if not isinstance(task, Malformed)]
     if places is None:
         places = (
             [Device.of(runner)] if runner is not None else [Device.for_(task.operation, options) for task in wanted[:1]]
@@ -190,7 +194,7 @@ _SETTINGS = ("operation", "budget", "seconds", "backends")
 
 def _task(
     job: Mapping[str, Any], fields: Mapping[str, Any], table: Mapping[str, Any], named: Sequence[str]
-) -> Task | Malformed:
+) -> Task | RangeTask | Malformed:
     settings = {**job, **{name: value for name, value in table.items() if name in _SETTINGS}}
     own = {name: value for name, value in table.items() if name not in _SETTINGS}
     text = " ".join(f"{name}={value}" for name, value in own.items())
@@ -203,14 +207,12 @@ def _task(
         fields_of = [field.name for field in dataclasses.fields(operation.problem)]
         count = 1 if "count" in fields_of else own.pop("count", 1)
         known = [*fields_of, *_SETTINGS, "count"]
-        for field, value in (both := {**fields, **own}).items():
+        for field in (both := {**fields, **own}):
             if field not in known:
                 raise ValueError(f"no field {unknown(field, known)}")
-            if not isinstance(value, (int, str)):
-                raise ValueError(f"{field}={value!r} is no integer, truth value or string")
-        return Task(
+        return task_of(
             operation,
-            operation.problem.parse({field: str(value) for field, value in both.items()}),
+            {field: value_text(field, value) for field, value in both.items()},
             budget=_positive("budget", settings.get("budget", BUDGET), int),
             seconds=None if (s := settings.get("seconds")) is None else _positive("seconds", s, int, float),
             backends=parse_backends(operation, settings.get("backends")),
@@ -218,6 +220,21 @@ def _task(
         )
     except ValueError as error:
         return Malformed(text, str(error))
+
+
+def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) -> Task | RangeTask:
+    """The problem whose fields are given as text, or the range of problems where one of them is ``lowest..highest``.
+
+    Args:
+      search: as `Task` has it.
+
+    Raises:
+      ValueError: as `Problem.parse`, or as `range_text.ends_of`.
+    """
+    if (ends := ends_of(operation, texts)) is not None:
+        field, lowest, highest = ends
+        return RangeTask(operation, lowest, highest, field, **search)
+    return Task(operation, operation.problem.parse(texts), **search)
 
 
 def _positive(name: str, value: Any, *kinds: type) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Entry, Key, Miss, Record
+from scheduler.core.ranges import Range
+from scheduler.core.records import Entry, Key, Miss, Record, preferred
 from scheduler.model.constants import model_of
+from scheduler.prediction.between import Between, between
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
 from scheduler.search.task import Task
@@ -29,7 +31,7 @@ class Missed:
 
     Attributes:
       operation, problem: None where nobody here can say what it is.
-      settled: what a record answers since then; None where the miss is open.
+      settled: what a record, or the points of a range, answer since then; None where the miss is open.
       library_s: the library's predicted time of one call, seconds; None where it cannot be predicted.
       best_s: the best predicted time of another kernel; `library_s` where there is no such kernel, None where there is
         one of which no time can be predicted.
@@ -39,7 +41,7 @@ class Missed:
     miss: Miss
     operation: Operation[Any] | None = None
     problem: Problem | None = None
-    settled: Entry | None = None
+    settled: Entry | Between | None = None
     library_s: float | None = None
     best_s: float | None = None
     reason: str = ""
@@ -57,18 +59,24 @@ class Missed:
         return self.miss.lowered * max(0.0, self.library_s - self.best_s)
 
 
-def weigh(misses: Iterable[Miss], records: Iterable[Record], chip: Callable[[str], Hardware | None]) -> list[Missed]:
+def weigh(
+    misses: Iterable[Miss],
+    records: Iterable[Record],
+    chip: Callable[[str], Hardware | None],
+    ranges: Sequence[Range] = (),
+) -> list[Missed]:
     """What is known of each miss, those that a search is expected to gain most of first.
 
     Args:
       records: the user's own, before the shipped ones.
       chip: by its `Hardware.id`, or None where nobody knows it.
+      ranges: the user's own, before the shipped ones.
     """
     of_chip: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record.estimated):
         of_chip.setdefault((record.key.operation, record.key.hardware), []).append(record)
     weighed = [
-        _weighed(miss, of_chip.get((miss.key.operation, miss.key.hardware), []), chip(miss.key.hardware))
+        _weighed(miss, of_chip.get((miss.key.operation, miss.key.hardware), []), chip(miss.key.hardware), ranges)
         for miss in misses
     ]
     return sorted(weighed, key=_order)
@@ -80,7 +88,7 @@ def _order(missed: Missed) -> tuple[float, ...]:
     return -gain_s, -missed.library_total_s, -missed.miss.lowered
 
 
-def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None) -> Missed:
+def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None, ranges: Sequence[Range]) -> Missed:
     key = miss.key
     try:
         operation = load_known(key.operation)
@@ -92,24 +100,22 @@ def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None) -
     for record in records:
         if record.key == key and isinstance(entry := recheck(operation, problem, hardware, record), Entry):
             return Missed(miss, operation, problem, settled=entry)
+
+    def find(key: Key) -> list[Record]:
+        return [record for record in records if record.key == key]
+
+    if isinstance(lying := between(operation, problem, hardware, ranges, find), Between):
+        return Missed(miss, operation, problem, settled=lying)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
     kernels = frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
     try:
-        best = predict(operation, problem, hardware, backends=kernels, records=_newest(records))
+        best = predict(operation, problem, hardware, backends=kernels, records=preferred(records).values())
     except NoCandidate as none:
         return Missed(miss, operation, problem, None, library_s, library_s, str(none))
     if not best.ranked:
         unknown = f"{best.backend} declares no footprint to predict its time by"
         return Missed(miss, operation, problem, None, best.library_s, None, unknown)
     return Missed(miss, operation, problem, None, best.library_s, best.predicted_s)
-
-
-def _newest(records: Sequence[Record]) -> list[Record]:
-    """One of each problem: the user's own, where there is one."""
-    found: dict[Key, Record] = {}
-    for record in records:
-        found.setdefault(record.key, record)
-    return list(found.values())
 
 
 def _unknown(miss: Miss, error: Exception) -> str:

@@ -11,8 +11,9 @@ from scheduler.core.errors import DeviceLost, PlaceLost, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.progress import Progress
 from scheduler.core.records import Record
-from scheduler.measure.pool import cores, start_runner
+from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions
+from scheduler.measure.worker_process import cores
 from scheduler.search import tuner
 from scheduler.search.task import How, Task
 from scheduler.search.trials import Keeper
@@ -115,6 +116,8 @@ class Device:
                 l2=how.l2,
                 store=store,
                 progress=progress,
+                first=task.first,
+                brief=task.brief,
             )
         except WorkerError as error:
             ended = self._runner is not runner and not self._closed  # by another search, which has lost it

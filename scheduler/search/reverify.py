@@ -55,7 +55,7 @@ class Verdict:
 
     Attributes:
       state: "holds"; "slower": another is faster now by more than the limit; "broken": it cannot run, or is not served;
-        "elsewhere": it is of another chip, and was not timed.
+        "elsewhere": it is of another chip, or an estimate, and was not timed.
       reason: what is faster and by how much, or why it cannot run; "" where it holds.
       rivals: the winner first, and all that was timed beside it; empty where nothing was.
       refreshed: the record with today's times, order and environment; None where it was not timed, or the library did
@@ -101,6 +101,11 @@ def reverify(
     """
     named: list[tuple[Operation[Any], Record]] = []
     for record in records:
+        if record.estimated:
+            yield Verdict(
+                record, "elsewhere", "it was estimated by the compiler: there are no times to take again; tune it"
+            )
+            continue
         try:
             named.append((operation or load_known(record.key.operation), record))
         except ValueError as error:

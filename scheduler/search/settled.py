@@ -23,11 +23,12 @@ def settled(
     *,
     backends: frozenset[str] | None = None,
     l2: L2 = "cold",
+    brief: bool = False,
 ) -> Record | str:
     """The record in `store` that makes another search needless, or why one is needed, in words; "" for want of any.
 
-    Such a record holds (`recheck`), was measured as now asked for, and each backend that is asked for, and still
-    supports the problem, has run.
+    Such a record holds (`recheck`), was measured as now asked for, by more than a brief search where no such one is
+    asked for, and each backend that is asked for, and still supports the problem, has run.
     """
     try:
         record = store.get(key_of(operation, problem, hardware))
@@ -35,7 +36,7 @@ def settled(
         return str(error)
     if record is None:
         return ""
-    if reason := useless(operation, problem, hardware, record, backends, l2):
+    if reason := useless(operation, problem, hardware, record, backends, l2, brief=brief):
         return reason
     asked = allowed_backends(operation, backends) | {operation.library.backend}
     failed = [
@@ -53,11 +54,17 @@ def useless(
     record: Record,
     backends: frozenset[str] | None,
     l2: L2,
+    *,
+    brief: bool = False,
 ) -> str | None:
     """Why a record is no answer to what is now asked for, in words, or None where it is one."""
     entry = recheck(operation, problem, hardware, record, backends=backends)
     if isinstance(entry, str):
         return entry
+    if entry.measurement.estimated and not hardware.abilities.estimates:
+        return "it was estimated by the compiler, not measured"
     if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
         return "it was measured with its operands in memory"
+    if record.brief and not brief:
+        return "only a few schedules were tried, between two points of a range"
     return None

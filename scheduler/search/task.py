@@ -1,4 +1,4 @@
-"""A problem of a job, how it is to be searched, and what became of it."""
+"""A problem of a job, or a range of problems, how it is to be searched, and what became of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any, Literal
 
 from scheduler.core.hardware import Hardware
+from scheduler.core.identity import Point
+from scheduler.core.ranges import Range, with_range
 from scheduler.core.records import L2, AllFailed, Entry, Record, Schedule
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -22,6 +24,9 @@ class Task:
       seconds: stop proposing trials after so many seconds; None sets no limit.
       backends: kernels to try beside the library; None tries all.
       count: how often the function that the job is for poses the problem.
+      first: schedules to try before any other but the libraries', where they are legal.
+      brief: a search of few trials, whose record is marked so (`Record.brief`).
+      part_of: the range that poses it, or None.
     """
 
     operation: Operation[Any]
@@ -30,9 +35,53 @@ class Task:
     seconds: float | None = None
     backends: frozenset[str] | None = None
     count: int = 1
+    first: tuple[Point, ...] = ()
+    brief: bool = False
+    part_of: RangeTask | None = None
 
     def __str__(self) -> str:
         return f"{self.operation.name} {self.problem}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeTask:
+    """Problems that differ in one extent, from a lowest to a highest value, to tune as a range.
+
+    Attributes:
+      lowest, highest: the problems at both ends.
+      field: the extent's name.
+      budget, seconds, backends: of each search, as in `Task`.
+      count: how often the function that the job is for poses each of them.
+    """
+
+    operation: Operation[Any]
+    lowest: Problem
+    highest: Problem
+    field: str
+    budget: int = BUDGET
+    seconds: float | None = None
+    backends: frozenset[str] | None = None
+    count: int = 1
+
+    @property
+    def low(self) -> int:
+        return int(getattr(self.lowest, self.field))
+
+    @property
+    def high(self) -> int:
+        return int(getattr(self.highest, self.field))
+
+    def at(self, value: int) -> Task:
+        """The search of one of its problems.
+
+        Raises:
+          ValueError: there is no problem of that value.
+        """
+        problem = dataclasses.replace(self.lowest, **{self.field: value})
+        return Task(self.operation, problem, self.budget, self.seconds, self.backends, self.count, part_of=self)
+
+    def __str__(self) -> str:
+        return f"{self.operation.name} {with_range(str(self.lowest), self.field, self.low, self.high)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +126,7 @@ class Before:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of one task.
+    """What became of one task, or of a whole range: then it has no record, but the range.
 
     Attributes:
       state: "tuned" now; "known": it was tuned before, and that still holds; or "failed".
@@ -88,10 +137,11 @@ class Result:
       before: None where nothing was measured now, or no answer was possible.
       resumed: trials that an earlier run of the search had made before it was cut short.
       elapsed_s: wall time spent.
-      stored: False where the store refused the record.
+      stored: False where the store refused the record, or the range.
+      range: of a range, what answers its problems; None where it failed.
     """
 
-    task: Task | Malformed
+    task: Task | RangeTask | Malformed
     state: Literal["tuned", "known", "failed"]
     reason: str = ""
     hardware: Hardware | None = None
@@ -101,6 +151,7 @@ class Result:
     resumed: int = 0
     elapsed_s: float = 0.0
     stored: bool = True
+    range: Range | None = None
 
     @property
     def library(self) -> Entry | None:

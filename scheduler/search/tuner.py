@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from scheduler.core.backends import allowed_backends
-from scheduler.core.errors import NoCandidate, TakesHours
-from scheduler.core.identity import Versioned, key_of, label_of, versioned
+from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
+from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import L2, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.bench import condition
 from scheduler.measure.pool import start_runner
+from scheduler.measure.reduced import smaller
 from scheduler.measure.runner import Runner, RunnerOptions, Task
-from scheduler.prediction.predict import counted
+from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.search.candidates import Candidates, Recorded, collect
-from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival
+from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
 from scheduler.search.finalists import FINALISTS, all_failed, best_of_each_backend, finalists, run_off
-from scheduler.search.interpreter_time import search_seconds, smaller
+from scheduler.search.interpreter_time import search_seconds
 from scheduler.search.settled import settled, useless
 from scheduler.search.trials import Keeper, Keeping, Trials
 from scheduler.search.trials import seconds as time_of
@@ -139,11 +140,16 @@ def search(
     l2: L2,
     store: Keeper | None,
     progress: Callable[[Progress], None] | None,
+    first: Sequence[Point] = (),
+    brief: bool = False,
 ) -> Record:
-    """`tune`, whatever `store` holds and whoever else is at it: for who has asked, and holds its lease."""
-    return _Tuning(operation, problem, runner, budget, l2, store, first_error).run(
-        allowed_backends(operation, backends), seconds, seed, progress
-    )
+    """`tune`, whatever `store` holds and whoever else is at it: for who has asked, and holds its lease.
+
+    Args:
+      first, brief: as in `task.Task`.
+    """
+    tuning = _Tuning(operation, problem, runner, budget, l2, store, first_error)
+    return tuning.run(allowed_backends(operation, backends), seconds, seed, progress, first, brief)
 
 
 class _Tuning:
@@ -174,12 +180,22 @@ class _Tuning:
         seconds: float | None,
         seed: int,
         progress: Callable[[Progress], None] | None,
+        first: Sequence[Point],
+        brief: bool,
     ) -> Record:
+        self._refuse_to_replace_measured()
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
         known, near = self._known(), self._near()
         self.candidates = collect(
-            self.operation, self.problem, self.runner, allowed=allowed, budget=self.budget, known=known, near=near
+            self.operation,
+            self.problem,
+            self.runner,
+            allowed=allowed,
+            budget=self.budget,
+            known=known,
+            near=near,
+            first=first,
         )
         self.trials = Trials(
             self.key, self.runner.environment, self.candidates.of, known, self.keeping, first_error=self.first_error
@@ -203,6 +219,7 @@ class _Tuning:
             stopped=self.stopped,
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
+            brief=brief,
         )
         self.keeping.write(lambda store: store.put(record))
         return record
@@ -215,6 +232,18 @@ class _Tuning:
             f"none of {self.candidates.size} schedules of {self.key} ran: dropped {counted(self.candidates.dropped)}; "
             f"failed {counted(failed)}"
         )
+
+    def _refuse_to_replace_measured(self) -> None:
+        """Raises NoCandidate where times are estimated, and the store has a record that was measured."""
+        if self.keeping.store is None or not self.runner.hardware.abilities.estimates:
+            return
+        with contextlib.suppress(MalformedRecord):
+            record = self.keeping.store.get(self.key)
+            if record is not None and not record.estimated:
+                raise NoCandidate(
+                    f"what is stored of {self.key} was measured there, and no estimate replaces that: tune it on "
+                    f"{self.runner.hardware.kind}, or `tile-scheduler forget` it"
+                )
 
     def _refuse_hours(self, allowed: frozenset[str]) -> None:
         """Raises TakesHours where the candidates take too long to interpret."""
@@ -327,7 +356,7 @@ class _Tuning:
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
 
-        One alone is not timed again: it wins whatever it takes.
+        One alone is not timed again: it wins whatever it takes. Nor is anybody whose times are always the same.
         """
         if len(chosen) == 1:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
@@ -336,12 +365,16 @@ class _Tuning:
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
         }
         labelled = {rival.label: index for rival, index in rivals.items()}
-        ended = run_off(
-            self.runner,
-            list(rivals),
-            lambda rival: self.runner.measure(self._task(rivals[rival], self.repetitions_of_round), again=True),
-            seed=seed,
-        )
+        if self.repetitions_of_round:
+            ended = run_off(
+                self.runner,
+                list(rivals),
+                lambda rival: self.runner.measure(self._task(rivals[rival], self.repetitions_of_round), again=True),
+                seed=seed,
+            )
+        else:
+            once = {rival: self.trials.ended[i].outcome for rival, i in rivals.items()}
+            ended = decided_by_one({rival: time for rival, time in once.items() if isinstance(time, Measurement)})
         times: dict[int, Outcome] = {labelled[label]: ended.times[label] for label in ended.order}
         if times:
             for label, failure in ended.failures.items():

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.records import Environment, Key, Miss, Record, Trial
+from scheduler.core.ranges import Range
+from scheduler.core.records import Environment, Key, Miss, Record, Trial, preferred
 from scheduler.store import noting, patience
 from scheduler.store.lease import Lease
 
@@ -44,18 +45,28 @@ class Cache:
             yield "the shipped cache.db", record
 
     def records(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Record]:
-        """Every record of an operation on a chip; the user's own in place of the shipped of the same problem."""
+        """Every record of an operation on a chip: the user's own before the shipped, the measured before estimates."""
         self._open()
-        found: dict[Key, Record] = {}
+        found: list[Record] = []
 
         def read(store: Store) -> list[Record]:
             return list(store.records(operation=operation, hardware=hardware))
 
-        found |= {record.key: record for record in self._try(read, self._shipped) or ()}
         if not shared_only:
-            found |= {record.key: record for record in self._patiently(read) or ()}
-            found |= {key: r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)}
-        return list(found.values())
+            found += [r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)]
+            found += self._patiently(read) or ()
+        found += self._try(read, self._shipped) or ()
+        return list(preferred(found).values())
+
+    def ranges(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Range]:
+        """Every range of an operation on a chip, the user's own before the shipped."""
+        self._open()
+
+        def read(store: Store) -> list[Range]:
+            return store.ranges.all(operation=operation, hardware=hardware)
+
+        own = [] if shared_only else self._patiently(read) or []
+        return [*own, *(self._try(read, self._shipped) or ())]
 
     def remember(self, record: Record) -> None:
         """Answers with `record` in this process, whether it could be written or not."""

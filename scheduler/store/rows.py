@@ -1,10 +1,13 @@
-"""Rows as a database gives them: in order, and what nobody can read of them said once."""
+"""Rows as a database gives them: in order, as records, and what nobody can read of them said once."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from scheduler.core import codec
+from scheduler.core.records import Key, Record
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -20,6 +23,22 @@ def by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]
     if strange := len(found) - len(known):
         say_once(f"{location}: {strange} rows are skipped, what they are known by is no text")
     return sorted(known, key=lambda row: row[:3])
+
+
+def record_of(key: Key, line: str) -> Record:
+    """A record as it is stored under `key`; a ValueError says why it is none."""
+    record = codec.record_from_text(line)
+    if record.key != key:
+        raise ValueError(f"it is the record of {record.key}")
+    return record
+
+
+def was_measured(key: Key, line: str) -> bool:
+    """Whether a stored record holds measurements; one that nobody can read holds nothing."""
+    try:
+        return not record_of(key, line).estimated
+    except ValueError:
+        return False
 
 
 def say_once(message: str) -> None:

@@ -25,7 +25,11 @@ CONSTANTS = sa.table(
 MISSES = sa.table(
     "misses", *map(sa.column, ("operation", "hardware", "problem", "lowered", "first", "last", "line", "place"))
 )
+RANGES = sa.table(
+    "ranges", *map(sa.column, ("operation", "hardware", "problem", "field", "low", "high", "date", "range"))
+)
 KEY = ("operation", "hardware", "problem")
+RANGE_KEY = (*KEY, "field", "low", "high")
 KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
 # What brings a file from schema version i to i + 1: statements that stay as they are once released, so that a file of
@@ -77,10 +81,19 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
              lowered BIGINT NOT NULL, first TEXT NOT NULL, last TEXT NOT NULL, line TEXT NOT NULL, place TEXT NOT NULL,
              PRIMARY KEY (operation, hardware, problem))""",
     ),
+    (
+        # Of problems that differ in one extent: the values that have records, which answer those between them.
+        """CREATE TABLE ranges (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             field TEXT NOT NULL, low BIGINT NOT NULL, high BIGINT NOT NULL,
+             date TEXT NOT NULL, range TEXT NOT NULL,
+             PRIMARY KEY (operation, hardware, problem, field, low, high))""",
+    ),
 )
 # What may only be read answers from this schema on as it is: all that came since are tables, which it lacks.
 READABLE = 4
 MISSES_SINCE = 5
+RANGES_SINCE = 6
 VERSION = sa.table("schema_version", sa.column("version"))
 # Tables of every schema since the first: a database that has these is one of ours.
 OLDEST = frozenset({"schema_version", "schedules", "trials"})

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from scheduler.core import codec
-from scheduler.core.errors import MalformedRecord
+from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.identity import schedule_to_text, versioned
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
 from scheduler.store import rows, text_files
@@ -21,6 +21,7 @@ from scheduler.store.database import Database
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
 from scheduler.store.place import default_url as default_url
+from scheduler.store.ranges import Ranges
 from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
 from search_spaces import aliases
 
@@ -43,6 +44,7 @@ class Store:
       location: the path or URL, without a password, for messages.
       in_memory: what it holds goes with this object.
       misses: what calls asked for and no record answered.
+      ranges: extents that were tuned from a lowest to a highest value.
 
     Raises:
       StoreError: a URL that is none, or a kind of database or a driver that is missing.
@@ -54,6 +56,7 @@ class Store:
         self._database = Database(url, readonly=readonly, migrations=migrations)
         self.location, self.in_memory = self._database.location, self._database.in_memory
         self.misses = Misses(self._database)
+        self.ranges = Ranges(self._database)
 
     def require_writable(self) -> None:
         """Asks before much is spent on what is then to be written here.
@@ -73,7 +76,7 @@ class Store:
         query = sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key))
         for (line,) in self._database.select(query):
             try:
-                return _checked(key, line)
+                return rows.record_of(key, line)
             except ValueError as error:
                 raise MalformedRecord(
                     f"the record of {key} in {self.location} is malformed ({error}); tune it again"
@@ -84,10 +87,14 @@ class Store:
         """Store `record` in place of any of the same key; its search is then finished.
 
         Raises:
-          StoreError: it cannot be written.
+          StoreError: it cannot be written; or it is an estimate, and what is stored was measured, which stays.
         """
         winner, library = record.winner, record.library_entry
         with self._database.write() as connection:
+            if record.estimated:
+                held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
+                if held is not None and rows.was_measured(record.key, held[0]):
+                    raise StoreError(f"{record.key} was measured in {self.location}: no estimate replaces that")
             connection.execute(
                 self._database.upsert(SCHEDULES, KEY),
                 {
@@ -333,7 +340,7 @@ class Store:
         for *names, line in found:
             key = Key(*names)
             try:
-                yield _checked(key, line)
+                yield rows.record_of(key, line)
             except ValueError as error:
                 rows.say_once(f"{self.location}: the record of {key} is skipped, it is malformed ({error})")
 
@@ -350,7 +357,7 @@ def shipped() -> Store | None:
 def build_shipped(records: Path, cache_db: Path) -> int:
     """Make `cache_db` anew from the text under `records`; the same text makes the same bytes with the same SQLite.
 
-    The model's fitted constants come along.
+    The model's fitted constants and the ranges come along.
 
     Returns:
       how many records it holds.
@@ -364,16 +371,11 @@ def build_shipped(records: Path, cache_db: Path) -> int:
         store.put(record)
     for calibration in calibrations:
         store.put_calibration(calibration)
+    for one in text_files.read_ranges(records):
+        store.ranges.put(one)
     store._database.copy_to(cache_db)
     store.close()
     return len(found)
-
-
-def _checked(key: Key, line: str) -> Record:
-    record = codec.record_from_text(line)
-    if record.key != key:
-        raise ValueError(f"it is the record of {record.key}")
-    return record
 
 
 def _outcome(trial: Trial) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Directories of records and of the model's constants as text: ``<hardware>/<operation>.jsonl``, ``constants.json``."""
+"""Directories of text: records (``<hardware>/<operation>.jsonl``), ranges and the model's constants beside them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from pathlib import Path
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
+from scheduler.core.ranges import Range, is_range, range_from_text, range_to_text, ranges_from_text
 from scheduler.core.records import Calibration, Key, Record
 
 _ERRORS_SHOWN = 10
 _CONSTANTS = "constants.json"
+_RANGES = "ranges.json"
 
 
-def export_text(records: Iterable[Record]) -> str:
-    """JSON lines, one record each, sorted by operation, hardware and problem."""
-    return "".join(f"{codec.record_to_text(record)}\n" for record in sorted(records, key=_order))
+def export_text(records: Iterable[Record], ranges: Iterable[Range] = ()) -> str:
+    """JSON lines, one record each, sorted by operation, hardware and problem; then the ranges, likewise."""
+    lines = [codec.record_to_text(record) for record in sorted(records, key=_order)]
+    lines += sorted(map(range_to_text, ranges))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def import_text(text: str, source: str = "") -> list[Record]:
-    """The records of `export_text`, in the order of their lines; empty lines are skipped.
+    """The records of `export_text`, in the order of their lines; empty lines and ranges are skipped.
 
     Args:
       text: JSON lines.
@@ -30,13 +34,22 @@ def import_text(text: str, source: str = "") -> list[Record]:
     Raises:
       StoreError: some line is no record, or a second one of the same key; the message has a sentence for each.
     """
+    return import_lines(text, source)[0]
+
+
+def import_lines(text: str, source: str = "") -> tuple[list[Record], list[Range]]:
+    """The records and the ranges of `export_text`; otherwise as `import_text`."""
     records: list[Record] = []
+    ranges: list[Range] = []
     first_line: dict[Key, int] = {}
     errors: list[str] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
+            if is_range(line):
+                ranges.append(range_from_text(line))
+                continue
             record = codec.record_from_text(line)
             if (first := first_line.setdefault(record.key, number)) != number:
                 raise ValueError(f"a second record of {record.key}; the first is line {first}: keep one")
@@ -50,7 +63,7 @@ def import_text(text: str, source: str = "") -> list[Record]:
             + "\n".join(errors[:_ERRORS_SHOWN])
             + more
         )
-    return records
+    return records, ranges
 
 
 def read_records(directory: Path) -> list[Record]:
@@ -96,7 +109,7 @@ def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> li
     """Write `calibrations` under `directory`, in place of older ones of the same kernels on the same chips.
 
     Returns:
-      the files written, one per device, a constant a line.
+      the files written, one per device, an observation a line.
 
     Raises:
       StoreError: what is there is not made of calibrations, or cannot be written.
@@ -105,15 +118,53 @@ def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> li
     new = {_kernel_on_chip(item): item for item in calibrations}
     written = []
     for hardware in sorted({item.hardware for item in new.values()}):
-        lines = [
-            json.loads(codec.calibration_to_text(item))
-            for _, item in sorted((kept | new).items())
-            if item.hardware == hardware
-        ]
+        items = [_laid_out(item) for _, item in sorted((kept | new).items()) if item.hardware == hardware]
         path = directory / _slug(hardware) / _CONSTANTS
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8", newline="\n")
+            path.write_text("[\n" + ",\n".join(items) + "\n]\n", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error}") from error
+        written.append(path)
+    return written
+
+
+def read_ranges(directory: Path) -> list[Range]:
+    """Every range under `directory` (``<hardware>/ranges.json``), sorted.
+
+    Raises:
+      StoreError: a file that is not made of ranges, or a second one of the same problems and ends.
+    """
+    found: dict[tuple[str, ...], Range] = {}
+    for path in sorted(directory.glob(f"*/{_RANGES}")):
+        try:
+            items = ranges_from_text(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StoreError(f"cannot read ranges from {path}: {error}") from error
+        for item in items:
+            if found.setdefault(_range_key(item), item) is not item:
+                raise StoreError(f"{path} has a second range {item} on {item.hardware}; keep one")
+    return [found[which] for which in sorted(found)]
+
+
+def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
+    """Write `ranges` among those under `directory`, in place of older ones of the same problems and ends.
+
+    Returns:
+      the files written, one per device: ``<hardware>/ranges.json``, a line each.
+
+    Raises:
+      StoreError: what is there is not made of ranges, or cannot be written.
+    """
+    new = {_range_key(item): item for item in ranges}
+    kept = {_range_key(item): item for item in (read_ranges(directory) if new else ())} | new
+    written = []
+    for hardware in sorted({item.hardware for item in new.values()}):
+        lines = [range_to_text(item) for _, item in sorted(kept.items()) if item.hardware == hardware]
+        path = directory / _slug(hardware) / _RANGES
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8", newline="\n")
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
         written.append(path)
@@ -151,8 +202,23 @@ def _read(path: Path) -> list[Record]:
         raise StoreError(f"cannot read records from {path}: {error}") from error
 
 
+def _laid_out(calibration: Calibration) -> str:
+    """A field a line, and of a list an item."""
+    fields = []
+    for name, value in json.loads(codec.calibration_to_text(calibration)).items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"   {json.dumps(item)}" for item in value) + "\n  ]"
+        fields.append(f"  {json.dumps(name)}: {text}")
+    return " {\n" + ",\n".join(fields) + "\n }"
+
+
 def _kernel_on_chip(calibration: Calibration) -> tuple[str, str, str]:
     return calibration.hardware, calibration.operation, calibration.backend
+
+
+def _range_key(of: Range) -> tuple[str, ...]:
+    return of.operation, of.hardware, of.problem, of.field, f"{of.low:020}", f"{of.high:020}"
 
 
 def _order(record: Record) -> tuple[str, str, str]:

@@ -38,7 +38,7 @@ def best_so_far(case: Case, *, dark: bool = False) -> Figure:
     times = np.array([t.outcome.median_s if isinstance(t.outcome, Measurement) else np.nan for t in trials])
     scale, unit = time_unit(float(np.nanmin(times)))
     failed = int(np.isnan(times).sum())
-    subtitle = f"{case.problem} on {case.hardware.kind}; {len(trials)} trials besides XLA's"
+    subtitle = f"{case.problem} on {case.hardware.kind}; {len(trials)} trials besides XLA's, {case.took}"
     subtitle += f", {failed} of which failed" if failed else ""
     best = float(np.nanmin(times)) / scale
     if case.library_s is not None and case.library_s / scale > _SHOWN * best:
@@ -106,7 +106,7 @@ def _lines(case: Case, scale: float, look: Theme) -> dict[str, tuple[float, str,
         ]
         if tried:
             value = tried[-1] / scale
-            lines["predicted"] = (value, f"top prediction,\nmeasured {digits(value)}", look.third)
+            lines["predicted"] = (value, f"top prediction,\n{case.took} {digits(value)}", look.third)
         else:
             value = tops[0][0] / scale
             lines["predicted"] = (value, f"top prediction,\nnot tried: {digits(value)}", look.third)

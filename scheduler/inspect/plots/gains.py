@@ -93,6 +93,8 @@ def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
     title = f"{whose}'s time over ours, {' and '.join(chips)}: {count}"
     faster = f"{' or '.join(libraries)}, the faster; " if libraries[1:] else ""
     subtitle = f"{faster}bar: what answers a call; dot: the best searched schedule, where a library answers"
+    estimated = sum(record.estimated for record in records)
+    subtitle += f"; {estimated} of {len(records)} estimated by the compiler, not measured" if estimated else ""
     with drawing(dark) as look:
         if len(found) <= _NAMED:
             made = figure(title, look, subtitle=subtitle, height=max(2.4, 1.5 + 0.42 * len(found)))

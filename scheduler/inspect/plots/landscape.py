@@ -38,7 +38,7 @@ def landscape(
     """
     land = landscapes.landscape(case, over=over, backend=backend)
     scale, unit = time_unit(land.best_s)
-    source = f"measured, {land.measured} schedules" if land.measured else "predicted by the model"
+    source = f"{land.took}, {land.measured} schedules" if land.measured else "predicted by the model"
     subtitle = f"{case.problem} on {case.hardware.kind}, {land.backend}: least time of each pair in {unit}, {source}"
     with drawing(dark) as look:
         made = figure(f"{case.operation.name} over {land.x} and {land.y}", look, subtitle=subtitle)

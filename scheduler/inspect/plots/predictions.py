@@ -61,12 +61,13 @@ def predictions(cases: Sequence[Case], *, dark: bool = False) -> Figure:
         subtitle += f"; Kendall's tau {np.nanmedian(taus):.2f}" + (" in the median problem" if len(taus) > 1 else "")
     operations = dict.fromkeys(case.operation.name for case in cases)
     with drawing(dark) as look:
-        made = figure(f"Predicted and measured times: {', '.join(operations)}", look, subtitle=subtitle)
-        _draw(made.add_subplot(), predicted * 1e6, measured * 1e6, bound, look)
+        took = " and ".join(sorted({case.took for case in cases}))
+        made = figure(f"Predicted and {took} times: {', '.join(operations)}", look, subtitle=subtitle)
+        _draw(made.add_subplot(), predicted * 1e6, measured * 1e6, bound, look, took)
         return made
 
 
-def _draw(axes: Axes, predicted: Array, measured: Array, bound: npt.NDArray[np.str_], look: Theme) -> None:
+def _draw(axes: Axes, predicted: Array, measured: Array, bound: npt.NDArray[np.str_], look: Theme, took: str) -> None:
     from matplotlib.lines import Line2D
 
     low = min(predicted.min(), measured.min()) / 1.15
@@ -89,7 +90,7 @@ def _draw(axes: Axes, predicted: Array, measured: Array, bound: npt.NDArray[np.s
     legend_right(axes, handles, "bound by")
     plain_log(axes.xaxis)
     plain_log(axes.yaxis)
-    axes.set(xlabel="measured, µs", ylabel="predicted, µs")
+    axes.set(xlabel=f"{took}, µs", ylabel="predicted, µs")
 
 
 def _of(case: Case) -> Iterator[Compared]:

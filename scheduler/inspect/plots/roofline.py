@@ -73,6 +73,8 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     hardware = cases[0].hardware
     title = f"Roofline of {hardware.kind}: {len(points)} tuned problem{'s' * (len(points) > 1)}"
     subtitle = "filled: what answers a call; hollow: XLA; a line joins the two. FLOP and bytes that the problem needs."
+    if any(case.took == "estimated" for case in cases):
+        subtitle += " Times are estimated by the compiler where the chip was not there."
     with drawing(dark) as look:
         made = figure(title, look, subtitle=subtitle)
         left, right = made.subplots(1, 2, width_ratios=(1.25, 1))

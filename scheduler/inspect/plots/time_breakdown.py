@@ -43,11 +43,11 @@ def time_breakdown(case: Case, *, backend: str | None = None, dark: bool = False
         upper, lower = made.subplots(2, 1, height_ratios=(3, 4), sharex=True)
         bars = {"model": total}
         if best.seconds is not None:
-            bars["measured"] = best.seconds
+            bars[case.took] = best.seconds
         if (library_s := case.library_s) is not None:
             bars["XLA"] = library_s
         # What takes many times as long would leave no room for the rest: it ends at the edge.
-        inner = max(total, bars.get("measured", 0.0), *overlapped.values())
+        inner = max(total, bars.get(case.took, 0.0), *overlapped.values())
         upper.set_xlim(0, min(1.12 * max(inner, bars.get("XLA", 0.0)), 1.6 * inner) / scale)
         _stacked(upper, bars, _parts(overlapped, steps_s, serial, look), scale, look)
         _steps(lower, overlapped, steps_s, scale, look)
@@ -99,9 +99,8 @@ def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale
             axes.barh(names.index("model"), part.seconds / scale, left=left / scale, height=0.66, **how)
             handles.append(Patch(label=f"{part.name}, {digits(part.seconds / scale)}", fc=how.pop("color"), **how))
         left += part.seconds
-    for name, colour in (("measured", look.faint), ("XLA", look.xla)):
-        if name in bars:
-            axes.barh(names.index(name), bars[name] / scale, height=0.66, color=colour)
+    for name in (name for name in bars if name != "model"):  # in their order: a picture is the same each time
+        axes.barh(names.index(name), bars[name] / scale, height=0.66, color=look.xla if name == "XLA" else look.faint)
     edge = axes.get_xlim()[1]
     for name, seconds in bars.items():
         beyond = seconds / scale > edge

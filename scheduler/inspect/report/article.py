@@ -53,7 +53,7 @@ def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -
 def _figures(told: Told) -> Element:
     """The few numbers that a reader looks for first."""
     record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
-    shown = {"time": seconds_text(time_s), "against XLA": gain_text(record)}
+    shown = {"estimated time" if record.estimated else "time": seconds_text(time_s), "against XLA": gain_text(record)}
     if shown["against XLA"] == "1.00x":
         shown["against XLA"] = outcome(told)
     if case is not None:
@@ -114,7 +114,7 @@ def _entries(told: Told) -> Iterator[Element]:
         "",
         "kernel and schedule",
         "beside the winner",
-        "time",
+        "estimated" if record.estimated else "time",
         "spread",
         "TFLOP/s",
         "% of roofline",
@@ -220,7 +220,8 @@ def _trials(told: Told) -> Iterator[Element]:
     if not told.trials:
         yield element("p", "The times of its trials are not kept beside the record.")
         return
-    yield table(None, ["", "kernel and schedule", "predicted", "time"], _trial_rows(told), numbers=2)
+    time = "estimated" if told.record.estimated else "time"
+    yield table(None, ["", "kernel and schedule", "predicted", time], _trial_rows(told), numbers=2)
     choices = compared([(trial.backend, trial.schedule) for trial in told.trials], bases_of(told.record))
     yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
 from scheduler.core.quantities import digits, seconds_text
-from scheduler.core.records import Key, Trial, schedule_text
+from scheduler.core.records import Key, Record, Trial, schedule_text
 from scheduler.inspect.provenance import stale, unfinished_text
 from scheduler.inspect.report.elements import Child, element, extend
 from scheduler.inspect.report.gather import Told
@@ -63,6 +63,7 @@ _FILTERS: Mapping[str, Callable[[Told], str]] = {
     "dtype": lambda told: told.dtype,
     "against XLA": outcome,
     "kept in": lambda told: told.where,
+    "times": lambda told: _times(told.record),
 }
 
 
@@ -148,15 +149,22 @@ def _row(ident: str, told: Told) -> Element:
         data_dtype=told.dtype,
         data_against=outcome(told),
         data_kept=told.where,
+        data_times=_times(record),
         data_words=f"{schedule_text(record.winner.schedule)} {told.where} {outcome(told)}",
     )
     for name, cell in cells.items():
         row.append(element("td", cell, class_=_class(name)))
     row[1].set("data-operation", record.key.operation)  # shown there where a screen has no room for its column
+    measured = row[-1]
     if stale(record):
-        measured = row[-1]
         extend(measured, [" ", element("span", "stale", class_="badge", title=f"with jax {record.environment.jax}")])
+    if record.estimated:
+        extend(measured, [" ", element("span", "estimated", class_="badge", title="by the compiler: nothing ran")])
     return row
+
+
+def _times(record: Record) -> str:
+    return "estimated" if record.estimated else "measured"
 
 
 def figure(value: float | None, text: str) -> Element:

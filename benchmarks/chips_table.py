@@ -1,0 +1,49 @@
+"""Writes the README's table of what there is for each chip: kernels, and shipped records of what kind.
+
+python benchmarks/chips_table.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from harness import ROOT
+from markdown_page import line, table
+
+from scheduler.core.records import Record
+from scheduler.inspect.coverage import coverage
+from scheduler.store import text_files
+
+README = ROOT / "README.md"
+PLACE = re.compile(r"(?<=<!-- by benchmarks/chips_table\.py -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    README.write_text(with_chips(README.read_text(), text_files.read_records(ROOT / "records")))
+    print(README.relative_to(ROOT))
+
+
+def with_chips(document: str, records: Sequence[Record]) -> str:
+    """The README with today's table in its place."""
+    return PLACE.sub(lambda _: "\n".join(chips(records)), document)
+
+
+def chips(records: Sequence[Record]) -> list[str]:
+    """A row for each chip of the table."""
+    return [
+        *table("chip", "Pallas kernels", "shipped records", "without a record", left=4),
+        *(
+            line(
+                row.hardware.kind if not row.hardware.names else f"{row.hardware.names[0]} ({row.hardware.kind})",
+                row.kernels_text or "none: XLA alone",
+                row.records_text or "none",
+                f"{row.unasked_text} answers",
+            )
+            for row in coverage(records)
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What a chip's compiler says of a program on a host without the chip: on-chip memory, and an estimate of its cycles.
+
+The compiler of TPUs is a library, libtpu (the extra `tpu`). It compiles for a topology that JAX names, and writes
+beside the program what each of its operations takes of VMEM, and how many cycles its own schedule of instructions comes
+to. It reads its settings once, when it is loaded, so a process that compiles is started with those of `environment`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from scheduler.core.errors import SchedulerError
+from scheduler.core.hardware import Hardware
+
+# Where a process that compiles finds the reports: `environment` sets it.
+REPORTS = "TILE_SCHEDULER_STATIC_REPORTS"
+
+_CYCLES = re.compile(r"estimated_cycles: (\d+)")
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_SIZE = r"([\d.]+)([KMG]?)"
+# Three places of libtpu refuse a program over its VMEM, in words of their own.
+_TOO_MUCH = tuple(
+    re.compile(text)
+    for text in (
+        rf"Scoped allocation with size {_SIZE}",
+        rf"Ran out of memory in memory space vmem\. Used {_SIZE}",
+        rf"Allocation \(size={_SIZE}\) would exceed memory",
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What the compiler says of one program.
+
+    Attributes:
+      onchip_bytes: on-chip memory of that of its operations which takes the most, spills included.
+      spill_bytes: of these, what spilled registers take.
+      cycles: of all its operations, one after the other, by the compiler's static schedule; None where it has no
+        model of the chip's latencies (`Hardware.static_cycles`).
+    """
+
+    onchip_bytes: int
+    spill_bytes: int
+    cycles: int | None
+
+
+class OutOfOnchipMemory(Exception):
+    """The compiler refused a program that needs too much on-chip memory.
+
+    Attributes:
+      asked: bytes that it names: of all, or of what it had placed when it gave up.
+    """
+
+    def __init__(self, message: str, asked: int) -> None:
+        super().__init__(message)
+        self.asked = asked
+
+
+def missing(hardware: Hardware) -> str | None:
+    """Why nothing can be compiled for `hardware` here, in words; None where it can."""
+    if not hardware.topology:
+        return f"no compiler for {hardware.kind} runs on a host without one"
+    if importlib.util.find_spec("libtpu") is None:
+        return f"the compiler for {hardware.kind} is not installed: pip install 'tile-scheduler[tpu]'"
+    return None
+
+
+def environment(reports: Path, hardware: Hardware) -> dict[str, str]:
+    """What a process that compiles for `hardware` is started with; it reports to the folder `reports`, its own alone.
+
+    A process asked for the cycles of a chip whose latencies the compiler does not model is aborted by it.
+    """
+    flags: dict[str, object] = {
+        "xla_jf_dump_to": reports,
+        "xla_jf_dump_llo_text": "true",
+        "xla_jf_dump_llo_pass_label_regex": "none_of_them",  # or three hundred files
+    }
+    if hardware.static_cycles:
+        flags["xla_jf_dump_static_llo_profile_to"] = reports
+    return {
+        REPORTS: str(reports),
+        "JAX_PLATFORMS": "cpu",
+        # Nobody asks a metadata server, and any host will do.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in flags.items()),
+    }
+
+
+def profile(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], hardware: Hardware) -> Profile:
+    """Compiles `run` for `hardware`, in a process started with `environment`.
+
+    Raises:
+      OutOfOnchipMemory: the compiler's own verdict.
+      SchedulerError: this process was not started so, or has no such compiler.
+      Exception: whatever lowering and compiling raise.
+    """
+    return compiled(traced(run, operands, hardware).lower())
+
+
+def traced(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], hardware: Hardware) -> jax.stages.Traced:
+    """`run` traced with operands on `hardware`, for which it is then lowered.
+
+    Raises:
+      SchedulerError: this process has no compiler for it.
+      Exception: whatever tracing raises.
+    """
+    if (reason := missing(hardware)) is not None:
+        raise SchedulerError(reason)
+    device = topologies.get_topology_desc(platform=hardware.platform, topology_name=hardware.topology).devices[0]
+    placed = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(run).trace(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) for x in operands))
+
+
+def compiled(lowered: jax.stages.Lowered) -> Profile:
+    """What the compiler says of a program that is lowered for its chip; raises as `profile` does."""
+    if REPORTS not in os.environ:
+        raise SchedulerError(f"{REPORTS} is not set: start the process that compiles with static_profile.environment")
+    reports = Path(os.environ[REPORTS])
+    for file in reports.iterdir():
+        file.unlink()
+    try:
+        lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (refused := _asked(str(error))) is None:
+            raise
+        raise OutOfOnchipMemory(*refused) from error
+    return _read(reports)
+
+
+def _asked(message: str) -> tuple[str, int] | None:
+    """What a refusal says, and the bytes that it names; None where it is about something else than on-chip memory."""
+    for pattern in _TOO_MUCH:
+        if (hit := pattern.search(message)) is not None:
+            said, _, _ = message[hit.start() :].partition("\n")
+            return said[:300].strip(), round(float(hit[1]) * _SIZES[hit[2]])
+    return None
+
+
+def _read(reports: Path) -> Profile:
+    """The reports of one program. One whose operations take no on-chip memory has none of that."""
+    onchip, spilled = 0, 0
+    for file in reports.glob("*vmem_report.html"):
+        text = file.read_text()
+        start = text.index("const DATA =") + len("const DATA =")
+        data, _ = json.JSONDecoder().raw_decode(text[start:].lstrip())
+        for operation in data["hlo_breakdowns"].values():
+            blocks = [block for block in operation["blocks"] if block["block_type"] == "SCOPED"]
+            total = sum(block["block_size"] for block in blocks)
+            if total > onchip:
+                allocations = (each for block in blocks for each in block["allocations"])
+                onchip, spilled = total, sum(each["size"] for each in allocations if each["tag"] == "SPILL")
+    found = [file.read_text() for file in reports.glob("*_static_llo_profile.textproto")]
+    cycles = sum(int(estimate) for text in found for estimate in _CYCLES.findall(text))
+    return Profile(onchip, spilled, cycles if found else None)

@@ -1,0 +1,179 @@
+"""What the model gets wrong about a kernel's times, learnt from measured problems: nothing far from all of them.
+
+A Gaussian process of ``log(measured / predicted)`` over problems (Rasmussen and Williams, Gaussian Processes for
+Machine Learning, 2006, chapters 2, 4.2 and 5.4.1). Physics predicts; what is learnt corrects it near its data, and says
+how far off the corrected time may still be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from search_spaces.problem import Problem
+
+Array = npt.NDArray[np.float64]
+
+# Fewer problems do not tell how a model errs: the defaults are taken.
+LEAST = 8
+# A field that differs and is no size counts like so many lengths; one power of two of `Place.alignment` likewise.
+_OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
+# Standard deviation of what is the same for all problems, in log time.
+_LEVEL = 0.05
+# What is fixed in a launch varies by such a time from problem to problem.
+_SMALL_S, _SMALLEST = 1e-6, 0.5
+_ALIGNED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Covariance:
+    """How errors vary with problems, in log time; `fitted` finds what makes measured ones most likely.
+
+    Attributes:
+      deviation: standard deviation of what changes smoothly with the problem.
+      small_deviation: what this grows by where a launch takes a microsecond; in proportion where it takes longer.
+      noise, small_noise: the same of what differs between neighbours.
+      doublings: of one size, over which errors change.
+    """
+
+    deviation: float = 0.05
+    small_deviation: float = 0.5
+    noise: float = 0.02
+    small_noise: float = 0.5
+    doublings: float = 4.0
+
+    @classmethod
+    def of(cls, constants: Mapping[str, float]) -> Covariance:
+        """That of a calibration; what it lacks or is out of range has its default."""
+        found = {field.name: constants.get(f"residual_{field.name}", math.nan) for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in found.items() if 0 <= value < math.inf and _fits(name, value)})
+
+    def named(self) -> dict[str, float]:
+        """As a calibration keeps it among its constants."""
+        return {f"residual_{name}": value for name, value in dataclasses.asdict(self).items()}
+
+
+def _fits(name: str, value: float) -> bool:
+    return value > 0 or name.startswith("small_") or name == "deviation"
+
+
+_GRID = tuple(
+    itertools.starmap(
+        Covariance, itertools.product((0.05, 0.1, 0.2, 0.4), (0.0, 0.5, 2.0), (0.02, 0.04), (0.0, 0.5, 1.0), (4.0, 8.0))
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a problem lies among others.
+
+    Attributes:
+      problem: which.
+      predicted_s: the model's time, seconds.
+    """
+
+    problem: Problem
+    predicted_s: float
+
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, float]:
+        """Positive numbers among its coordinates, as powers of two."""
+        return {n: math.log2(int(x)) for n, x in self.problem.coordinates().items() if _is_size(x)}
+
+    @functools.cached_property
+    def others(self) -> Mapping[str, object]:
+        return {n: x for n, x in self.problem.coordinates().items() if not _is_size(x)}
+
+    @functools.cached_property
+    def alignment(self) -> float:
+        """The least power of two, up to 16, that divides the bytes of a row of any array.
+
+        Fast loads want 16 bytes (TMA, and what cuBLAS asks of its fast kernels).
+        """
+        arrays = [s for s in (*self.problem.operands(), *self.problem.results()) if len(s.shape) > 1]
+        return math.log2(min((math.gcd(s.shape[-1] * s.dtype.itemsize, _ALIGNED) for s in arrays), default=_ALIGNED))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """Measured errors of one kernel on one chip.
+
+    Attributes:
+      places: what was measured.
+      errors: ``log(measured / predicted)`` of each.
+      covariance: how they vary.
+    """
+
+    places: tuple[Place, ...] = ()
+    errors: tuple[float, ...] = ()
+    covariance: Covariance = dataclasses.field(default_factory=Covariance)
+
+    def at(self, place: Place) -> tuple[float, float]:
+        """The expected error there, and the standard deviation of what it then is, both in log time."""
+        places = (*self.places, place)
+        small = _small(places)
+        signal, noise = _signal(_distances(places), small, self.covariance), _noise(small, self.covariance)
+        cross = signal[:-1, -1]
+        solved = np.linalg.solve(signal[:-1, :-1] + np.diag(noise[:-1]), np.stack([np.array(self.errors), cross]).T)
+        variance = signal[-1, -1] - cross @ solved[:, 1] + noise[-1]
+        return float(cross @ solved[:, 0]), math.sqrt(max(float(variance), 0.0))
+
+
+def fitted(places: Sequence[Place], errors: Sequence[float]) -> Covariance:
+    """The covariance under which these errors are most likely (marginal likelihood, over a grid)."""
+    if len(places) < LEAST:
+        return Covariance()
+    distances, small, y = _distances(places), _small(places), np.array(errors)
+
+    def cost(c: Covariance) -> float:
+        lower = np.linalg.cholesky(_signal(distances, small, c) + np.diag(_noise(small, c)))
+        whitened = np.linalg.solve(lower, y)
+        return float(whitened @ whitened / 2 + np.log(np.diag(lower)).sum())
+
+    return min(_GRID, key=cost)
+
+
+def _distances(places: Sequence[Place]) -> tuple[Array, Array]:
+    """Squared doublings of all sizes between any two, and the square of what else differs, in lengths."""
+    names = sorted({name for place in places for name in (*place.sizes, *place.others)})
+    sizes = np.array([[place.sizes.get(name, np.nan) for name in names] for place in places])
+    codes: dict[object, int] = {}
+    others = np.array(
+        [
+            [-1 if name in p.sizes else codes.setdefault((name, p.others.get(name)), len(codes)) for name in names]
+            for p in places
+        ]
+    )
+    alignments = np.array([place.alignment for place in places])
+    doublings = np.nan_to_num(sizes[:, None] - sizes[None]) ** 2
+    fields = (others[:, None] != others[None]).sum(axis=-1) * _OTHER_FIELD**2
+    return doublings.sum(axis=-1), fields + ((alignments[:, None] - alignments[None]) * _ALIGNMENT) ** 2
+
+
+def _small(places: Sequence[Place]) -> Array:
+    """What is fixed in a launch, over its time."""
+    return np.minimum(_SMALL_S / np.array([place.predicted_s for place in places]), _SMALLEST)
+
+
+def _signal(distances: tuple[Array, Array], small: Array, c: Covariance) -> Array:
+    """Matern 5/2, of a deviation that depends on the time; and a level."""
+    doublings, others = distances
+    r = np.sqrt(5 * (doublings / c.doublings**2 + others))
+    deviation = c.deviation + c.small_deviation * small
+    covariance: Array = (1 + r + r**2 / 3) * np.exp(-r) * np.outer(deviation, deviation) + _LEVEL**2
+    return covariance
+
+
+def _noise(small: Array, c: Covariance) -> Array:
+    return c.noise**2 + (c.small_noise * small) ** 2

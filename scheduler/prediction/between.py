@@ -1,0 +1,295 @@
+"""An answer from a range: what the records at the two points next to a problem say of it, without measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from scheduler.core.backends import allowed_backends
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import Point, family_of, key_of, point_of
+from scheduler.core.ranges import Range
+from scheduler.core.records import TIE, Entry, Key, Record, Schedule
+from scheduler.model.constants import calibrations, model_of
+from scheduler.prediction.choice import modelled_s
+from scheduler.prediction.predict import Answer, predict
+from scheduler.prediction.validation import recheck
+from search_spaces.operation import Operation
+from search_spaces.problem import Problem
+
+# What the model would answer by both records, and nobody has timed, must promise this much more than what was.
+MODEL_GAIN = 0.10
+Find = Callable[[Key], Iterable[Record]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """What a range answers.
+
+    Attributes:
+      range: which.
+      low, high: the points next to the problem's value.
+      backend, version, schedule: what to run.
+      predicted_s, library_s: its time and the library's, seconds, interpolated from those at both points.
+      estimated: whether the record of either point is the compiler's estimate (`Record.estimated`).
+      untimed: of a schedule that was timed at neither point, why it is the answer all the same; "" of all others.
+    """
+
+    range: Range
+    low: int
+    high: int
+    backend: str
+    version: int
+    schedule: Schedule
+    predicted_s: float
+    library_s: float
+    estimated: bool = False
+    untimed: str = ""
+
+    @property
+    def reason(self) -> str:
+        field, gain = self.range.field, self.library_s / self.predicted_s
+        how = "estimated by the compiler, not measured," if self.estimated else "measured"
+        at = f"{how} at {field}={self.low} and {field}={self.high}"
+        faster = f", {gain:.2f}x the library's speed between them" if gain > 1 else ""
+        said = f"{at}; {self.untimed}" if self.untimed else f"{at}{faster}"
+        return f"the range {field}={self.range.low}..{self.range.high}: {said}"
+
+
+def between(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    ranges: Iterable[Range],
+    find: Find,
+    *,
+    backends: frozenset[str] | None = None,
+    shared_only: bool = False,
+) -> Between | str:
+    """What the ranges that `problem` lies in answer; "" where it lies in none, or why none of them answers, in words.
+
+    Of several ranges the one with the nearest points answers, by the schedules that the records at both points have
+    times of: the one with the largest gain over the library (`_Gains`), which gains nothing and answers where it is
+    allowed and nobody gains more than `TIE`, as in a run-off. A schedule that is not legal for `problem` leaves its
+    place to the next. What the model would answer by these two records, and nobody has timed, must promise `MODEL_GAIN`
+    more.
+
+    Args:
+      find: the records of a key, first those that go first.
+      backends: the kernels that may answer; None allows all.
+      shared_only: as in `predict`.
+    """
+    lying = [
+        (math.log(ends[1] / ends[0]), place, one, ends)
+        for place, one in enumerate(ranges)
+        if (ends := _around(one, operation, problem, hardware)) is not None
+    ]
+    reasons = []
+    for _, _, one, ends in sorted(lying, key=lambda each: each[:2]):
+        asked = _Asked(operation, problem, hardware, allowed_backends(operation, backends), shared_only)
+        found = _answer(asked, one, ends, find)
+        if isinstance(found, Between):
+            return found
+        reasons.append(f"the range {one.field}={one.low}..{one.high} does not answer: {found}")
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def answer(
+    operation: Operation[Any],
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    backends: frozenset[str] | None = None,
+    records: Iterable[Record] = (),
+    ranges: Iterable[Range] = (),
+) -> Answer:
+    """What a call gets where nothing is searched: by its own record among `records`, by a range, or by the model.
+
+    Its own record goes after a range whose points were measured where it was not.
+
+    Raises:
+      NoCandidate: as `predict`.
+    """
+    kept = sorted(records, key=lambda record: record.estimated)
+    found = predict(operation, problem, hardware, backends=backends, records=kept)
+    if found.source == "record" and not found.estimated:
+        return found
+
+    def find(key: Key) -> list[Record]:
+        return [record for record in kept if record.key == key]
+
+    lying = between(operation, problem, hardware, ranges, find, backends=backends)
+    if isinstance(lying, str) or (found.estimated and lying.estimated):
+        return found
+    return Answer(
+        lying.backend,
+        lying.schedule,
+        lying.predicted_s,
+        lying.library_s,
+        lying.reason,
+        source="range",
+        estimated=lying.estimated,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The question."""
+
+    operation: Operation[Any]
+    problem: Problem
+    hardware: Hardware
+    allowed: frozenset[str]
+    shared_only: bool
+
+    def modelled_gain(self, problem: Problem, backend: str, schedule: Schedule) -> float | None:
+        """The gain of a schedule over the library as the model sees it; None where it is not legal."""
+        library, kernel = self.operation.library, self.operation.kernel(backend)
+        fitted = calibrations(self.operation.name, self.hardware, shared_only=self.shared_only)
+        models = [model_of(self.operation, each, self.hardware, found=fitted) for each in (library, kernel)]
+        time_s = modelled_s(kernel, problem, self.hardware, models[1], schedule)
+        return None if time_s is None else math.log(models[0].library_seconds(problem) / time_s)
+
+
+def _around(of: Range, operation: Operation[Any], problem: Problem, hardware: Hardware) -> tuple[int, int] | None:
+    """The two points next to a problem, where it lies in the range."""
+    if (of.operation, of.hardware) != (operation.name, hardware.id):
+        return None
+    value = vars(problem).get(of.field)  # a store may hold any name
+    if type(value) is not int:
+        return None
+    return of.around(value) if family_of(problem, of.field) == of.problem else None
+
+
+def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Between | str:
+    operation, problem, hardware = asked.operation, asked.problem, asked.hardware
+    low, high = (_held(asked, of.field, value, find) for value in ends)
+    for value, held in zip(ends, (low, high), strict=True):
+        if isinstance(held, str):
+            return f"{of.field}={value}: {held}"
+    assert isinstance(low, _Held)
+    assert isinstance(high, _Held)
+    share = math.log(getattr(problem, of.field) / ends[0]) / math.log(ends[1] / ends[0])
+    # Where two gain the same, what won above: a tile that is part empty takes as long as a full one.
+    entries = {
+        point_of(entry.backend, entry.schedule): entry
+        for held in (high, low)
+        for entry in held.record.entries
+        if entry.backend in asked.allowed
+    }
+    gains, library = _Gains(asked, low, high, share), operation.library.backend
+    gain, best = -math.inf, None
+    # What was measured is the most that a schedule can gain here: most are left out before the model is asked.
+    for point, entry in sorted(entries.items(), key=lambda item: gains.measured(item[0]), reverse=True):
+        less = 0 if entry.backend == library else TIE
+        if gains.measured(point) - less > gain and (here := gains.of(point, entry)) is not None and here - less > gain:
+            gain, best = here - less, entry
+    if best is None:
+        return f"no schedule of {', '.join(sorted(asked.allowed))} that ran at either point is legal here"
+    gain += 0 if best.backend == library else TIE
+    estimated = low.record.estimated or high.record.estimated
+    base_s = math.exp((1 - share) * math.log(low.base_s) + share * math.log(high.base_s))
+    model = predict(
+        operation,
+        problem,
+        hardware,
+        backends=asked.allowed,
+        records=[low.record, high.record],
+        shared_only=asked.shared_only,
+    )
+    promised = math.log(model.library_s / model.predicted_s)
+    if model.ranked and promised > gain - math.log(1 - MODEL_GAIN):
+        version = operation.kernel(model.backend).version
+        predicted_s = base_s / math.exp(promised)
+        return Between(of, *ends, model.backend, version, model.schedule, predicted_s, base_s, estimated, model.reason)
+    return Between(of, *ends, best.backend, best.version, best.schedule, base_s / math.exp(gain), base_s, estimated)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A point of the range with its record, which holds."""
+
+    problem: Problem
+    record: Record
+
+    @property
+    def base_s(self) -> float:
+        """The library's time, seconds; the slowest, where the library did not run."""
+        library = self.record.library_entry
+        times = [entry.measurement.median_s for entry in self.record.entries]
+        return max(times) if library is None else library.measurement.median_s
+
+    @functools.cached_property
+    def _gains(self) -> Mapping[Point, float]:
+        entries = self.record.entries
+        return {point_of(e.backend, e.schedule): math.log(self.base_s / e.measurement.median_s) for e in entries}
+
+    def timed(self, point: Point) -> bool:
+        return point in self._gains
+
+    def gain(self, point: Point) -> float:
+        """The logarithm of the library's time over that of a schedule.
+
+        Where that has none, zero, or the gain of the best of its backend, where that is less.
+        """
+        if point in self._gains:
+            return self._gains[point]
+        return min(0.0, max((gain for (backend, _), gain in self._gains.items() if backend == point[0]), default=0.0))
+
+
+def _held(asked: _Asked, field: str, value: int, find: Find) -> _Held | str:
+    """A point with its record, whoever won there; or why it has none that holds."""
+    operation, hardware = asked.operation, asked.hardware
+    try:
+        there = dataclasses.replace(asked.problem, **{field: value})
+    except ValueError as error:
+        return str(error)
+    useless = ""
+    for record in find(key_of(operation, there, hardware)):
+        found = recheck(operation, there, hardware, record, backends=asked.allowed | {operation.library.backend})
+        if not isinstance(found, str) and all(entry.measurement.median_s > 0 for entry in record.entries):
+            return _Held(there, record)
+        useless = useless or (found if isinstance(found, str) else "its record has a time that is none")
+    return useless or "its record is gone"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gains:
+    """What schedules gain over the library at a problem between two points.
+
+    That is the logarithm of the library's time over their own as it was measured at the points, interpolated over the
+    logarithm of the extent; at a point where a schedule was not timed it gains nothing, and no more than the best of
+    its backend did. What the model has it lose on the way from a point (a wave that is part empty, rows that no vector
+    divides) is taken off. What the model has it win is not: the library may win likewise.
+
+    Attributes:
+      share: of the way from the lower point to the upper one.
+    """
+
+    asked: _Asked
+    low: _Held
+    high: _Held
+    share: float
+
+    def measured(self, point: Point) -> float:
+        """Without what the model has it lose."""
+        return self._at_share(*(held.gain(point) for held in (self.low, self.high)))
+
+    def of(self, point: Point, entry: Entry) -> float | None:
+        """None where the schedule is not legal."""
+        if (here := self.asked.modelled_gain(self.asked.problem, entry.backend, entry.schedule)) is None:
+            return None
+        if entry.backend == self.asked.operation.library.backend:
+            return 0.0
+        return self._at_share(*(self._from(held, point, entry, here) for held in (self.low, self.high)))
+
+    def _at_share(self, low: float, high: float) -> float:
+        return (1 - self.share) * low + self.share * high
+
+    def _from(self, held: _Held, point: Point, entry: Entry, here: float) -> float:
+        gain = held.gain(point)
+        there = self.asked.modelled_gain(held.problem, entry.backend, entry.schedule) if held.timed(point) else None
+        return gain if there is None else gain + min(0.0, here - there)

@@ -1,0 +1,311 @@
+"""A range on its way: a ladder of searches, brief ones between them where the best may change, and values held out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from scheduler.core.errors import StoreError
+from scheduler.core.hardware import Hardware
+from scheduler.core.identity import Point, family_of, point_of
+from scheduler.core.ranges import HeldOut, Range
+from scheduler.core.records import AllFailed, Failure, Key, Measurement, Outcome, Record, choice_text
+from scheduler.prediction.between import Between, between
+from scheduler.search.job_queue import expected_s
+from scheduler.search.task import How, RangeTask, Result, Task
+from scheduler.store.store import Store
+from search_spaces.problem import Problem
+
+# Trials of a brief search: the libraries' programs, the winners of both neighbours, and a few that the model names,
+# which knows of waves that are full there and part empty at the neighbours.
+BRIEF = 8
+# Brief searches for each step of the ladder, at most: on average three halvings.
+BRIEF_PER_STEP = 3
+# Values that are nearer than this, as a share of the lower one, have no point between them.
+NEAREST = 1 / 8
+# A schedule that is slower than the winner by less is as good there: what the two points differ in is not worth a look.
+ALIKE = 0.02
+HELD_OUT = 5
+
+
+def ladder(low: int, high: int) -> list[int]:
+    """Both ends and the powers of two between them."""
+    powers = (1 << exponent for exponent in range(low.bit_length(), high.bit_length()))
+    return sorted({low, high, *powers})
+
+
+def plan_text(task: RangeTask) -> str:
+    """What a range costs, at most, in words."""
+    steps = len(ladder(task.low, task.high))
+    between_them = f"at most {BRIEF_PER_STEP * (steps - 1)} of {min(BRIEF, task.budget)} between them"
+    return (
+        f"{steps} searches of {task.budget} trials, {between_them}, and {HELD_OUT} of {task.budget} at values held out"
+    )
+
+
+class RangeRun:
+    """A range under way, in rounds, each of which follows from the records of those before it, and from nothing else.
+
+    So an interrupted range goes on where it was, and processes that share a store make the same searches. First the
+    ladder is searched, in full. Then a brief search is made in the middle of every step, and of what it halves wherever
+    the two ends have other winners, none of which does as well at the other end. Where an end of the ladder cannot be
+    tuned, full searches narrow down from where on it can. At last values drawn at random are searched in full, to tell
+    how good the range's answers are; one whose answer does not run, or is wrong, and the range answers nothing.
+
+    Who runs it calls `begin`, and `ended` for each task of a round, one at a time.
+
+    Args:
+      how: of all searches of the job.
+      store: keeps the range.
+    """
+
+    def __init__(self, task: RangeTask, how: How, hardware: Hardware, store: Store) -> None:
+        self.task, self._how, self._hardware, self._store = task, how, hardware, store
+        self.result: Result | None = None  # once it has ended
+        self._records: dict[int, Record] = {}
+        self._failed: dict[int, str] = {}
+        self._pending: set[int] = set()
+        self._steps = ladder(task.low, task.high)
+        self._brief = 0
+        self._range: Range | None = None
+        self._held_out: list[HeldOut] = []
+        self._broken: list[str] = []
+        self._searched = False
+
+    def begin(self) -> list[Task]:
+        """The first round; none where no value is a problem: then there is a result already."""
+        return self._round(self._whole(self._steps)) or self._next()
+
+    def ended(self, task: Task, result: Result | None) -> list[Task]:
+        """What is next, once the last of a round has ended; None stands for a task that was not begun."""
+        value = getattr(task.problem, self.task.field)
+        self._pending.discard(value)
+        if result is not None and result.record is not None:
+            self._searched |= result.state == "tuned"
+            if self._range is None:
+                self._records[value] = result.record
+            else:
+                self._judge(value, result.record)
+        elif self._range is None:
+            self._failed[value] = "it was not begun" if result is None else result.reason
+        return [] if self._pending else self._next()
+
+    def likely(self) -> tuple[int, float]:
+        """How many searches are still to come beside those of this round, as far as can be told, and their work."""
+        if self._range is not None or self.result is not None:
+            return 0, 0.0
+        middle = _problem(self.task, math.isqrt(self.task.low * self.task.high))
+        if middle is None:
+            return 0, 0.0
+        whole = Task(self.task.operation, middle, self.task.budget, self.task.seconds, self.task.backends)
+        brief = dataclasses.replace(whole, budget=min(BRIEF, self.task.budget))
+        checks = 0 if self._brief else len(self._steps) - 1
+        held_out = min(HELD_OUT, self.task.high - self.task.low)
+        work = checks * expected_s(brief, self._hardware) + held_out * expected_s(whole, self._hardware)
+        return checks + held_out, work
+
+    def _next(self) -> list[Task]:
+        if self._range is None:
+            if tasks := self._round(self._between()):
+                return tasks
+            points = sorted(self._records)
+            if len(points) < 2:
+                first = next(iter(self._failed.values()), "")
+                self.result = Result(self.task, "failed", f"fewer than two of its points have a record: {first}")
+                return []
+            self._range = self._made(points)
+            if tasks := self._round(self._drawn()):
+                return tasks
+        self._finish(self._range)
+        return []
+
+    def _round(self, tasks: Sequence[Task]) -> list[Task]:
+        self._pending = {getattr(task.problem, self.task.field) for task in tasks}
+        return list(tasks)
+
+    def _whole(self, values: Sequence[int]) -> list[Task]:
+        tasks = []
+        for value in values:
+            try:
+                tasks.append(self.task.at(value))
+            except ValueError as error:
+                self._failed[value] = str(error)
+        return tasks
+
+    def _between(self) -> list[Task]:
+        """The searches of the next round, between neighbours; none where nothing is worth one."""
+        asked = sorted({*self._records, *self._failed})
+        reached = range(min(self._records, default=0), max(self._records, default=0) + 1)
+        unsure: list[tuple[float, Task | None]] = []
+        edges: list[int] = []
+        for low, high in itertools.pairwise(asked):
+            middle = (low + high) // 2
+            if middle == low or high - low <= NEAREST * low:
+                continue
+            if low in self._records and high in self._records:
+                if (low in self._steps and high in self._steps) or not self._alike(low, high):
+                    unsure.append((high / low, self._check(middle, low, high)))
+            elif (low in self._records and high not in reached) or (high in self._records and low not in reached):
+                edges.append(middle)
+        left = BRIEF_PER_STEP * (len(self._steps) - 1) - self._brief
+        checks = [task for _, task in sorted(unsure, key=lambda each: -each[0])[:left] if task is not None]
+        self._brief += len(checks)
+        return [*checks, *self._whole(edges)]
+
+    def _alike(self, low: int, high: int) -> bool:
+        """Whether one of the winners at two values is as good as the other where that won."""
+        here, there = self._records[low], self._records[high]
+        return _as_good(here, there) or _as_good(there, here)
+
+    def _check(self, value: int, low: int, high: int) -> Task | None:
+        """The brief search of a value between two neighbours; None where it is no problem."""
+        leading: dict[Point, None] = {}
+        for record in (self._records[low], self._records[high]):
+            leading.update((point, None) for point in _leading(record))
+        try:
+            task = self.task.at(value)
+        except ValueError as error:
+            self._failed[value] = str(error)
+            return None
+        return dataclasses.replace(task, budget=min(BRIEF, task.budget), first=tuple(leading), brief=True)
+
+    def _made(self, points: Sequence[int]) -> Range:
+        """The range without what is held out, which is stored already: it answers from now on."""
+        newest = max((self._records[point].environment for point in points), key=lambda environment: environment.date)
+        made = Range(
+            self.task.operation.name,
+            self._hardware.id,
+            family_of(self.task.lowest, self.task.field),
+            self.task.field,
+            self.task.low,
+            self.task.high,
+            tuple(points),
+            newest,
+        )
+        self._keep(made)
+        return made
+
+    def _keep(self, of: Range) -> bool:
+        try:
+            self._store.ranges.put(of)
+        except StoreError as error:
+            warnings.warn(f"{error} (the range {of} is not kept)", RuntimeWarning, stacklevel=2)
+            return False
+        return True
+
+    def _drawn(self) -> list[Task]:
+        """Full searches of values drawn at random, as even in size as they are in number, which are no points."""
+        assert self._range is not None
+        tasks = []
+        for value in _values_between(self._range, random.Random(f"{self._how.seed} {self._range}")):
+            if (problem := _problem(self.task, value)) is None:
+                continue
+            answer = self._answer(problem)
+            if isinstance(answer, Between):
+                point = point_of(answer.backend, answer.schedule)
+                tasks.append(dataclasses.replace(self.task.at(value), first=(point,)))
+            if len(tasks) == HELD_OUT:
+                break
+        return tasks
+
+    def _answer(self, problem: Problem) -> Between | str:
+        assert self._range is not None
+        by_key = {record.key: record for record in self._records.values()}
+
+        def find(key: Key) -> list[Record]:
+            return [by_key[key]] if key in by_key else []
+
+        return between(self.task.operation, problem, self._hardware, [self._range], find, backends=self.task.backends)
+
+    def _judge(self, value: int, record: Record) -> None:
+        """What a search at `value` says of the range's answer there, if it timed it."""
+        problem = _problem(self.task, value)
+        answer = self._answer(problem) if problem is not None else ""
+        if not isinstance(answer, Between):
+            return
+        which = point_of(answer.backend, answer.schedule)
+        times: dict[Point, Outcome] = {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
+        if which not in times:  # it was no finalist: what trials took is compared with what trials took
+            with contextlib.suppress(StoreError):  # a warning has said so
+                trials = self._store.last_trials(record.key)
+                times = {point_of(trial.backend, trial.schedule): trial.outcome for trial in trials}
+        match times.get(which):
+            case Failure() as failure:
+                if AllFailed(answer.backend, 1, failure, 1).own:
+                    what = choice_text(answer.backend, answer.schedule)
+                    self._broken.append(
+                        f"at {self.task.field}={value} it would answer {what}, and that fails: {failure}"
+                    )
+            case Measurement(median_s=answered_s):
+                measured = {point: time.median_s for point, time in times.items() if isinstance(time, Measurement)}
+                library = [time_s for (backend, _), time_s in measured.items() if backend == record.library]
+                best_s, library_s = min(measured.values()), min(library, default=None)
+                self._held_out.append(HeldOut(value, answer.backend, answer.schedule, answered_s, best_s, library_s))
+
+    def _finish(self, made: Range) -> None:
+        if self._broken:
+            with contextlib.suppress(StoreError):  # a warning has said so
+                self._store.ranges.forget(made)
+            self.result = Result(self.task, "failed", "; ".join(self._broken), self._hardware)
+            return
+        held_out = tuple(sorted(self._held_out, key=lambda held: held.value))
+        made = dataclasses.replace(made, held_out=held_out)
+        kept = self._keep(made)
+        state: Literal["tuned", "known"] = "tuned" if self._searched else "known"
+        self.result = Result(self.task, state, self._left_out(made), self._hardware, stored=kept, range=made)
+
+    def _left_out(self, made: Range) -> str:
+        """Which values asked for are not answered, and why, in words; "" where all are."""
+        field, (first, *_, last) = self.task.field, made.points
+        words = []
+        for beyond, ends in ((first > made.low, (made.low, first - 1)), (last < made.high, (last + 1, made.high))):
+            if beyond:
+                why = next(reason for value, reason in sorted(self._failed.items()) if ends[0] <= value <= ends[1])
+                words.append(f"{field}={ends[0]}..{ends[1]} is left out: {why}")
+        return "; ".join(words)
+
+
+def _as_good(one: Record, other: Record) -> bool:
+    """Whether the winner of one record is as good as the winner of the other, where that won."""
+    won = point_of(one.winner.backend, one.winner.schedule)
+    if won == point_of(other.winner.backend, other.winner.schedule):
+        return True
+    limit_s = (1 + ALIKE) * other.winner.measurement.median_s
+    times = {point_of(entry.backend, entry.schedule): entry.measurement.median_s for entry in other.entries}
+    return times.get(won, math.inf) <= limit_s
+
+
+def _leading(record: Record) -> Iterator[Point]:
+    """The winner and the runner-up, and the best but the library's programs, which every search tries."""
+    others = [entry for entry in record.entries if entry.backend != record.library]
+    for entry in others[:2]:
+        yield point_of(entry.backend, entry.schedule)
+
+
+def _problem(task: RangeTask, value: int) -> Problem | None:
+    try:
+        return task.at(value).problem
+    except ValueError:
+        return None
+
+
+def _values_between(of: Range, draw: random.Random) -> Iterator[int]:
+    """Values between the points, each once, by their logarithms as even as can be drawn; all, where they are few."""
+    first, last = of.points[0], of.points[-1]
+    points = set(of.points)
+    if last - first + 1 - len(points) <= 2 * HELD_OUT:
+        few = [value for value in range(first, last) if value not in points]
+        yield from draw.sample(few, len(few))
+        return
+    seen = set(points)
+    for _ in range(100 * HELD_OUT):
+        value = round(math.exp(draw.uniform(math.log(first), math.log(last))))
+        if first < value < last and value not in seen:
+            seen.add(value)
+            yield value

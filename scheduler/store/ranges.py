@@ -1,0 +1,76 @@
+"""The ranges of one database: which extents of which problems were tuned from a lowest to a highest value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from scheduler.core.ranges import Range, range_from_text, range_to_text
+from scheduler.store import rows
+from scheduler.store.database import Database
+from scheduler.store.schema import RANGE_KEY, RANGES, RANGES_SINCE
+
+
+class Ranges:
+    """Rows that lead to the records at their points. Every failure is a `StoreError`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def put(self, of: Range) -> None:
+        """Stores a range in place of one of the same problems from the same lowest to the same highest value.
+
+        Raises:
+          StoreError: it cannot be written.
+        """
+        row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
+        with self._database.write() as connection:
+            connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
+
+    def all(self, *, operation: str | None = None, hardware: str | None = None) -> list[Range]:
+        """Ranges sorted by operation, hardware, problem, field and ends; malformed ones are skipped with a warning.
+
+        Args:
+          operation, hardware: only those of this operation or this `Hardware.id`.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        if self._database.schema() < RANGES_SINCE:
+            return []
+        wanted = {"operation": operation, "hardware": hardware}
+        query = sa.select(*(RANGES.c[name] for name in ("operation", "hardware", "problem", "range"))).where(
+            *(RANGES.c[name] == value for name, value in wanted.items() if value is not None)
+        )
+        found = []
+        for *names, line in rows.by_key(self._database.select(query), self._database.location):
+            try:
+                one = range_from_text(line)
+                if [one.operation, one.hardware, one.problem] != names:
+                    raise ValueError(f"it is the range {one} on {one.hardware}")
+                found.append(one)
+            except ValueError as error:
+                rows.say_once(
+                    f"{self._database.location}: a range of {' '.join(names)} is skipped, malformed ({error})"
+                )
+        return sorted(found, key=lambda one: (*_key(one).values(),))
+
+    def forget(self, of: Range) -> int:
+        """Deletes a range; the records at its points stay.
+
+        Returns:
+          how many rows that were.
+
+        Raises:
+          StoreError: the cache cannot be written.
+        """
+        if self._database.empty():
+            return 0
+        with self._database.write() as connection:
+            same = (RANGES.c[name] == value for name, value in _key(of).items())
+            return connection.execute(sa.delete(RANGES).where(*same)).rowcount
+
+
+def _key(of: Range) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in RANGE_KEY}
