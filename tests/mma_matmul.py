@@ -44,6 +44,10 @@ CASES = {  # name: the problem, and fields of the schedule that differ
         MatmulProblem(20, 33, 600, transpose_a=True, transpose_b=True),
         {"tile_m": 16, "warps_m": 1, "warps_n": 4, "tile_k": 64, "split_k": 2},
     ),
+    "splits of k that end beyond it, though tiles divide it": (
+        MatmulProblem(20, 40, 640, batch=2, transpose_b=True),
+        {"tile_m": 16, "warps_m": 1, "warps_n": 4, "tile_k": 64, "split_k": 3},
+    ),
     "results side by side": (MatmulProblem(100, 201, 300, split_sizes="33+168"), {"tile_k": 64}),
     "int8": (MatmulProblem(70, 65, 200, dtype="int8", out_dtype="int32", transpose_b=True), {"tile_k": 64}),
     "int8, a batch, split-K": (

@@ -50,6 +50,14 @@ def test_by_default_it_is_over_the_sizes_of_a_tile():
     assert (landscape(SQUARE).x, landscape(SQUARE).y) == ("tile_n", "tile_m")
 
 
+def test_pairs_that_no_schedule_takes_are_empty(records):
+    """Also where a kernel's footprint is of the worst of some schedules, of which there must then be one."""
+    (causal,) = (one for one in records if one.key.hardware.startswith("TPU v5") and '"causal":true' in one.key.problem)
+    land = landscape(cases.of_record(causal, ()))
+    cells = [cell for row in land.cells for cell in row]
+    assert {cell.legal > 0 for cell in cells} == {True, False}
+
+
 def test_an_empty_pair_says_what_removed_its_last_schedules():
     land = landscape(SQUARE, over=("stages", "tile_n"))
     deep = land.cells[land.ys.index(256)][land.xs.index(5)]

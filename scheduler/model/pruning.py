@@ -148,6 +148,8 @@ def prune(
                 alive &= ~hit
         return alive
 
+    if not len(points):  # Kernels need not say what no schedule takes.
+        return best(np.arange(0), full(0.0), full(0.0), full(0))
     library_s = full(model.library_seconds(problem))
     if kernel.library:  # The model knows its programs as one.
         return best(np.arange(len(points)), library_s, full(model.library_floor(problem)), full(0))

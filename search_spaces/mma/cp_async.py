@@ -62,10 +62,13 @@ class Source:
     Attributes:
       array: a reference to it.
       batched: whether it has a batch axis.
+      reach: the row and the column that the tiles of a launch end at, together: beyond the array, where they do not
+        divide it or are too many.
     """
 
     array: Any
     batched: bool
+    reach: tuple[int, int]
 
     @property
     def extents(self) -> tuple[int, int]:
@@ -83,7 +86,7 @@ def copy(source: Source, batch: Any, corner: tuple[Any, Any], tile: SmemTile, sm
     pitch = columns * itemsize
     at_once = threads // tile.runs  # units of a swizzle's runs
     # Where whole tiles make up the array no copy needs a condition.
-    clip_rows, clip_columns = extent % tile.rows > 0, columns % tile.columns > 0
+    clip_rows, clip_columns = source.reach[0] > extent, source.reach[1] > columns
 
     def meaning(array: Any, smem: Any, batch: Any, row: Any, column: Any) -> None:
         box = pl.ds(row, tile.rows), pl.ds(column, tile.columns)

@@ -68,7 +68,7 @@ def test_a_forward_pass_gets_kernels_and_is_no_slower(tokens):
 def test_a_train_step_with_donated_weights_computes_the_same():
     ws, x = arguments(1024)
     value, expected = jax.jit(step)(ws, x)
-    fast = scheduler.optimize(step, donate_argnums=0, keep="tuned")
+    fast = scheduler.optimize(step, backends="pallas", donate_argnums=0, keep="tuned")
     loss, updated = fast(ws, x)
     near((loss, updated), (value, expected))
     assert fast.decisions[0].kept == "tuned"

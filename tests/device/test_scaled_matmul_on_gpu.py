@@ -11,6 +11,7 @@ PROBLEMS = [
     ScaledMatmulProblem(640, 384, 512, transpose_b=True, a_scales="rows"),
     ScaledMatmulProblem(640, 384, 512, transpose_b=True, b_scales="rows", dtype="float8_e5m2"),
     ScaledMatmulProblem(640, 384, 512, transpose_b=True, a_scales="rows", b_scales="rows", out_dtype="float32"),
+    ScaledMatmulProblem(2048, 3072, 1024, transpose_b=True, a_scales="rows", b_scales="rows"),
     ScaledMatmulProblem(16, 4096, 7168, transpose_b=True),
     ScaledMatmulProblem(777, 333, 560, transpose_b=True),
     ScaledMatmulProblem(1001, 1003, 1000, transpose_b=True, out_dtype="float16"),

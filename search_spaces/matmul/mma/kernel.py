@@ -132,7 +132,10 @@ def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
     batch, first_step = product, jnp.int32(0)
     if s.split_k > 1:
         batch, first_step = lax.rem(product, p.batch), lax.div(product, p.batch) * plan.steps
-    a, b = (Source(x, p.batch > 1) for x in (cta.operands.a, cta.operands.b))
+    # Also where tiles divide k, the last of its splits may have steps beyond it.
+    m, n, whole_k = plan.grid[0] * s.tile_m, plan.grid[1] * s.tile_n, s.split_k * plan.steps * s.tile_k
+    a = Source(cta.operands.a, p.batch > 1, (whole_k, m) if p.transpose_a else (m, whole_k))
+    b = Source(cta.operands.b, p.batch > 1, (n, whole_k) if p.transpose_b else (whole_k, n))
     ahead = s.stages - 1
 
     def load(step: Any) -> None:
