@@ -107,6 +107,9 @@ def _registers(p: RowProblem, cores: int, vector: tuple[int, ...], most: int) ->
             ),
             "more rows a block leave cores idle": lambda s: (s.rows == 1) | (p.rows >= plan(s).block_rows * cores),
             "a thread has a few hundred elements in registers at most": lambda s: plan(s).elements <= most,
+            "a thread has 64 accesses to an array at most, each an instruction: 128 took a minute to lower": lambda s: (
+                s.rows * plan(s).accesses <= 64
+            ),
             "register-resident rows start at multiples of an access": lambda s: p.columns % s.vector == 0,
         },
     )
