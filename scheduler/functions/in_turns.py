@@ -22,8 +22,10 @@ from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_inte
 
 # One sample is as many calls as take this long: launches overlap, and clocks do not recover in between.
 SAMPLE_S = 0.02
-# Calls on their way at once: the device waits for no launch, and results of so many fit in beside each other.
-CALLS_AHEAD = 2
+# Calls on their way at once: so many that the device has work while the host is late, which it is by a millisecond now
+# and then, and two at least. Results of more would not fit in beside each other where a call takes long.
+QUEUED_S = 0.003
+FEWEST_AHEAD, MOST_AHEAD = 2, 32
 # The clock follows the chip's power: it has settled when two rounds of all functions differ by less.
 SETTLED = 0.01
 WARM_UP_SHARE = 0.25
@@ -85,7 +87,7 @@ def compare(
         calls = {label: _calls_of_sample(run) for label, run in runs.items()}
 
         def one_round() -> dict[str, float]:
-            return {label: _sample(runs[label], calls[label]) for label in order.sample(list(runs), len(runs))}
+            return {label: _sample(runs[label], *calls[label]) for label in order.sample(list(runs), len(runs))}
 
         _settle(one_round, WARM_UP_SHARE * seconds)
         rounds: list[dict[str, float]] = []
@@ -140,18 +142,21 @@ def _settle(one_round: Callable[[], Mapping[str, float]], seconds: float) -> Non
         before = now
 
 
-def _calls_of_sample(run: Callable[[], Any]) -> int:
+def _calls_of_sample(run: Callable[[], Any]) -> tuple[int, int]:
+    """How many calls a sample has, and how many of them are on their way at once."""
     for _ in range(2):  # whatever is done in a first call only
         jax.block_until_ready(run())
-    return max(1, math.ceil(SAMPLE_S / _sample(run, 2)))
+    took_s = _sample(run, 2, 2)
+    ahead = min(max(math.ceil(QUEUED_S / took_s), FEWEST_AHEAD), MOST_AHEAD)
+    return max(1, math.ceil(SAMPLE_S / took_s)), ahead
 
 
-def _sample(run: Callable[[], Any], calls: int) -> float:
+def _sample(run: Callable[[], Any], calls: int, ahead: int) -> float:
     """Seconds of each of so many calls, one after the other."""
     running: collections.deque[Any] = collections.deque()
     started = time.perf_counter()
     for _ in range(calls):
-        if len(running) == CALLS_AHEAD:
+        if len(running) == ahead:
             jax.block_until_ready(running.popleft())
         running.append(run())
     jax.block_until_ready(running)

@@ -13,7 +13,6 @@ from search_spaces.rowwise.hopper.kernel import HopperRows
 
 class HopperAddRmsNorm(HopperRows[AddRmsNormProblem]):
     version = 1
-    verified_on = frozenset()
     costs = ElementCosts(mufu_ops=(0.0, 0.0), fp32_ops=(7.0, 9.0), widens=False)
 
     def reduction(self, problem: AddRmsNormProblem, *, eps: float = EPS, **params: Any) -> AddRmsNorm:

@@ -9,4 +9,5 @@ from search_spaces.silu_and_mul_backward.problem import SiluAndMulBackwardProble
 
 class HopperSiluAndMulBackward(SiluAndMulBackward, HopperHalves[SiluAndMulBackwardProblem]):
     version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
     fp32_ops = 13

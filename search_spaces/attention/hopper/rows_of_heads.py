@@ -20,11 +20,6 @@ def layout(*lengths: int) -> type[SmemTile]:
     return Untiled if HAS_UNTILED_SWIZZLE and any(length % ROWS for length in lengths) else Tiled
 
 
-def verified(*lengths: int) -> bool:
-    """Whether a device has checked tiles of arrays of these lengths: those of 8 rows, so far."""
-    return layout(*lengths) is Tiled
-
-
 def length(of: type[SmemTile], rows: int) -> int:
     """Of an array in device memory, padded as far as its tiles demand."""
     return rows if of is Untiled else round_up(rows, ROWS)

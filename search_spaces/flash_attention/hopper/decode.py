@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.hopper.combine import RANK, SplitCombine, combine, natural
 from search_spaces.flash_attention.hopper.decode_footprint import footprint
@@ -129,9 +128,6 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
     backend = "mosaic_gpu_decode"
     version = 1
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
-
-    def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> bool:
-        return target.architecture in self.verified_on and rows_of_heads.verified(problem.kv_len)
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return supports(problem, target)

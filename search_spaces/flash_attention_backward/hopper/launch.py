@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.hopper import separate_dq
 from search_spaces.flash_attention_backward.hopper.footprint import footprint
@@ -45,9 +44,6 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
     backend = "mosaic_gpu"
     version = 2
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
-
-    def verified(self, problem: FlashAttentionBackwardProblem, schedules: Columns, target: Target) -> bool:
-        return target.architecture in self.verified_on and rows_of_heads.verified(problem.q_len, problem.kv_len)
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         p = problem

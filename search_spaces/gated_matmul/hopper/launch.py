@@ -36,10 +36,6 @@ class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
     def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
         return not_hopper(target)
 
-    def verified(self, problem: GatedMatmulProblem, schedules: Columns, target: Target) -> bool:
-        as_it_lies = problem.pair or not problem.bias or reads_joined_bias(problem)  # no other has been on a device
-        return target.architecture in self.verified_on and as_it_lies
-
     def space(self, problem: GatedMatmulProblem, target: Target) -> Space[HopperSchedule]:
         return space(problem.gate, target.cores, factors=2)
 

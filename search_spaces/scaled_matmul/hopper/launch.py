@@ -28,6 +28,7 @@ from search_spaces.space import Columns, Space, cdiv
 class MosaicGpuScaledMatmul(Kernel[ScaledMatmulProblem, HopperSchedule]):
     backend = "mosaic_gpu"
     version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: ScaledMatmulProblem, target: Target) -> str | None:
         if reason := not_hopper(target):
