@@ -68,8 +68,8 @@ def parse(text: str) -> tuple[list[Instruction], dict[str, int], list[str], int]
         while match := re.match(r"([$\w]+):(?!:)\s*", statement):
             labels[match[1]] = len(instructions)
             statement = statement[match.end() :]
-        statement = statement.lstrip("{ ") if not statement.startswith("{%") else statement
-        if not statement or statement.startswith((".", "}")):
+        statement = statement.lstrip("{} ") if not statement.startswith("{%") else statement
+        if not statement or statement.startswith("."):
             continue
         predicate = ""
         if statement.startswith("@"):
@@ -328,23 +328,24 @@ class Cta:
         elif "wait_group" in kinds:
             pending = int(at.operands[0])
             while len(self.groups) > pending:
-                for address, found in self.groups.pop(0):
-                    self.in_flight[(address // GRANULE)[:, None] + np.arange(len(found[0]) // GRANULE)] = False
-                    self.touch("write", address, len(found[0]), np.arange(self.threads))
-                    self.smem[address[:, None] + np.arange(len(found[0]))] = found
+                for threads, address, found in self.groups.pop(0):
+                    self.in_flight[(address // GRANULE)[:, None] + np.arange(found.shape[1] // GRANULE)] = False
+                    self.touch("write", address, found.shape[1], threads)
+                    self.smem[address[:, None] + np.arange(found.shape[1])] = found
         else:
-            to, source, width = self.address(at.operands[0]), self.address(at.operands[1]), int(at.operands[2])
-            wanted = self.get(at.operands[3], np.dtype("u4")).astype(int)
+            threads, width = np.flatnonzero(active), int(at.operands[2])
+            to, source = (self.address(operand)[threads] for operand in at.operands[:2])
+            wanted = self.get(at.operands[3], np.dtype("u4")).astype(int)[threads]
             assert set(np.unique(wanted)) <= {0, width}
-            found = np.zeros((self.threads, width), np.uint8)
+            found = np.zeros((len(threads), width), np.uint8)
             inside = wanted > 0
             if inside.any():
                 array, index = self.bytes_of(source[inside], width)
                 found[inside] = array[index]
             assert (to % width == 0).all()
-            self.touch("write", to, width, np.arange(self.threads))
+            self.touch("write", to, width, threads)
             self.in_flight[(to // GRANULE)[:, None] + np.arange(width // GRANULE)] = True
-            self.open_group.append((to, found))
+            self.open_group.append((threads, to, found))
 
     def do_bar(self, at: Instruction, opcode: str, kinds: list[str], active: np.ndarray) -> None:
         if "warp" in kinds:

@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.hopper.limits import ACCESS_BYTES
@@ -75,27 +74,44 @@ class Source:
         return tuple(self.array.shape[-2:])
 
 
-def copy(source: Source, batch: Any, corner: tuple[Any, Any], tile: SmemTile, smem: Any, threads: int) -> None:
+def copy(
+    source: Source,
+    batch: Any,
+    corner: tuple[Any, Any],
+    tile: SmemTile,
+    smem: Any,
+    threads: int,
+    part: tuple[int, int] = (0, 1),
+    when: Any = True,
+) -> None:
     """Starts to copy the `tile` at this row and column of an element of the batch; nothing waits for it yet.
 
     Args:
       smem: a reference to as many elements as the tile has, at a multiple of 128 bytes.
       threads: of the CTA, all of which call this.
+      part: of the tile's copies, and in how many they are divided; interpreted, the first one is all.
+      when: whether to; the same for all threads.
     """
+    part_number, parts = part
     (extent, columns), itemsize = source.extents, tile.dtype.itemsize
     pitch = columns * itemsize
     at_once = threads // tile.runs  # units of a swizzle's runs
     # Where whole tiles make up the array no copy needs a condition.
     clip_rows, clip_columns = source.reach[0] > extent, source.reach[1] > columns
 
-    def meaning(array: Any, smem: Any, batch: Any, row: Any, column: Any) -> None:
-        box = pl.ds(row, tile.rows), pl.ds(column, tile.columns)
-        smem[...] = array[(batch, *box) if source.batched else box].reshape(smem.shape)
+    def meaning(array: Any, smem: Any, batch: Any, row: Any, column: Any, when: Any) -> None:
+        if part_number > 0:
+            return
+
+        @pl.when(when)
+        def whole() -> None:
+            box = pl.ds(row, tile.rows), pl.ds(column, tile.columns)
+            smem[...] = array[(batch, *box) if source.batched else box].reshape(smem.shape)
 
     @mosaic_gpu_code(
-        meaning, arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3), return_type=None
+        meaning, arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 4), return_type=None
     )
-    def start(_: Any, array: Any, smem: Any, batch: Any, row: Any, column: Any) -> None:
+    def start(_: Any, array: Any, smem: Any, batch: Any, row: Any, column: Any, when: Any) -> None:
         batch, row, column = (lanes.number(x) for x in (batch, row, column))
         run, unit = lanes.thread() % tile.runs, lanes.thread() // tile.runs
         to = lanes.smem_address(smem) + unit * tile.row_bytes + (run ^ tile.swizzle(unit)) * ACCESS_BYTES
@@ -103,22 +119,26 @@ def copy(source: Source, batch: Any, corner: tuple[Any, Any], tile: SmemTile, sm
         if source.batched:
             first = first + lanes.wide(batch) * extent
         of = lanes.gmem_address(array) + first * pitch + lanes.wide(column * itemsize + run * ACCESS_BYTES)
-        for number in range(0, tile.rows * tile.row_bytes // (tile.runs * ACCESS_BYTES), at_once):
+        numbers = range(0, tile.rows * tile.row_bytes // (tile.runs * ACCESS_BYTES), at_once)
+        for number in numbers[part_number * len(numbers) // parts : (part_number + 1) * len(numbers) // parts]:
             box, row_of_tile = divmod(number, tile.rows)
             beyond = box * tile.runs * ACCESS_BYTES
-            source_bytes = lanes.number(lanes.constant(ACCESS_BYTES))
-            if clip_rows:
-                source_bytes = source_bytes * lanes.flag(row + unit + row_of_tile < extent)
-            if clip_columns:
-                source_bytes = source_bytes * lanes.flag(column * itemsize + run * ACCESS_BYTES + beyond < pitch)
+            # Compared here, where no compiler keeps what comes out of it for each copy from step to step.
+            text = [".reg .pred %within;", ".reg .b32 %size;", f"mov.b32 %size, {ACCESS_BYTES};"]
+            limits = [("$2", extent - row_of_tile)] * clip_rows + [("$3", pitch - beyond)] * clip_columns
+            for at, limit in limits:
+                text += [f"setp.lt.u32 %within, {at}, {max(limit, 0)};", "selp.b32 %size, %size, 0, %within;"]
+            text.append(
+                f"@$4 cp.async.cg.shared.global.L2::128B [$0+{row_of_tile * tile.row_bytes + beyond}], "
+                f"[$1+{row_of_tile * pitch + beyond}], {ACCESS_BYTES}, %size;"
+            )
             lanes.instruct(
-                f"cp.async.cg.shared.global.L2::128B [$0+{row_of_tile * tile.row_bytes + beyond}], "
-                f"[$1+{row_of_tile * pitch + beyond}], {ACCESS_BYTES}, $2;",
-                "r,l,r",
-                [lanes.register(x) for x in (to, of, source_bytes)],
+                "{ " + " ".join(text) + " }",
+                "r,l,r,r,b",
+                [lanes.register(x) for x in (to, of, row + unit, column * itemsize + run * ACCESS_BYTES, when)],
             )
 
-    start(source.array, smem, *(jnp.int32(x) for x in (batch, *corner)))
+    start(source.array, smem, *(jnp.int32(x) for x in (batch, *corner)), jnp.bool_(when))
 
 
 def commit() -> None:
@@ -129,6 +149,11 @@ def commit() -> None:
 def wait(groups: int) -> None:
     """Until all but the last so many groups of this thread have arrived."""
     _instruct(f"cp.async.wait_group {groups};")
+
+
+def rolled() -> None:
+    """At the start of a loop's body: ptxas leaves it one, also if it is short, which takes fewer registers."""
+    _instruct('.pragma "nounroll";')
 
 
 def meetings(warpgroups: int) -> list[Any]:
@@ -162,6 +187,6 @@ def _instruct(text: str) -> None:
     instruct()
 
 
-def stage_of(step: Any, stages: int) -> Any:
-    """Where the operands of a step lie."""
-    return lax.rem(step, stages)
+def following(stage: Any, stages: int) -> Any:
+    """Where the operands of the step lie that follows the one whose lie in this stage."""
+    return jnp.where(stage == stages - 1, 0, stage + 1)

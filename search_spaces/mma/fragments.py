@@ -61,6 +61,14 @@ class WarpTiles:
         """Of the accumulators."""
         return plgpu.Layout.MMA_ACC(self.dtype, m_warps=self.m_warps)
 
+    @property
+    def lhs_layout(self) -> Any:
+        return plgpu.Layout.MMA_LHS(self.dtype, m_warps=self.m_warps)
+
+    @property
+    def rhs_layout(self) -> Any:
+        return plgpu.Layout.MMA_RHS(self.dtype, m_warps=self.m_warps)
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -74,6 +82,15 @@ class Operand:
     tile: SmemTile
     k_major: bool
 
+    @property
+    def k(self) -> int:
+        return self.tile.columns if self.k_major else self.tile.rows
+
+    def k_last(self, flat: jax.Array) -> jax.Array:
+        """What lies there as an array ``[m or n, k]``."""
+        rows = flat.reshape(self.tile.rows, self.tile.columns)
+        return rows if self.k_major else rows.T
+
 
 def zeros(warps: WarpTiles) -> jax.Array:
     """Accumulators to start with."""
@@ -82,50 +99,72 @@ def zeros(warps: WarpTiles) -> jax.Array:
     return cast
 
 
-def multiply(acc: jax.Array, a: Any, b: Any, of: tuple[Operand, Operand], warps: WarpTiles, wg: Any) -> jax.Array:
-    """``acc + a b`` of one step.
+def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, warps: WarpTiles) -> jax.Array:
+    """``acc + a b``, all of them a warpgroup's, of the k of one instruction."""
 
-    Args:
-      acc: of this warpgroup.
-      a, b: references to flat shared memory.
-      of: what lies there.
-      wg: the warpgroup's number in the CTA.
-    """
-    one, other = of
-    steps = (one.tile.columns if one.k_major else one.tile.rows) // warps.k
-
-    def meaning(acc: jax.Array, a: Any, b: Any, wg: Any) -> jax.Array:
-        left = a[...].reshape(one.tile.rows, one.tile.columns)
-        right = b[...].reshape(other.tile.rows, other.tile.columns)
-        left, right = left if one.k_major else left.T, right.T if other.k_major else right
-        first = wg * (warps.m if warps.along_m else warps.n)
-        if warps.along_m:
-            left = jax.lax.dynamic_slice_in_dim(left, first, warps.m, 0)
-        else:
-            right = jax.lax.dynamic_slice_in_dim(right, first, warps.n, 1)
+    def meaning(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         # In the accumulators' dtype: a CPU does not multiply every narrow one.
-        return acc + jnp.dot(left.astype(acc.dtype), right.astype(acc.dtype))
+        return acc + jnp.dot(a.astype(acc.dtype), b.astype(acc.dtype))
 
     @mosaic_gpu_code(
         meaning,
-        arg_types=(warps.layout, plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        arg_types=(warps.layout, warps.lhs_layout, warps.rhs_layout),
         return_type=plgpu.ShapeDtypeStruct((warps.m, warps.n), warps.acc_dtype, layout=warps.layout),
     )
-    def issue(_: Any, acc: Any, a: Any, b: Any, wg: Any) -> Any:
-        wg = lanes.number(wg)
-        lhs = _Loads(_lhs_lanes(one, warps, wg), lanes.smem_address(a), one)
-        rhs = _Loads(_rhs_lanes(other, warps, wg), lanes.smem_address(b), other)
-        ahead = _lhs(lhs, warps, 0), _rhs(rhs, warps, 0)
-        # Fragments of the next k are on their way while those of this one are multiplied.
-        for step in range(steps):
-            now = ahead
-            if step + 1 < steps:
-                ahead = _lhs(lhs, warps, step + 1), _rhs(rhs, warps, step + 1)
-            acc = mgpu.mma(acc, *now)
-        return acc
+    def issue(_: Any, acc: Any, a: Any, b: Any) -> Any:
+        return mgpu.mma(acc, a, b)
 
-    product: jax.Array = issue(acc, a, b, jnp.int32(wg))
+    product: jax.Array = issue(acc, a, b)
     return product
+
+
+def lhs(a: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Array:
+    """Fragments of `a`, ``[m, k]`` of the k of the instruction of this number.
+
+    Args:
+      a: reference to flat shared memory.
+      of: what lies there.
+      wg: the warpgroup's number in the CTA.
+    """
+
+    def meaning(a: Any, wg: Any) -> jax.Array:
+        every = of.k_last(a[...])[:, number * warps.k :][:, : warps.k]
+        return jax.lax.dynamic_slice_in_dim(every, wg * warps.m, warps.m, 0) if warps.along_m else every
+
+    @mosaic_gpu_code(
+        meaning,
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((warps.m, warps.k), warps.dtype, layout=warps.lhs_layout),
+    )
+    def load(_: Any, a: Any, wg: Any) -> Any:
+        loads = _Loads(_lhs_lanes(of, warps, lanes.number(wg)), lanes.smem_address(a), of)
+        words = loads.all(warps.m, warps.m_warps * MMA_ROWS, number, warps)
+        return _fragment(words, (warps.m, warps.k), warps, warps.lhs_layout)
+
+    loaded: jax.Array = load(a, jnp.int32(wg))
+    return loaded
+
+
+def rhs(b: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Array:
+    """Fragments of `b`, ``[k, n]``, likewise."""
+
+    def meaning(b: Any, wg: Any) -> jax.Array:
+        every = of.k_last(b[...])[:, number * warps.k :][:, : warps.k].T
+        return every if warps.along_m else jax.lax.dynamic_slice_in_dim(every, wg * warps.n, warps.n, 1)
+
+    @mosaic_gpu_code(
+        meaning,
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((warps.k, warps.n), warps.dtype, layout=warps.rhs_layout),
+    )
+    def load(_: Any, b: Any, wg: Any) -> Any:
+        loads = _Loads(_rhs_lanes(of, warps, lanes.number(wg)), lanes.smem_address(b), of)
+        # Registers are numbered along k first.
+        words = loads.all(warps.n, 2 * warps.n_warps * MMA_COLUMNS, number, warps)
+        return _fragment(words, (warps.k, warps.n), warps, warps.rhs_layout)
+
+    loaded: jax.Array = load(b, jnp.int32(wg))
+    return loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +210,15 @@ class _Loads:
         )
         return [llvm.extractvalue(lanes.bits(32), loaded, [at]) for at in range(4)]
 
+    def all(self, extent: int, each: int, number: int, warps: WarpTiles) -> list[Any]:
+        """Of the k of the instruction of this number, and of all of `extent`, of which four matrices cover `each`."""
+        if self.operand.k_major:
+            along_k = number * (MMA_K_BYTES // ACCESS_BYTES)
+            places = [(first, along_k) for first in range(0, extent, each)]
+        else:
+            places = [(number * warps.k, first // MATRIX) for first in range(0, extent, each)]
+        return [word for place in places for word in self.four(*place)]
+
 
 def _place() -> tuple[Any, Any]:
     """The lane in its warp, and the warp in its warpgroup."""
@@ -199,31 +247,8 @@ def _rhs_lanes(b: Operand, warps: WarpTiles, wg: Any) -> _Lane:
     return _Lane(half * MATRIX + lane % MATRIX, first // MATRIX + columns)
 
 
-def _lhs(loads: _Loads, warps: WarpTiles, step: int) -> Any:
-    each = warps.m_warps * MMA_ROWS
-    found = []
-    for first in range(0, warps.m, each):
-        if loads.operand.k_major:
-            found += loads.four(first, step * (MMA_K_BYTES // ACCESS_BYTES))
-        else:
-            found += loads.four(step * warps.k, first // MATRIX)
-    return _fragment(found, (warps.m, warps.k), warps, plgpu.Layout.MMA_LHS)
-
-
-def _rhs(loads: _Loads, warps: WarpTiles, step: int) -> Any:
-    each = 2 * warps.n_warps * MMA_COLUMNS
-    found = []
-    for first in range(0, warps.n, each):
-        if loads.operand.k_major:
-            found += loads.four(first, step * (MMA_K_BYTES // ACCESS_BYTES))
-        else:
-            found += loads.four(step * warps.k, first // MATRIX)
-    # Registers are numbered along k first.
-    return _fragment(found, (warps.k, warps.n), warps, plgpu.Layout.MMA_RHS)
-
-
 def _fragment(words: list[Any], shape: tuple[int, int], warps: WarpTiles, kind: Any) -> Any:
-    layout = kind(warps.dtype, m_warps=warps.m_warps).to_mgpu()
+    layout = kind.to_mgpu()
     element = mgpu.utils.dtype_to_ir_type(warps.dtype)
     vector = ir.VectorType.get((4 // warps.dtype.itemsize,), element)
     registers = np.empty(len(words), dtype=object)

@@ -59,15 +59,6 @@ def smem_address(ref: Any) -> Any:
     return number(llvm.ptrtoint(bits(32), mgpu.utils.memref_ptr(ref)))
 
 
-def constant(value: int) -> Any:
-    return mgpu.utils.c(value, bits(32))
-
-
-def flag(condition: Any) -> Any:
-    """1 where it holds, else 0."""
-    return condition.astype(bits(32), is_signed=False)
-
-
 def register(value: Any) -> Any:
     """As an operand of an instruction."""
     return value.registers.item()

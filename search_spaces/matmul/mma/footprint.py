@@ -13,7 +13,6 @@ from search_spaces.hopper.smem_layout import padded_bytes
 from search_spaces.matmul.epilogue import EXPONENTIALS
 from search_spaces.matmul.mma.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
-from search_spaces.mma.fragments import MMA_K_BYTES
 from search_spaces.space import Columns, round_up
 
 # FP32 operations that come with an exponential of an activation.
@@ -77,10 +76,9 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
 
 
 def registers(p: MatmulProblem, s: Any, t: Tiling) -> Any:
-    """Of a thread, the most of two phases: fragments of this k and the next one, where a step has several; epilogue."""
-    ahead = 1 + (s.tile_k * jnp.dtype(p.dtype).itemsize > MMA_K_BYTES)
+    """Of a thread, the most of two phases: fragments of this k and the next one; epilogue."""
     finished = t.elements * (1 + ((p.residual != "") & (s.split_k == 1)))
-    other = np.maximum(ahead * t.fragments + OTHER_REGISTERS, finished + EPILOGUE_REGISTERS)
+    other = np.maximum(2 * t.fragments + OTHER_REGISTERS, finished + EPILOGUE_REGISTERS)
     return s.tile_m * s.tile_n // t.threads + other
 
 

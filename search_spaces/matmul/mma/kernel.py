@@ -1,8 +1,9 @@
 """The kernel: a CTA computes one tile, its operands copied by cp.async some steps ahead of the warps that multiply.
 
-All threads copy, and all multiply. At the start of a step they wait until their own copies of its stage have arrived,
-and then for each other: then all of the stage is there, and nobody reads the one before it any more, so that copies
-into that can start. What is left of the latency of reading shared memory hides behind the other CTAs of the core.
+All threads copy, and all multiply, as in CUTLASS' multistage main loop. Fragments for the last instruction along k of a
+step are the last that is read of its stage. Then threads wait until their own copies of the next stage have arrived,
+and for each other: all of that stage is there, and nobody reads this one any more, so that copies into it can start.
+Only then do they multiply these last fragments, while the first ones of the next step are on their way.
 """
 
 from __future__ import annotations
@@ -76,6 +77,11 @@ class Plan:
         return int(Tiling(self.p, self.s).threads)
 
     @property
+    def instructions(self) -> int:
+        """Along k of a step."""
+        return self.a.k // self.warps.k
+
+    @property
     def scratch(self) -> list[Any]:
         """All stages, of `a` and then of `b` each; and what warpgroups meet at where they are interpreted."""
         stages = plgpu.SMEM((self.s.stages, self.a.tile.elements + self.b.tile.elements), self.a.tile.dtype)
@@ -138,29 +144,49 @@ def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
     b = Source(cta.operands.b, p.batch > 1, (n, whole_k) if p.transpose_b else (whole_k, n))
     ahead = s.stages - 1
 
-    def load(step: Any) -> None:
+    def copy(step: Any, stage: Any, part: tuple[int, int] = (0, 1), when: Any = True) -> None:
         k = (first_step + step) * s.tile_k
-        to_a, to_b = cta.parts(cp_async.stage_of(step, s.stages))
-        cp_async.copy(a, batch, (k, row) if p.transpose_a else (row, k), plan.a.tile, to_a, plan.threads)
-        cp_async.copy(b, batch, (column, k) if p.transpose_b else (k, column), plan.b.tile, to_b, plan.threads)
+        to_a, to_b = cta.parts(stage)
+        at_a, at_b = (k, row) if p.transpose_a else (row, k), (column, k) if p.transpose_b else (k, column)
+        cp_async.copy(a, batch, at_a, plan.a.tile, to_a, plan.threads, part, when)
+        cp_async.copy(b, batch, at_b, plan.b.tile, to_b, plan.threads, part, when)
 
-    def step(number: Any, acc: jax.Array) -> jax.Array:
+    def load(stage: Any, number: int) -> tuple[jax.Array, jax.Array]:
+        one, other = cta.parts(stage)
+        wg = cta.warpgroup
+        return fragments.lhs(one, plan.a, plan.warps, wg, number), fragments.rhs(other, plan.b, plan.warps, wg, number)
+
+    def arrive() -> None:
+        """The next step's operands have come, and nobody reads this one's any more."""
+        cp_async.commit()
         cp_async.wait(ahead - 1)
         cp_async.synchronize(cta.meeting)
 
-        @pl.when(number + ahead < plan.steps)
-        def load_ahead() -> None:
-            load(number + ahead)
+    def step(number: Any, carried: Any) -> Any:
+        cp_async.rolled()
+        acc, now, stage, free = carried
+        following = cp_async.following(stage, s.stages)
+        for each in range(plan.instructions):
+            if each < parts:
+                copy(number + ahead, free, (each, parts), number + ahead < plan.steps)
+            if each + 1 < plan.instructions:
+                then = load(stage, each + 1)
+            else:  # After the last step these are what an earlier one left there, and nobody multiplies them.
+                arrive()
+                then = load(following, 0)
+            acc, now = fragments.multiply(acc, now[0], now[1], plan.warps), then
+        return acc, now, following, stage
 
-        cp_async.commit()
-        one, other = cta.parts(cp_async.stage_of(number, s.stages))
-        return fragments.multiply(acc, one, other, (plan.a, plan.b), plan.warps, cta.warpgroup)
-
+    # Copies start beside all instructions along k but the last.
+    parts = max(plan.instructions - 1, 1)
     for number in range(ahead):
+        if number > 0:
+            cp_async.commit()
         if number < plan.steps:
-            load(jnp.int32(number))
-        cp_async.commit()
-    acc: jax.Array = lax.fori_loop(0, plan.steps, step, fragments.zeros(plan.warps))
+            copy(jnp.int32(number), number)
+    arrive()
+    start = fragments.zeros(plan.warps), load(0, 0), jnp.int32(0), jnp.int32(ahead)
+    acc: jax.Array = lax.fori_loop(0, plan.steps, step, start)[0]
     # Its rows go where the stages are; nothing is copied there any more.
     cp_async.synchronize(cta.meeting)
     return acc

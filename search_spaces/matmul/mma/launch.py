@@ -33,7 +33,7 @@ class MosaicGpuMmaMatmul(Kernel[MatmulProblem, MmaSchedule]):
     """
 
     backend = "mosaic_gpu_mma"
-    version = 1
+    version = 2
 
     def __init__(self, *, also_on: Sequence[str] = ()) -> None:
         self.also_on = frozenset(also_on)
