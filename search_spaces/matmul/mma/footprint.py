@@ -22,6 +22,7 @@ STORE_OPERATIONS = 3
 # What a thread holds besides accumulators and fragments, and besides accumulators and the rows that it finishes
 # (ptxas).
 OTHER_REGISTERS = 40
+RESIDUAL_REGISTERS = 8  # where the epilogue loads one: its addresses are there from the start
 EPILOGUE_REGISTERS = 56
 
 
@@ -77,8 +78,9 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
 
 def registers(p: MatmulProblem, s: Any, t: Tiling) -> Any:
     """Of a thread, the most of two phases: fragments of this k and the next one; epilogue."""
-    finished = t.elements * (1 + ((p.residual != "") & (s.split_k == 1)))
-    other = np.maximum(2 * t.fragments + OTHER_REGISTERS, finished + EPILOGUE_REGISTERS)
+    residual = (p.residual != "") & (s.split_k == 1)
+    product = 2 * t.fragments + OTHER_REGISTERS + RESIDUAL_REGISTERS * residual
+    other = np.maximum(product, t.elements * (1 + residual) + EPILOGUE_REGISTERS)
     return s.tile_m * s.tile_n // t.threads + other
 
 
