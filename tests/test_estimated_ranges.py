@@ -23,8 +23,10 @@ from scheduler.core.records import Miss
 from scheduler.measure.ahead_of_time import elsewhere
 from scheduler.prediction.between import answer
 from scheduler.search import jobs
+from scheduler.search.before import before, stored_now
 from scheduler.search.missed import weigh
 from scheduler.search.settled import settled
+from scheduler.search.task import Task
 from scheduler.store.store import Store, default_url
 from search_spaces import load
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -134,6 +136,17 @@ def test_what_was_measured_goes_first_a_record_or_a_range(measured):
             assert ("estimated" in shown_points) != (at_points is records)
         said = answer(STEPPED, DoubleProblem(77), CPU, records=[own, *at_points], ranges=[of])
         assert (said.source, said.estimated) == (("range", False) if at_points is records else ("record", True))
+
+
+def test_before_a_search_is_what_a_call_got_then(measured):
+    records, of = measured
+    own = as_estimated(records[0], DoubleProblem(77))
+    task, searched = Task(STEPPED, DoubleProblem(77)), dataclasses.replace(records[0], key=own.key)
+    with kept([own, *records], of), contextlib.closing(Store(default_url())) as mine:
+        decision = decide(77)
+        found = before(task, CPU, stored_now(task, CPU, mine), searched, mine)
+    assert found.backend == decision.kernel.backend != own.winner.backend
+    assert decision.kernel.space(task.problem, CPU.target).decode(found.schedule) == decision.schedule
 
 
 def test_a_point_is_taken_as_it_was_measured_wherever_its_estimate_lies(measured, monkeypatch):

@@ -30,7 +30,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, environment
 from scheduler.model.calibration import calibrate
 from scheduler.prediction.predict import predict
-from scheduler.search.before import served
+from scheduler.search.before import before, stored_now
 from scheduler.search.dataset import stored
 from scheduler.search.reverify import reverify
 from scheduler.search.settled import settled
@@ -203,9 +203,8 @@ def test_what_was_measured_answers_before_an_estimate_wherever_they_lie(store, e
     assert Cache().records(operation=PRODUCT.name, hardware=V6E.id) == [measured]
     monkeypatch.setattr("scheduler.search.before.shipped", lambda: shipped)
     monkeypatch.setattr(shipped, "close", lambda: None)
-    held = served(Task(PRODUCT, PROBLEM), V6E, store)
-    assert held is not None
-    assert held.backend == "xla"
+    task = Task(PRODUCT, PROBLEM)
+    assert before(task, V6E, stored_now(task, V6E, store), estimate, store).backend == "xla"
 
 
 def test_where_misses_are_tuned_an_estimate_of_the_chip_that_is_here_is_one(store):

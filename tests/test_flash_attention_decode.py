@@ -25,7 +25,7 @@ def space(problem):
 
 
 def lower(problem, schedule):
-    run = jax.jit(lambda *args: decode.run(problem, schedule, TARGET, *args))
+    run = jax.jit(lambda *args: decode.run(problem, schedule, *args))
     return run.trace(*problem.operands()).lower(lowering_platforms=("cuda",))
 
 
@@ -43,7 +43,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_onchip_bytes_are_what_lowering_asks_for(problem):
     points, _ = space(problem).legal()
-    found = decode.footprint(problem, points, TARGET)
+    found = decode.footprint(problem, points)
     fits = np.flatnonzero(found.onchip_bytes <= hopper.H200.onchip_bytes)
     assert len(fits) >= 4
     for index in fits[:: max(1, len(fits) // 3)]:
@@ -59,7 +59,7 @@ def test_keys_that_8_does_not_divide_are_not_copied():
     points, _ = space(problem).legal()
     schedule = FlashDecodingSchedule(**points.row(0))
     assert "stablehlo.pad" not in lower(problem, schedule).as_text()
-    copied, of_even = (decode.footprint(p, points, TARGET).copied_bytes for p in (problem, LLAMA))
+    copied, of_even = (decode.footprint(p, points).copied_bytes for p in (problem, LLAMA))
     np.testing.assert_array_equal(copied, of_even)
 
 
@@ -92,7 +92,7 @@ def test_clusters_combine_all_splits_or_eight_of_them():
 
 @pytest.mark.parametrize(("split_kv", "cluster", "launches"), [(8, 1, 2), (8, 8, 1), (32, 8, 2)])
 def test_a_cluster_of_all_splits_saves_the_second_launch(split_kv, cluster, launches):
-    found = decode.footprint(LLAMA, Columns.of([by(split_kv=split_kv, cluster=cluster)]), TARGET)
+    found = decode.footprint(LLAMA, Columns.of([by(split_kv=split_kv, cluster=cluster)]))
     assert found.launches[0] == launches
 
 
@@ -143,7 +143,7 @@ def test_keys_that_32_bit_indices_do_not_reach_are_refused():
 def check(problem, schedule, *args):
     args = args or problem.inputs(seed=0)
     with gpu_interpreter():
-        actual = as_tuple(jax.jit(lambda *args: decode.run(problem, schedule, TARGET, *args))(*args))
+        actual = as_tuple(jax.jit(lambda *args: decode.run(problem, schedule, *args))(*args))
     expected = as_tuple(problem.reference(*args))
     for one, right, tolerance in zip(actual, expected, as_tuple(problem.tolerance()), strict=True):
         one, right = (np.asarray(x, np.float32) for x in (one, right))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from search_spaces.jaxprs import equations
 from search_spaces.kernel import Library, Target
 from search_spaces.matmul import MATMUL
 from search_spaces.matmul.from_dot_general import posed
@@ -20,18 +21,9 @@ def array(*shape, dtype=jnp.float32):
 
 
 def equation(text, *shapes):
-    """The one dot_general of an einsum, with the transpose after it, if there is one."""
-    found = []
-
-    def walk(jaxpr):
-        for each in jaxpr.eqns:
-            found.extend([each] if each.primitive in (lax.dot_general_p, lax.transpose_p) else [])
-            for held in each.params.values():
-                if hasattr(held, "eqns") or hasattr(held, "jaxpr"):
-                    walk(getattr(held, "jaxpr", held))
-
-    walk(jax.make_jaxpr(lambda *xs: jnp.einsum(text, *xs))(*(array(*shape) for shape in shapes)).jaxpr)
-    return next(each for each in found if each.primitive is lax.dot_general_p)
+    """The one dot_general of an einsum."""
+    jaxpr = jax.make_jaxpr(lambda *xs: jnp.einsum(text, *xs))(*(array(*shape) for shape in shapes))
+    return next(each for each in equations(jaxpr) if each.primitive is lax.dot_general_p)
 
 
 def of(text, *shapes):

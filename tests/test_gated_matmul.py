@@ -12,6 +12,7 @@ import scheduler
 from scheduler import tuned_gated_matmul
 from search_spaces import Columns, load
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
+from search_spaces.jaxprs import equations
 from search_spaces.kernel import Library, Target
 
 CPU = Target("cpu", "cpu", "cpu", 1)
@@ -143,19 +144,8 @@ def test_forward_mode_agrees_with_the_formula():
 
 def called(jaxpr):
     """The problems that a jaxpr's tuned calls pose, as text."""
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "tuned_call":
-                found.append(f"{eqn.params['operation'].name} {eqn.params['problem']}")
-            for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jaxpr.jaxpr)
-    return found
+    calls = (eqn.params for eqn in equations(jaxpr) if eqn.primitive.name == "tuned_call")
+    return [f"{params['operation'].name} {params['problem']}" for params in calls]
 
 
 def test_backward_products_are_tuned_matmuls_of_both_halves_at_once():

@@ -10,6 +10,7 @@ import pytest
 
 import scheduler
 from scheduler import tuned, tuned_matmul
+from search_spaces.jaxprs import equations
 from search_spaces.kernel import Library, Target
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
 
@@ -46,16 +47,8 @@ def close(actual, expected, rtol=2e-4):
 
 def problems(f, *args):
     """What the tuned calls of a function pose, in its order."""
-
-    def of(jaxpr):
-        for e in jaxpr.eqns:
-            if e.primitive.name == "tuned_call":
-                yield e.params["problem"]
-            for inner in jax.tree.leaves([*e.params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
-                if hasattr(inner, "eqns"):
-                    yield from of(getattr(inner, "jaxpr", inner))
-
-    return list(of(jax.make_jaxpr(f)(*args).jaxpr))
+    called = (e for e in equations(jax.make_jaxpr(f)(*args)) if e.primitive.name == "tuned_call")
+    return [e.params["problem"] for e in called]
 
 
 # The problem

@@ -13,6 +13,8 @@ from jax.sharding import AxisType
 
 from scheduler.core import frames
 from scheduler.core.frames import Call, asked_by
+from search_spaces import jaxprs
+from search_spaces.jaxprs import is_jaxpr, opened
 
 # What they hold is the inside of a kernel.
 _KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
@@ -73,7 +75,7 @@ def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
     that were given to that are in its equation.
     """
     closed = jax.jit(fn).trace(*arrays).jaxpr
-    jaxpr = _open(closed)
+    jaxpr = opened(closed)
     if jaxpr.outvars:
         jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
     return Traced(jaxpr, tuple(closed.consts), arrays)
@@ -85,7 +87,7 @@ def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None =
     The length of a scan multiplies. Calls (`jit`, `jax.checkpoint`, custom derivatives, `shard_map`) run what they hold
     once; in a `shard_map` shapes and counts are those of one device.
     """
-    body = Body(_open(jaxpr), count, manual, line)
+    body = Body(opened(jaxpr), count, manual, line)
     yield body
     for equation in body.jaxpr.eqns:
         if equation.primitive.name in ("while", "cond"):
@@ -96,7 +98,7 @@ def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None =
 
 def inside(equation: Any) -> Iterator[tuple[Any, int]]:
     """The jaxprs that an equation runs, and how often each; nothing of kernels, which are no part of the function."""
-    yield from ((_open(jaxpr), times) for jaxpr, times in held(equation))
+    yield from ((opened(jaxpr), times) for jaxpr, times in held(equation))
 
 
 def held(equation: Any) -> Iterator[tuple[Any, int]]:
@@ -138,9 +140,9 @@ def with_inside(equation: Any, replace: Callable[[Any], Any]) -> Any:
         return equation
 
     def other(value: Any) -> Any:
-        if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+        if is_jaxpr(value):
             return replace(value)
-        if isinstance(value, tuple) and any(isinstance(each, core.Jaxpr | core.ClosedJaxpr) for each in value):
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
             each = map(other, value)
             return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
         return value
@@ -159,16 +161,6 @@ def is_backward(equation: Any) -> bool:
 
 
 def _held(equation: Any) -> Iterator[Any]:
-    params = equation.params
     if equation.primitive.name == "custom_linear_solve":  # the others are for its derivatives
-        yield params["jaxprs"].solve
-        return
-    for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
-                yield each
-
-
-def _open(jaxpr: Any) -> Any:
-    """Without its constants, which newer versions of JAX keep in the same type."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
+        return iter((equation.params["jaxprs"].solve,))
+    return jaxprs.held(equation)

@@ -17,7 +17,7 @@ from scheduler.core.identity import key_of
 from scheduler.core.progress import JobPace, JobProgress, Progress
 from scheduler.core.records import Entry, Key, Record
 from scheduler.core.threads import Threads
-from scheduler.search.before import before, served
+from scheduler.search.before import before, stored_now
 from scheduler.search.job_queue import Queue, Queued, expected_s
 from scheduler.search.places import Place
 from scheduler.search.ranges import RangeRun
@@ -284,7 +284,7 @@ class JobRun:
 
     def _searched(self, search: Queued, bounded: Task, place: Place, reason: str) -> Result:
         task, hardware, store, resumed = search.task, place.hardware, self._store, 0
-        now = served(task, hardware, store)
+        had = stored_now(task, hardware, store)
 
         def watch(step: Progress) -> None:
             nonlocal resumed
@@ -302,7 +302,7 @@ class JobRun:
         kept = False
         with contextlib.suppress(StoreError):  # the search has warned of it
             kept = store.get(record.key) == record
-        was = before(task, hardware, now, record, store)
+        was = before(task, hardware, had, record, store)
         return Result(task, "tuned", reason, hardware, record, entry, was, resumed, stored=kept)
 
     def _held(self, task: Task, hardware: Hardware) -> Record | str:

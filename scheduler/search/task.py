@@ -112,7 +112,7 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What a call would have got before the search: a stored schedule, or the model's answer.
+    """What a call would have got before the search: of a record, of a range or of the model.
 
     Attributes:
       seconds: its time; a prediction unless `measured`, because this search did not try it.

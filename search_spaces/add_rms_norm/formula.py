@@ -11,8 +11,6 @@ from search_spaces.rms_norm.formula import RmsNorm
 class AddRmsNorm(RmsNorm):
     """That of ``x + residual``, rounded to their dtype."""
 
-    returns_row = True
-
     def prologue(self, *operands: jax.Array) -> jax.Array:
         x, residual = operands
         return (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(x.dtype)

@@ -124,7 +124,7 @@ def _problem(node: Node, side: int, labels: tuple[Label, ...], logits: _Logits) 
     if sorted(labels[i] for i in batch[side]) != sorted(shared) or len(logits.labels) != len(shared) + len(free) + 1:
         return None
     values = [i for i in range(len(v.shape)) if i not in (*contract[1 - side], *batch[1 - side])]
-    heads = _heads(logits.product, q_side, shared, free)
+    heads = _heads(logits.product, q_side, free)
     if len(values) != 1 or heads is None:
         return None
     lead, kv_heads, group, q_axis = heads
@@ -149,9 +149,7 @@ def _problem(node: Node, side: int, labels: tuple[Label, ...], logits: _Logits) 
         return None
 
 
-def _heads(
-    product: Node, q_side: int, shared: Sequence[Label], free: Sequence[Label]
-) -> tuple[int, int, int, int] | None:
+def _heads(product: Node, q_side: int, free: Sequence[Label]) -> tuple[int, int, int, int] | None:
     """Batch, heads of keys, query heads of each of them, and the axis of q along which queries lie.
 
     The last batch axis of q is that of the heads. Where queries have two free axes, the one that follows it is the

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax import lax
+
+from search_spaces.space import Rule
 
 
 def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
@@ -21,3 +25,27 @@ def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int)
     major, minor = lax.div(number, width_here), group * width + lax.rem(number, width_here)
     major = lax.select(lax.rem(group, 2) == 0, major, majors - 1 - major)
     return (product, minor, major) if minor_dim == "m" else (product, major, minor)
+
+
+def rules(order_matters: Callable[[Any], Any], grid: Callable[[Any], tuple[Any, Any]]) -> dict[str, Rule]:
+    """Rules of a space of schedules with a `grid_minor_dim`, and groups of `grid_tile_width` tiles.
+
+    Args:
+      order_matters: whether what is loaded depends on the order, by schedule.
+      grid: how many tiles, or clusters of tiles, lie along m and along n, by schedule.
+    """
+
+    def minors(s: Any) -> Any:
+        return np.where(s.grid_minor_dim == "m", *grid(s))
+
+    return {
+        "where rasterization changes nothing, one order is enough": lambda s: (
+            order_matters(s) | ((s.grid_minor_dim == "n") & (s.grid_tile_width == 1))
+        ),
+        "groups one tile wide load more than wider ones": lambda s: (
+            (s.grid_tile_width > 1) | np.logical_not(order_matters(s))
+        ),
+        "groups wider than the grid are as wide as the grid": lambda s: (
+            (s.grid_tile_width <= 4) | (s.grid_tile_width < 2 * minors(s))
+        ),
+    }

@@ -11,8 +11,6 @@ from jaxlib.mlir.dialects import gpu, llvm
 
 from search_spaces.hopper.limits import ACCESS_BYTES
 
-WORD_BYTES = 4
-
 
 def bits(width: int) -> Any:
     """The type of integers so wide."""

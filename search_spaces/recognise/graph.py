@@ -9,6 +9,8 @@ from typing import Any
 
 from jax.extend import core
 
+from search_spaces import jaxprs
+
 # Equations that run what they hold once, with their own operands.
 CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
@@ -79,8 +81,8 @@ def body(equation: Any) -> Any:
     """What a call runs; None where the equation is no call."""
     if equation.primitive.name not in CALLS:
         return None
-    held = [value for value in equation.params.values() if isinstance(value, core.Jaxpr | core.ClosedJaxpr)]
-    inner = getattr(held[0], "jaxpr", held[0]) if len(held) == 1 else None
+    held = list(jaxprs.held(equation))
+    inner = jaxprs.opened(held[0]) if len(held) == 1 else None
     return inner if inner is not None and len(inner.invars) == len(equation.invars) else None
 
 

@@ -34,12 +34,10 @@ class Reduction(abc.ABC):
     Attributes:
       identity: an element that changes no statistic.
       init: of each statistic.
-      returns_row: whether the row that is reduced is a second result.
     """
 
     identity: float
     init: tuple[float, ...]
-    returns_row: bool = False
 
     def prologue(self, *operands: jax.Array) -> jax.Array:
         """The row that is reduced, of fragments of the operands that are rows: in the dtype that they have in memory.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from search_spaces.front_end import unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
-from search_spaces.scaled_matmul.problem import BLOCK, DTYPES, RESULTS, ScaledMatmulProblem
+from search_spaces.scaled_matmul.problem import BLOCK, DTYPES, RESULTS, ScaledMatmulProblem, dequantized
 from search_spaces.space import cdiv
 
 
@@ -68,15 +68,5 @@ def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any, out_dtype: Any) -> str 
 
 def _formula(a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool, out_dtype: Any) -> jax.Array:
     """Operands times their scales, multiplied: whatever they are."""
-    k, lead = jnp.shape(a)[-1], jnp.ndim(a) - 1
-    wide = jnp.float32
-    scale = jnp.asarray(a_scale, wide)
-    scale = scale[..., None] if scale.ndim == lead else jnp.repeat(scale, BLOCK, axis=-1)[..., :k]
-    left = jnp.asarray(a).astype(wide) * scale
-    scale, (rows, columns) = jnp.asarray(b_scale, wide), jnp.shape(b)
-    if scale.ndim == 1:
-        scale = scale[:, None] if transpose_b else scale
-    else:
-        scale = jnp.repeat(jnp.repeat(scale, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]
-    right = jnp.asarray(b).astype(wide) * scale
+    left, right = dequantized(*map(jnp.asarray, (a, b, a_scale, b_scale)), transpose_b=transpose_b)
     return jnp.matmul(left, right.T if transpose_b else right).astype(out_dtype)

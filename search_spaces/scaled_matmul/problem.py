@@ -119,22 +119,7 @@ class ScaledMatmulProblem(Problem):
         return lax.dot_general(a, b, self.product.dimension_numbers, precision=lax.Precision.HIGHEST)
 
     def dequantized(self, args: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """`a` and `b` times their scales, in float32."""
-        a, b, a_scale, b_scale = args
-        return a.astype(jnp.float32) * self.a_factors(a_scale), b.astype(jnp.float32) * self.b_factors(b_scale)
-
-    def a_factors(self, a_scale: jax.Array) -> jax.Array:
-        """The scale of each element of `a`, or of each of its rows as a column."""
-        if self.a_scales == "rows":
-            return a_scale[:, None]
-        return jnp.repeat(a_scale, BLOCK, axis=1)[:, : self.k]
-
-    def b_factors(self, b_scale: jax.Array) -> jax.Array:
-        """The scale of each element of `b`, or of each column of the result, along b's axis of these."""
-        if self.b_scales == "rows":
-            return b_scale[:, None] if self.transpose_b else b_scale
-        rows, columns = (self.n, self.k) if self.transpose_b else (self.k, self.n)
-        return jnp.repeat(jnp.repeat(b_scale, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]
+        return dequantized(*args, transpose_b=self.transpose_b)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Operands are standard normal; scales lie between one over `LARGEST_SCALE` and that."""
@@ -166,3 +151,20 @@ class ScaledMatmulProblem(Problem):
         accumulation = max(1.0, summed / 32) * 2.0**-14 + max(1.0, self.k / 16) * 2.0**-22
         deviation = self.k**0.5 * LARGEST_SCALE**2
         return Tolerance(absolute=6 * deviation * accumulation, relative=float(jnp.finfo(self.result().dtype).eps))
+
+
+def dequantized(
+    a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, *, transpose_b: bool
+) -> tuple[jax.Array, jax.Array]:
+    """`a` and `b` times their scales, in float32.
+
+    Args:
+      a: ``[..., k]``, of any leading axes; its scales have the same ones, and may have one of blocks.
+      b, b_scale: as a problem has them.
+    """
+    a, b, a_scale, b_scale = (x.astype(jnp.float32) for x in (a, b, a_scale, b_scale))
+    a_factors = a_scale[..., None] if a_scale.ndim < a.ndim else jnp.repeat(a_scale, BLOCK, axis=-1)[..., : a.shape[-1]]
+    if b_scale.ndim < b.ndim:
+        return a * a_factors, b * (b_scale[:, None] if transpose_b else b_scale)
+    rows, columns = b.shape
+    return a * a_factors, b * jnp.repeat(jnp.repeat(b_scale, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]

@@ -22,11 +22,6 @@ ALLOCATION_BYTES = 1024
 VMEM_LIMITS_MIB = (0, 128)
 
 
-def sublanes(dtype: Any) -> int:
-    """Rows of one tile of this dtype: 8 of 32 bits, 16 of 16, 32 of 8."""
-    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
-
-
 def vmem_bytes(rows: Column | int, columns: Column | int, dtype: Any) -> npt.NDArray[np.int64]:
     """Bytes of a block of so many rows and columns in VMEM, whose last two axes are padded to whole tiles.
 

@@ -47,7 +47,6 @@ def supports(p: FlashAttentionProblem, target: Target) -> str | None:
 def run(
     p: FlashAttentionProblem,
     schedule: Any,
-    target: Target,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -136,7 +135,7 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
         return Space(FlashDecodingSchedule, choices(problem, target), rules(problem, target))
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules, target)
+        return footprint(problem, schedules)
 
     def run(
         self,
@@ -148,4 +147,4 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
         scale: float | None = None,
         softcap: float = SOFTCAP,
     ) -> Any:
-        return run(problem, schedule, target, *args, scale=scale, softcap=softcap)
+        return run(problem, schedule, *args, scale=scale, softcap=softcap)

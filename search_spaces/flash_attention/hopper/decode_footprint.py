@@ -14,14 +14,13 @@ from search_spaces.hopper.limits import (
     WARPGROUP,
     WGMMA_ROWS,
 )
-from search_spaces.kernel import Target
 from search_spaces.space import Columns, cdiv, round_up
 
 # FP32 operations of a logit: scale, maximum, difference, sum, conversion.
 LOGIT_OPERATIONS = 6
 
 
-def footprint(p: FlashAttentionProblem, s: Columns, target: Target) -> Footprint:
+def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
     """A block is a split of the keys of one head; the second kernel's traffic is copied bytes."""
     plan = DecodePlan.of(p, s)
     itemsize, heads = plan.dtype.itemsize, p.batch * p.kv_heads

@@ -51,7 +51,7 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
         ),
         steps=steps,
         onchip_bytes=onchip_bytes(p, s),
-        spill_bytes=spill_bytes(p, s),
+        spill_bytes=spill_bytes(s),
         onchip_limit_bytes=limit_bytes(s.vmem_limit_mib),
         minor=3,
         axes=("sequences", "kv heads", "query heads of each", "queries"),
@@ -101,7 +101,7 @@ def onchip_bytes(p: FlashAttentionProblem, s: Any) -> Any:
     return q_buffers * (q + row * p.return_lse) + kv_buffers * kv + scratch
 
 
-def spill_bytes(p: FlashAttentionProblem, s: Any) -> Any:
+def spill_bytes(s: Any) -> Any:
     """The least that the compiler takes for the logits of a product, which registers do not hold, in float32.
 
     It takes up to 1.8 times their bytes, at least 0.7 times from 2^17 logits on; of few, maybe none (libtpu 0.0.50).

@@ -50,7 +50,7 @@ def space(p: FlashAttentionProblem) -> Space[TpuFlashAttentionSchedule]:
                 s.block_q * s.block_kv_compute <= MOST_LOGITS
             ),
             "the compiler's default is enough for small blocks": lambda s: (
-                (s.vmem_limit_mib == 0) | (onchip_bytes(p, s) + spill_bytes(p, s) > LEAST_TO_ASK)
+                (s.vmem_limit_mib == 0) | (onchip_bytes(p, s) + spill_bytes(s) > LEAST_TO_ASK)
             ),
             "what waits for a product costs as much as small ones": lambda s: (
                 (s.block_q * s.block_kv_compute >= LEAST_LOGITS)

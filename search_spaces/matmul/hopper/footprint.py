@@ -17,7 +17,7 @@ from search_spaces.hopper.limits import (
     WGMMA_ROWS,
 )
 from search_spaces.hopper.smem_layout import padded_bytes
-from search_spaces.matmul.epilogue import EXPONENTIALS
+from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.hopper.kernel import PRODUCER_REGISTERS
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
@@ -27,11 +27,8 @@ from search_spaces.space import Columns, cdiv, round_up
 # (ptxas); where an activation or a bias and a residual are applied, with 192 it spills one or two registers, with 160
 # none.
 OTHER_REGISTERS = 40
-# FP32 operations that come with an exponential of an activation: a GELU makes 1024 x 3072 x 768 take 2.4 us longer, of
-# which its exponentials take 0.8 (H200).
-ACTIVATION_OPERATIONS = 17
-# Those of a lane for each 4 bytes that it stores of a result whose rows TMA cannot address: 1024 x 50257 x 768 took 40
-# us longer than if TMA stored it, and 65 us where subtiles are half a warp wide (H200).
+# FP32 operations of a lane for each 4 bytes that it stores of a result whose rows TMA cannot address:
+# 1024 x 50257 x 768 took 40 us longer than if TMA stored it, and 65 us where subtiles are half a warp wide (H200).
 STORE_OPERATIONS = 50
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WGMMA_ROWS
+from search_spaces.matmul import rasterization
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.tiling import untiled
 from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, quantizing
@@ -186,16 +187,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
                 | ((s.cluster == "m") & (p.m > s.tile_m) & (factors * s.tile_n >= s.tile_m))
                 | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= factors * s.tile_n))
             ),
-            "where rasterization changes nothing, one order is enough": lambda s: (
-                order_matters(s) | ((s.grid_minor_dim == "n") & (s.grid_tile_width == 1))
-            ),
-            "groups one tile wide load more than wider ones": lambda s: (
-                (s.grid_tile_width > 1) | np.logical_not(order_matters(s))
-            ),
-            "groups wider than the grid are as wide as the grid": lambda s: (
-                (s.grid_tile_width <= 4)
-                | (s.grid_tile_width < 2 * np.where(s.grid_minor_dim == "m", clusters(s, "m"), clusters(s, "n")))
-            ),
+            **rasterization.rules(order_matters, lambda s: (clusters(s, "m"), clusters(s, "n"))),
         },
     )
 

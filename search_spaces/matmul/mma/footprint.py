@@ -10,13 +10,11 @@ import numpy as np
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, SMEM_ALIGNMENT
 from search_spaces.hopper.smem_layout import padded_bytes
-from search_spaces.matmul.epilogue import EXPONENTIALS
+from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.mma.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, round_up
 
-# FP32 operations that come with an exponential of an activation.
-ACTIVATION_OPERATIONS = 17
 # Instructions of a thread for each element of a result: through shared memory, rounded, stored.
 STORE_OPERATIONS = 3
 # What a thread holds besides accumulators and fragments, and besides accumulators and the rows that it finishes

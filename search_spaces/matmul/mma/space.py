@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.hopper.limits import ACCESS_BYTES, WARP
+from search_spaces.matmul import rasterization
 from search_spaces.matmul.mma.schedule import MmaSchedule
 from search_spaces.matmul.mma.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
@@ -102,16 +103,7 @@ def space(p: MatmulProblem, cores: int) -> Space[MmaSchedule]:
                 (s.split_k == 1) | (work_tiles(s) <= 2 * cores) & (tiling(s).steps >= FEWEST_STEPS)
             ),
             "no split of k is empty": lambda s: (s.split_k - 1) * tiling(s).steps * s.tile_k < p.k,
-            "where rasterization changes nothing, one order is enough": lambda s: (
-                order_matters(s) | ((s.grid_minor_dim == "n") & (s.grid_tile_width == 1))
-            ),
-            "groups one tile wide load more than wider ones": lambda s: (
-                (s.grid_tile_width > 1) | np.logical_not(order_matters(s))
-            ),
-            "groups wider than the grid are as wide as the grid": lambda s: (
-                (s.grid_tile_width <= 4)
-                | (s.grid_tile_width < 2 * np.where(s.grid_minor_dim == "m", tiling(s).grid_m, tiling(s).grid_n))
-            ),
+            **rasterization.rules(order_matters, lambda s: (tiling(s).grid_m, tiling(s).grid_n)),
         },
     )
 

@@ -11,14 +11,12 @@ import numpy as np
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.kernel import Target
-from search_spaces.matmul.epilogue import EXPONENTIALS
+from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns, cdiv
 from search_spaces.tpu.vmem import limit_bytes, window_bytes
 
-# Lane operations that come with an exponential of an activation.
-ACTIVATION_OPERATIONS = 17
 # What a launch that wants more than the default asks for, beside half as much again as it needs, for spills. Asked for
 # all there is, libtpu 0.0.50 refused a program that needs 2 MiB: XLA keeps arrays of its own in VMEM (v5e, v6e).
 SPILL_ROOM = 8 * 2**20

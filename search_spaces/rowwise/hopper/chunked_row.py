@@ -126,7 +126,7 @@ def launch(
     shared: Sequence[jax.Array],
     **grid: int,
 ) -> list[jax.Array]:
-    """The results of a kernel: of each element, and the row itself where `Reduction.returns_row`.
+    """The results of a kernel: of each element, and the row that is reduced where there are two.
 
     Args:
       run: what each warpgroup of a CTA does.

@@ -48,7 +48,7 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
         return refusal(problem, target)
 
     def space(self, problem: P, target: Target) -> Space[RowSchedule]:
-        return row_space(problem, target)
+        return row_space(problem)
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         return footprint(problem, schedules, self.costs, len(self.reduction(problem).init), target)
@@ -85,7 +85,7 @@ class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
         return refusal(problem, target)
 
     def space(self, problem: P, target: Target) -> Space[HalvesSchedule]:
-        return halves_space(problem, target)
+        return halves_space(problem)
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
         return halves_footprint(problem, schedules, self.costs, target)

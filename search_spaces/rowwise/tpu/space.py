@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from search_spaces.kernel import Target
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.tpu.schedule import HalvesSchedule, RowSchedule
 from search_spaces.space import Space, round_up
@@ -16,7 +15,7 @@ CHUNKS = (4096, 16384)
 LONG = 2**16
 
 
-def row_space(p: RowProblem, target: Target) -> Space[RowSchedule]:
+def row_space(p: RowProblem) -> Space[RowSchedule]:
     """Of kernels that reduce a row."""
     rows = _rows(p)
     chunks = tuple(columns for columns in CHUNKS if p.columns >= LONG)
@@ -47,7 +46,7 @@ def row_space(p: RowProblem, target: Target) -> Space[RowSchedule]:
     )
 
 
-def halves_space(p: RowProblem, target: Target) -> Space[HalvesSchedule]:
+def halves_space(p: RowProblem) -> Space[HalvesSchedule]:
     """Of kernels of rows of halves."""
     return Space(
         HalvesSchedule,
