@@ -21,7 +21,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import Limits
 from scheduler.measure.runner import RunnerOptions, Task, environment
 from scheduler.measure.subprocess_pipe import Children, Limit
-from scheduler.measure.worker_process import WorkerProcess, cores, inherited, requested
+from scheduler.measure.worker_process import WorkerProcess, cores, inherited, requested, stop_all
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -118,10 +118,7 @@ class AheadOfTime:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        for worker in self._workers:
-            worker.abandon()
-        for worker in self._workers:
-            worker.stop()
+        stop_all(self._workers)
         self._children.shut_down()
         self._folder.cleanup()
 

@@ -34,6 +34,7 @@ from scheduler.measure.worker_process import (
     name_of,
     out_of_reach,
     requested,
+    stop_all,
 )
 from search_spaces import locate
 from search_spaces.operation import Operation
@@ -197,10 +198,7 @@ class Pool:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        for worker in self._workers:
-            worker.abandon()
-        for worker in self._workers:
-            worker.stop()
+        stop_all(self._workers)
         self._children.shut_down()
         self._programs.cleanup()
 

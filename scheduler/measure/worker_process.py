@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
@@ -204,6 +205,14 @@ def _here() -> str:
         return os.getcwd()
     except OSError:  # it is gone
         return ""
+
+
+def stop_all(workers: Sequence[WorkerProcess]) -> None:
+    """Ends them: all are abandoned before one is waited for."""
+    for worker in workers:
+        worker.abandon()
+    for worker in workers:
+        worker.stop()
 
 
 def requested(task: Task, do: protocol.Do, beside: tuple[protocol.Held, ...] = ()) -> protocol.Request:
