@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, a row for each kind, with sources."""
+"""NVIDIA GPUs, a row for each kind, with sources; what a row does not name is as in the one that it is made of."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _H100 = Hardware(
 # compute capability; 8.6 has the same, but for 16 blocks. 128 float32 lanes and 16 exponentials a clock: the same
 # guide, throughput of native arithmetic instructions. As above, the L2 rate is 64 bytes for each core and clock, which
 # bounds what a core gets, and latencies are priors.
-_AD102 = Hardware(
+_AD102 = dataclasses.replace(
+    _H100,
     kind="AD102",
-    platform="cuda",
     architecture="sm_89",
     cores=144,
     memory_bytes=0,
@@ -56,18 +56,12 @@ _AD102 = Hardware(
     l2_bytes=0,
     onchip_bytes=99 * KIB,
     onchip_bytes_per_core=100 * KIB,
-    onchip_reserved_bytes=1 * KIB,
-    onchip_bytes_per_clock=128,
-    registers_per_thread=255,
-    registers_per_core=65536,
     threads_per_core=1536,
     blocks_per_core=24,
     clock_hz=2.52e9,
-    special_per_clock=16,
-    lanes_per_core=128,
     memory_latency_s=0.6e-6,
     l2_latency_s=0.25e-6,
-    launch_s=2e-6,
+    boost=1.0,
 )
 _GA102 = dataclasses.replace(_AD102, kind="GA102", architecture="sm_86", cores=84, l2_bytes=6 * MB, blocks_per_core=16)
 
@@ -77,30 +71,22 @@ GPUS: tuple[Hardware, ...] = (
     _H100,
     # NVIDIA A100 Tensor Core GPU Architecture (whitepaper, 2020), SXM4 80 GB; 163 KiB per block: CUDA C Programming
     # Guide.
-    Hardware(
+    dataclasses.replace(
+        _H100,
         kind="NVIDIA A100-SXM4-80GB",
-        platform="cuda",
         architecture="sm_80",
         cores=108,
-        memory_bytes=80 * GIB,
         flops_per_s=peaks(half=312e12, tf32=156e12, fp32=19.5e12, int8=624e12),
         hbm_bytes_per_s=2.039e12,
         l2_bytes_per_s=5e12,
         l2_bytes=40 * MB,
         onchip_bytes=163 * KIB,
         onchip_bytes_per_core=164 * KIB,
-        onchip_reserved_bytes=1 * KIB,
-        onchip_bytes_per_clock=128,
-        registers_per_thread=255,
-        registers_per_core=65536,
-        threads_per_core=2048,
-        blocks_per_core=32,
         clock_hz=1.41e9,
-        special_per_clock=16,
         lanes_per_core=64,
         memory_latency_s=0.6e-6,
         l2_latency_s=0.25e-6,
-        launch_s=2e-6,
+        boost=1.0,
     ),
     # NVIDIA L40S datasheet (2023): rates at 2.49 GHz, with float32 accumulators; its driver reports 45 GiB.
     dataclasses.replace(
