@@ -18,7 +18,7 @@ TRUE = Constants(e_power=0.8, e_hbm=0.9, tma_row_s=1.3e-9, cluster_sync_s=4e-7, 
 
 
 class Alone:
-    """What a runner has whatever it says of times: an H200 to itself."""
+    """What a runner has whatever it says of times: a chip, by default an H200, to itself."""
 
     hardware, slots, searches, environment = H200, 1, 1, NOW
 

@@ -1,6 +1,5 @@
 """A chip that is not here: its compiler's estimates are no measurements, wherever a record is made, kept or told."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -10,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from invented import Alone
 from test_cli import run
 from tpu_kernels import PRODUCT, ProductProblem
 
@@ -50,20 +50,12 @@ PROBLEM = ProductProblem(1024, 512, 256)
 OWN = f"{os.path.dirname(__file__)}/tpu_kernels.py:PRODUCT"
 
 
-class Estimating:
+class Estimating(Alone):
     """Tells times as a compiler does, always the same: the larger the tile, the less, and XLA's between them."""
-
-    searches = slots = 1
 
     def __init__(self, hardware=V6E, library_s=3e-6):
         self.hardware, self.environment = elsewhere(hardware), environment(driver="libtpu 0.0.1")
         self.library_s, self.asked = library_s, []
-
-    def capacity(self, operation, problem, l2="cold"):
-        return 1
-
-    def holding(self, operation, problem, l2="cold", *, to_itself=False):
-        return contextlib.nullcontext()
 
     def measure(self, task, *, again=False):
         assert not again, "a time that is always the same is taken once"
@@ -71,15 +63,6 @@ class Estimating:
         size = task.schedule.get("tile_m", 0) * task.schedule.get("tile_n", 0)
         time_s = 1e-6 + 1e-1 / size if size else self.library_s
         return Measurement(time_s, (time_s,), self.hardware.abilities.clock, "cold")
-
-    def confirm(self, task):
-        return None
-
-    def others(self):
-        return 0
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
