@@ -54,10 +54,10 @@ def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts():
 
 
 def test_short_calls_are_so_many_ahead_that_the_device_has_work_while_the_host_is_late():
-    calls, ahead = in_turns._calls_of_sample(sleeping(0.0005))
+    calls, ahead = in_turns._calls_and_ahead(sleeping(0.0005))
     assert 2 < ahead <= in_turns.QUEUED_S / 0.0005
     assert 10 < calls <= in_turns.SAMPLE_S / 0.0005
-    assert in_turns._calls_of_sample(sleeping(0.03)) == (1, in_turns.FEWEST_AHEAD)
+    assert in_turns._calls_and_ahead(sleeping(0.03)) == (1, in_turns.FEWEST_AHEAD)
 
 
 def test_what_a_function_raises_is_raised():

@@ -84,10 +84,10 @@ def compare(
         raise ValueError("runs is empty: give at least one function to time")
     order = random.Random(seed)
     with turns_on(devices or jax.devices()[:1]):
-        calls = {label: _calls_of_sample(run) for label, run in runs.items()}
+        sizes = {label: _calls_and_ahead(run) for label, run in runs.items()}
 
         def one_round() -> dict[str, float]:
-            return {label: _sample(runs[label], *calls[label]) for label in order.sample(list(runs), len(runs))}
+            return {label: _sample(runs[label], *sizes[label]) for label in order.sample(list(runs), len(runs))}
 
         _settle(one_round, WARM_UP_SHARE * seconds)
         rounds: list[dict[str, float]] = []
@@ -142,7 +142,7 @@ def _settle(one_round: Callable[[], Mapping[str, float]], seconds: float) -> Non
         before = now
 
 
-def _calls_of_sample(run: Callable[[], Any]) -> tuple[int, int]:
+def _calls_and_ahead(run: Callable[[], Any]) -> tuple[int, int]:
     """How many calls a sample has, and how many of them are on their way at once."""
     for _ in range(2):  # whatever is done in a first call only
         jax.block_until_ready(run())
