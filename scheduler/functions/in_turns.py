@@ -159,5 +159,5 @@ def _sample(run: Callable[[], Any], calls: int, ahead: int) -> float:
         if len(running) == ahead:
             jax.block_until_ready(running.popleft())
         running.append(run())
-    jax.block_until_ready(running)
+    jax.block_until_ready(list(running))  # JAX takes a deque for one leaf, and would not wait
     return (time.perf_counter() - started) / calls
