@@ -20,6 +20,34 @@ def sleeping(seconds):
     return run
 
 
+def on_a_device(seconds, late=0.0):
+    """Calls that return at once, or so late, of a device that computes them one after the other, each so long."""
+    free = time.perf_counter()
+
+    class Result:
+        def __init__(self, done):
+            self.done = done
+
+        def block_until_ready(self):
+            time.sleep(max(0.0, self.done - time.perf_counter()))
+
+    def run():
+        nonlocal free
+        time.sleep(late)
+        free = max(free, time.perf_counter()) + seconds
+        return Result(free)
+
+    return run
+
+
+@pytest.mark.parametrize("ahead", [2, 3, 8])
+def test_a_sample_waits_for_all_its_calls_and_the_device_for_none_of_them(ahead):
+    for calls in (1, 4, 20):
+        assert in_turns._sample(on_a_device(0.004), calls, ahead) == pytest.approx(0.004, rel=0.25)
+    late = in_turns._sample(on_a_device(0.004, late=0.003), 10, ahead)
+    assert 0.004 < late < 0.006  # one after the other: 0.007
+
+
 def test_who_sleeps_longer_is_slower_beyond_doubt():
     times = compare({"short": sleeping(0.004), "long": sleeping(0.006)}, seconds=2)
     assert faster(times["short"], times["long"])
