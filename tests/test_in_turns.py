@@ -1,5 +1,6 @@
 """Whole functions timed in turns."""
 
+import dataclasses
 import fcntl
 import time
 
@@ -20,32 +21,36 @@ def sleeping(seconds):
     return run
 
 
-def on_a_device(seconds, late=0.0):
-    """Calls that return at once, or so late, of a device that computes them one after the other, each so long."""
-    free = time.perf_counter()
+class Device:
+    """A device that computes calls one after the other, each so long, and a host that takes so long to launch one."""
 
-    class Result:
-        def __init__(self, done):
-            self.done = done
+    def __init__(self, seconds, launch=0.0):
+        self.seconds, self.launch, self.now, self.free = seconds, launch, 0.0, 0.0
 
-        def block_until_ready(self):
-            time.sleep(max(0.0, self.done - time.perf_counter()))
+    def perf_counter(self):
+        return self.now
 
-    def run():
-        nonlocal free
-        time.sleep(late)
-        free = max(free, time.perf_counter()) + seconds
-        return Result(free)
+    def run(self):
+        self.now += self.launch
+        self.free = max(self.free, self.now) + self.seconds
+        return Result(self, self.free)
 
-    return run
+
+@dataclasses.dataclass
+class Result:
+    device: Device
+    done: float
+
+    def block_until_ready(self):
+        self.device.now = max(self.device.now, self.done)
 
 
 @pytest.mark.parametrize("ahead", [2, 3, 8])
-def test_a_sample_waits_for_all_its_calls_and_the_device_for_none_of_them(ahead):
-    for calls in (1, 4, 20):
-        assert in_turns._sample(on_a_device(0.004), calls, ahead) == pytest.approx(0.004, rel=0.25)
-    late = in_turns._sample(on_a_device(0.004, late=0.003), 10, ahead)
-    assert 0.004 < late < 0.006  # one after the other: 0.007
+@pytest.mark.parametrize("calls", [1, 4, 20])
+def test_a_sample_waits_for_all_its_calls_and_the_device_for_the_first_alone(calls, ahead, monkeypatch):
+    device = Device(0.004, launch=0.003)
+    monkeypatch.setattr(in_turns, "time", device)
+    assert in_turns._sample(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
 
 
 def test_who_sleeps_longer_is_slower_beyond_doubt():
@@ -81,11 +86,17 @@ def test_a_round_is_taken_as_often_as_asked_however_long_it_lasts():
     assert times["one"].spread_s < 0.03
 
 
-def test_short_calls_are_so_many_ahead_that_the_device_has_work_while_the_host_is_late():
-    calls, ahead = in_turns._calls_and_ahead(sleeping(0.0005))
-    assert 2 < ahead <= in_turns.QUEUED_S / 0.0005
-    assert 10 < calls <= in_turns.SAMPLE_S / 0.0005
-    assert in_turns._calls_and_ahead(sleeping(0.03)) == (1, in_turns.FEWEST_AHEAD)
+@pytest.mark.parametrize(
+    ("seconds", "calls", "ahead"), [(0.00001, 2000, in_turns.MOST_AHEAD), (0.0005, 40, 6), (0.2, 1, 2)]
+)
+def test_short_calls_are_so_many_ahead_that_the_device_has_work_while_the_host_is_late(
+    seconds, calls, ahead, monkeypatch
+):
+    device = Device(seconds)
+    monkeypatch.setattr(in_turns, "time", device)
+    sample, queue = in_turns._calls_and_ahead(device.run)
+    assert sample == pytest.approx(calls, abs=1)
+    assert queue == pytest.approx(ahead, abs=1)
 
 
 def test_what_a_function_raises_is_raised():

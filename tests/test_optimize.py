@@ -13,8 +13,10 @@ from jax import lax
 from jax.experimental import io_callback
 
 import scheduler
+from scheduler.core import hardware
 from scheduler.functions import agreement
 from scheduler.functions.trial import NOTHING_REPLACED
+from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
 
 ON_CPU = {"backends": "interpret", "keep": "tuned"}
@@ -286,6 +288,17 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
     fast = scheduler.optimize(lambda a: a @ a, on_miss="error")
     with pytest.raises(scheduler.CacheMiss, match="tile-scheduler tune matmul"):
         fast(normal(6, 6))
+
+
+def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
+    problem = MATMUL.problem(m=4096, n=4096, k=4097, dtype="bfloat16")
+    h200 = hardware.find("H200")
+    unsure = predict(MATMUL, problem, h200)
+    assert unsure.backend == "xla"
+    assert predict(MATMUL, problem, h200, sure=unsure.faster).backend == "mosaic_gpu"
+    for keep, sure in (("faster", 0.5), ("tuned", None)):
+        fast = scheduler.optimize(lambda a: a @ a, keep=keep)
+        assert {options.sure for options in fast._asked()} == {sure}
 
 
 def test_wrong_options_are_refused_before_anything_is_called():

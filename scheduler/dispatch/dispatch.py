@@ -64,6 +64,7 @@ class Options:
       target: the chip to answer for, by its driver's name; "" is the one that runs the call.
       plan: what answers in place of stores and the model, or None.
       generation: how often answers have been forgotten: a raised one makes JAX trace and lower again.
+      sure: the probability of a gain that the model's choice of a kernel wants; None is the model's own.
       divided: one device asks for its part of a call, while XLA compiles: nothing can be measured meanwhile.
     """
 
@@ -73,6 +74,7 @@ class Options:
     target: str = ""
     plan: InForce | None = None
     generation: int = 0
+    sure: float | None = None
     divided: bool = False
 
 
@@ -95,6 +97,7 @@ def options(
     schedule: Any = None,
     target: str = "",
     plan: InForce | None = None,
+    sure: float | None = None,
 ) -> Options:
     """A caller's words, checked. `schedule` is a mapping, its items, or an instance of a kernel's schedule type.
 
@@ -119,6 +122,7 @@ def options(
         target=target,
         plan=plan,
         generation=_answers.generation,
+        sure=sure,
     )
 
 
@@ -316,6 +320,7 @@ class _Deciding:
             backends=self.options.backends,
             records=self.cache.records(operation=self.operation.name, hardware=hardware.id, shared_only=several),
             shared_only=several,
+            sure=self.options.sure,
         )
         say_once(
             f"{self._question(hardware)}: no schedule is stored; the model answers {found.backend}: {found.reason}"

@@ -20,8 +20,10 @@ from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 
-# One sample is as many calls as take this long: launches overlap, and clocks do not recover in between.
-SAMPLE_S = 0.02
+# One sample is as many calls as take this long: launches overlap, clocks do not recover in between, and neither its first
+# call, which finds an idle device, nor the functions before it in a round weigh much (H200, a layer of 190 us timed as
+# four functions, two of them the same: samples of 0.02 s put these 2.4 % apart, of 0.1 s 0.06 %).
+SAMPLE_S = 0.1
 # Calls on their way at once: so many that the device has work while the host is late, which it is by a millisecond now
 # and then, and two at least. Results of more would not fit in beside each other where a call takes long.
 QUEUED_S = 0.003

@@ -24,6 +24,8 @@ Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
 # Decisions that are kept, with what they compiled; the oldest goes first.
 MOST_VERSIONS = 256
+# Where the whole is timed, a kernel may take part that is as likely to be faster as not: nothing else can be lost.
+EVEN_ODDS = 0.5
 
 
 def optimize(
@@ -129,8 +131,11 @@ class Optimized:
     def _asked(self) -> tuple[dispatch.Options, ...]:
         """What may answer now, of each operation."""
         target, plan = calls.target.value, planned.in_force()
+        sure = EVEN_ODDS if self._keep == "faster" else None
         return tuple(
-            dispatch.options(operation, on_miss=self._on_miss, backends=self._backends, target=target, plan=plan)
+            dispatch.options(
+                operation, on_miss=self._on_miss, backends=self._backends, target=target, plan=plan, sure=sure
+            )
             for operation in self._operations
         )
 

@@ -78,6 +78,7 @@ def predict(
     backends: frozenset[str] | None = None,
     records: Iterable[Record] = (),
     shared_only: bool = False,
+    sure: float | None = None,
     fitted: Mapping[str, Calibration] | None = None,
 ) -> Answer:
     """The top prediction, without measuring anything, among the schedules that were verified on the architecture.
@@ -95,11 +96,13 @@ def predict(
         less so the farther that problem is; and the winner there is the first choice here where it is legal and the
         model does not object to it more than it did there.
       shared_only: use no constants of the user's own, which other processes of a job may not have.
+      sure: that probability, where another is wanted.
       fitted: by backend, what was fitted to measurements on this chip; None takes what is stored.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
     """
+    sure = SURE if sure is None else sure
     allowed, records = allowed_backends(operation, backends), sorted(records, key=lambda record: record.estimated)
     if fitted is None:
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
@@ -134,8 +137,8 @@ def predict(
         reason = why or "the library is the only kernel"
         return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour)
     gain, faster = library_s / found.predicted_s, _probability_of_gain(best, found)
-    if library.backend in allowed and faster < SURE:
-        reason = f"the model expects a gain over the library with {faster:.0%}, and {SURE:.0%} is wanted"
+    if library.backend in allowed and faster < sure:
+        reason = f"the model expects a gain over the library with {faster:.0%}, and {sure:.0%} is wanted"
         return Answer(library.backend, {}, library_s, library_s, reason, best.neighbour, faster=faster)
     reason = "the top prediction"
     if library.backend in allowed:

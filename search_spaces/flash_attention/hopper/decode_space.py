@@ -20,6 +20,9 @@ LEAST_IN_FLIGHT = 80 * 1024
 MOST_IN_FLIGHT = 200 * 1024
 # CTAs for each SM: two are there at a time, and where neither one nor two fill all SMs, further ones even it out.
 WAVES, FURTHER_WAVES = (1, 2), 6
+# Sequences of other lengths than each other leave SMs idle at the end, the longer the fewer splits there are, however
+# many CTAs (H200, 64 sequences of up to 16384 keys: 8 splits in clusters of 8 take 254 us, 6 without one 268, 1 294).
+LENGTHS_WAVES = (6, 12)
 # Of the time of the busiest SM, what the mean one has work for: schedules with less than this part of the best lose
 # what they save (H200: 192 CTAs on 132 SMs take 1.08 times as long as 128 or 264)...
 LEAST_EVEN = 0.85
@@ -49,13 +52,14 @@ def _splits(p: FlashAttentionProblem, target: Target) -> tuple[int, ...]:
         return max(1, min(waves * target.cores // one, blocks))
 
     def even(split: int) -> float:
-        return float(_even(one * split, target))
+        return 1.0 if p.kv_lengths else float(_even(one * split, target))
 
-    full = {filling(waves) for waves in WAVES}
+    full = {filling(waves) for waves in WAVES + LENGTHS_WAVES * p.kv_lengths}
     if max(map(even, full)) < LEAST_EVEN:
         full.add(filling(FURTHER_WAVES))
     full |= {1 << (split.bit_length() - 1) for split in full}
-    clusters = {n for n in (2, 4, MAX_CLUSTER) if n <= min(blocks, 2 * target.cores // one)}
+    most = blocks if p.kv_lengths else min(blocks, 2 * target.cores // one)
+    clusters = {n for n in (2, 4, MAX_CLUSTER) if n <= most}
     best = max(map(even, full | {1}))
     return tuple(
         sorted(
@@ -96,11 +100,12 @@ def rules(p: FlashAttentionProblem, target: Target) -> Mapping[str, Rule]:
             (s.cluster == 1) | (s.cluster == s.split_kv) | (s.cluster == MAX_CLUSTER)
         ),
         "clusters of more than two wait for room in one GPC, where they are to fill most of the chip": lambda s: (
-            (s.cluster <= 2) | (GPC_SHARE * plan(s).ctas <= target.cores)
+            p.kv_lengths | (s.cluster <= 2) | (GPC_SHARE * plan(s).ctas <= target.cores)
         ),
         "no split is without a block of keys": lambda s: s.split_kv <= plan(s).blocks,
         "CTAs that leave SMs idle are one cluster for a short time": lambda s: (
-            (s.split_kv == 1)
+            p.kv_lengths
+            | (s.split_kv == 1)
             | ((s.cluster == s.split_kv) & (steps(s) <= SHORT_STEPS))
             | (_even(plan(s).ctas, target) >= LEAST_EVEN * most_even)
         ),
