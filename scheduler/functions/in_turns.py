@@ -20,9 +20,9 @@ from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 
-# One sample is as many calls as take this long: launches overlap, clocks do not recover in between, and neither its first
-# call, which finds an idle device, nor the functions before it in a round weigh much (H200, a layer of 190 us timed as
-# four functions, two of them the same: samples of 0.02 s put these 2.4 % apart, of 0.1 s 0.06 %).
+# One sample is as many calls as take this long: launches overlap, clocks do not recover in between, and its first call,
+# which finds an idle device, weighs little, as do the functions before it in a round (H200, 0.75 ms a call: one and the
+# same function, twice in a round, was 2.4 % apart by samples of 0.02 s, 0.06 % by samples of 0.1 s).
 SAMPLE_S = 0.1
 # Calls on their way at once: so many that the device has work while the host is late, which it is by a millisecond now
 # and then, and two at least. Results of more would not fit in beside each other where a call takes long.
