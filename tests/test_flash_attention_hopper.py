@@ -113,6 +113,21 @@ def test_every_tile_is_dealt_once_also_where_the_last_section_has_fewer_heads(se
     assert dealt == [(head, 64 * q_tile) for head in range(5) for q_tile in range(8)]
 
 
+@pytest.mark.parametrize(("q_len", "cores"), [(1024, 12), (1024, 7), (300, 4), (300, 3), (384, 4)])
+def test_last_tiles_which_take_less_time_are_dealt_to_all_ctas_alike(q_len, cores):
+    problem = Problem(1, q_len, 64, 24, 24, 64)
+    tiling = Tiling(problem, dataclasses.replace(PERSISTENT, consumers=3))
+    orders = [TileOrder(tiling, jnp.int32(cta), cores) for cta in range(cores)]
+    tiles = [[order.tile(jnp.int32(n)) for n in range(int(order.count))] for order in orders]
+    dealt = sorted((int(tile.head), int(tile.row)) for each in tiles for tile in each)
+    assert dealt == [(head, row) for head in range(24) for row in range(0, q_len, 192)]
+    if q_len % 192:
+        last = [sum(int(tile.row) + 192 > q_len for tile in each) for each in tiles]
+        assert max(last) - min(last) <= 1 + tiling.q_tiles // 4
+        assert tiling.computed_rows == pytest.approx(64 * -(-q_len // 64) / tiling.q_tiles)
+    assert tiling.idles == (q_len % 192 > 0)
+
+
 def test_tiles_of_as_many_heads_as_fill_rounds_are_tried_where_dealing_by_heads_is_uneven():
     """16 tiles of 128 queries: those of 33 heads are four rounds of 132 CTAs."""
     problem = Problem(8, 2048, 2048, 32, 32, 64, causal=True)
@@ -184,6 +199,24 @@ CASES = {  # name: problem, schedule, cores, lengths
         dataclasses.replace(PERSISTENT, consumers=3, block_kv=32, order="snake"),
         2,
         (),
+    ),
+    "last tiles with queries for one of three consumers, which take turns": (
+        Problem(1, 250, 100, 3, 3, 64, return_lse=True),
+        dataclasses.replace(PERSISTENT, consumers=3, block_kv=32, ping_pong=True),
+        2,
+        (),
+    ),
+    "last tiles with queries for two of three consumers, in a window": (
+        Problem(1, 300, 300, 2, 1, 64, window_left=100, window_right=30, return_lse=True),
+        dataclasses.replace(SCHEDULE, consumers=3, block_kv=32, ping_pong=True),
+        4,
+        (),
+    ),
+    "lengths that leave consumers without queries": (
+        Problem(4, 256, 200, 1, 1, 64, q_lengths=True, kv_lengths=True, return_lse=True),
+        dataclasses.replace(PERSISTENT, consumers=2),
+        3,
+        ([192, 64, 0, 130], [70, 130, 200, 64]),
     ),
     "three consumers, as measured with head size 64": (
         Problem(1, 384, 512, 1, 1, 64),
@@ -302,7 +335,15 @@ def test_logits_are_scaled_by_any_number(scale):
 
 
 @interpreted_only
-@pytest.mark.parametrize("name", ["persistent", "three consumers", "77 queries and keys, in a window, grouped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "persistent",
+        "three consumers",
+        "last tiles with queries for one of three consumers, which take turns",
+        "77 queries and keys, in a window, grouped",
+    ],
+)
 def test_no_race_is_found(name, capfd):
     _compare(*CASES[name], detect_races=True)
     out = capfd.readouterr()

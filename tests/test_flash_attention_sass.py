@@ -32,6 +32,11 @@ CASES = {  # name: head_dim, fields of the problem, fields of the schedule
     "head size 128, causal": (128, CAUSAL, {"order": "longest_first"}),
     "head size 128, causal, persistent": (128, CAUSAL, PERSISTENT | {"order": "snake"}),
     "head size 64": (64, {}, PERSISTENT | {"consumers": 3, "epi_tile_n": 64}),
+    "head size 64, last tiles with queries for one of three consumers": (
+        64,
+        {"q_len": 1024},
+        PERSISTENT | {"consumers": 3, "epi_tile_n": 64},
+    ),
     "head size 64, causal, sections of which the last has fewer heads": (
         64,
         CAUSAL,

@@ -190,6 +190,9 @@ class Consumer:
     def later_steps(self, tile: Tile, carry: Carry, base: Any, following: Any = None) -> Carry:
         """All steps of a tile but the first: those of masked blocks, of blocks seen as a whole, of masked ones again.
 
+        Where no query is there for this warpgroup, which leaves the tensor cores and the rest to the others, it takes part
+        in barriers only.
+
         Args:
           base: number of the tile's first step among those of the CTA.
           following: position of the tile that follows, if the CTA has so many; None where it has one alone.
@@ -197,24 +200,46 @@ class Consumer:
         p = self.cta.t.p
         more = False if following is None else following < self.cta.order.count
 
-        def step(masked: bool) -> Callable[[Any, Carry], Carry]:
+        def step(masked: bool, idle: bool = False) -> Callable[[Any, Carry], Carry]:
             def one(j: Any, carry: Carry) -> Carry:
                 last = j + 1 >= tile.steps
-                return self.step(
-                    carry,
-                    base + j,
-                    seen=self.seen(tile, j) if masked else None,
-                    keys_follow=jnp.logical_not(last) | more,
-                    after_keys=None if following is None else lambda: self.load_next_q(last, following),
-                )
+                keys_follow = jnp.logical_not(last) | more
+                after_keys = None if following is None else lambda: self.load_next_q(last, following)
+                if idle:
+                    self.idle_step(base + j, keys_follow, after_keys)
+                    return carry
+                seen = self.seen(tile, j) if masked else None
+                return self.step(carry, base + j, seen=seen, keys_follow=keys_follow, after_keys=after_keys)
 
             return one
 
+        masked, unmasked, steps = tile.masked, tile.unmasked, tile.steps
+        if self.cta.t.idles:
+            there = self.row(tile) < tile.q_len
+            masked, unmasked, steps = (jnp.where(there, end, 1) for end in (masked, unmasked, steps))
         if p.right is not None:
-            carry = lax.fori_loop(1, tile.masked, step(True), carry)
-        start = 1 if p.right is None else tile.masked
-        carry = lax.fori_loop(start, tile.steps if p.left is None else tile.unmasked, step(False), carry)
-        return carry if p.left is None else lax.fori_loop(tile.unmasked, tile.steps, step(True), carry)
+            carry = lax.fori_loop(1, masked, step(True), carry)
+        start = 1 if p.right is None else masked
+        carry = lax.fori_loop(start, steps if p.left is None else unmasked, step(False), carry)
+        if p.left is not None:
+            carry = lax.fori_loop(unmasked, steps, step(True), carry)
+        return lax.fori_loop(steps, tile.steps, step(False, idle=True), carry) if self.cta.t.idles else carry
+
+    def idle_step(self, step: Any, keys_follow: Any, after_keys: Callable[[], None] | None) -> None:
+        """What others wait for in a `step`."""
+        cta = self.cta
+        if self.turns:
+            self.turns.take()
+            self.turns.give()
+        plgpu.barrier_arrive(cta.k_empty.at[cta.stage(step)])
+        plgpu.barrier_wait(cta.v_full.at[cta.stage(step - 1)])
+        plgpu.barrier_arrive(cta.v_empty.at[cta.stage(step - 1)])
+        if after_keys:
+            after_keys()
+
+        @pl.when(keys_follow)
+        def wait() -> None:
+            self.wait_for_keys(step + 1)
 
     def step(
         self,

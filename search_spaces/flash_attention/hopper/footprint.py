@@ -35,7 +35,7 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
     The longest tile is that of those that start last, on so many cores: longer ones before it are made up for.
     """
     t = Tiling(p, s)
-    size, rows = t.itemsize, t.rows
+    size, rows, computed = t.itemsize, t.rows, t.computed_rows
     keys = np.minimum(s.block_kv, p.kv_len)
     consumer, producer = (np.array([REGISTERS[n][i] for n in (1, 2, 3)])[s.consumers - 1] for i in (0, 1))
     # Of a tile's rows, those that there are.
@@ -59,11 +59,13 @@ def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
                 Operand(bytes=keys * p.head_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.head_dim), name="k"),
                 Operand(bytes=keys * p.value_dim * size, axes=(0,), tma_row_bytes=t.swizzle(p.value_dim), name="v"),
             ),
-            flops=2.0 * rows * s.block_kv * (p.head_dim + p.value_dim),
-            mufu_ops=rows * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
-            fp32_ops=rows * ((OPERATIONS_PER_KEY + p.softcap) * s.block_kv + p.value_dim + OPERATIONS_PER_ROW),
+            flops=2.0 * computed * s.block_kv * (p.head_dim + p.value_dim),
+            mufu_ops=computed * (capped * s.block_kv + EXPONENTIALS_PER_ROW),
+            fp32_ops=computed * ((OPERATIONS_PER_KEY + p.softcap) * s.block_kv + p.value_dim + OPERATIONS_PER_ROW),
             # Each consumer's queries, and keys and values for each consumer.
-            onchip_bytes_read=size * s.consumers * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
+            onchip_bytes_read=size
+            * (computed / WGMMA_ROWS)
+            * (WGMMA_ROWS * p.head_dim + s.block_kv * (p.head_dim + p.value_dim)),
         ),
         tile=Phase(
             loads=(

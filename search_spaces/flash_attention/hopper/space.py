@@ -8,7 +8,7 @@ import numpy as np
 
 from search_spaces.flash_attention.hopper import steps
 from search_spaces.flash_attention.hopper.schedule import FlashAttentionSchedule
-from search_spaces.flash_attention.hopper.tiling import Tiling
+from search_spaces.flash_attention.hopper.tiling import Tiling, round_heads
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.space import Space, cdiv
@@ -45,17 +45,12 @@ def accumulator_registers(p: FlashAttentionProblem, s: Any) -> Any:
     return 3 * s.block_kv // 4 + p.value_dim // 2
 
 
-def round_heads(p: FlashAttentionProblem, cores: int, consumers: Any) -> Any:
-    """The fewest heads whose tiles give each core's persistent CTA equally many."""
-    return cores // np.gcd(cores, cdiv(p.q_len, consumers * WGMMA_ROWS))
-
-
 def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]:
     """The schedules for `p` on a chip of so many cores: some dozens, of those that H200 sweeps have not ruled out."""
     blocks = tuple(size for size in BLOCKS if size == min(BLOCKS) or size < 2 * p.kv_len)
     heads = p.batch * p.heads
     few = [n for n in SECTIONS if heads % n == 0][-2:]
-    units = [int(round_heads(p, cores, consumers)) for consumers in (2, 3, 1)]
+    units = [int(round_heads(cores, cdiv(p.q_len, consumers * WGMMA_ROWS))) for consumers in (2, 3, 1)]
     evened = [n * unit for unit in units for n in ROUND_HEADS if n * unit < heads]
     masks = p.left is not None or p.right is not None or p.kv_lengths
 
@@ -66,7 +61,7 @@ def space(p: FlashAttentionProblem, cores: int) -> Space[FlashAttentionSchedule]
         return (s.section == 1) | (s.section == heads)
 
     def by_rounds(s: Any) -> Any:
-        unit = round_heads(p, cores, s.consumers)
+        unit = round_heads(cores, Tiling(p, s).q_tiles)
         return (s.section % unit == 0) & np.isin(s.section // unit, ROUND_HEADS)
 
     def registers(s: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.flash_attention.hopper.tiling import Tiling
+from search_spaces.flash_attention.hopper.tiling import Tiling, round_heads
 
 
 class Tile(NamedTuple):
@@ -62,6 +62,8 @@ class TileOrder:
         number = jnp.minimum(position * self.ctas + self._place(position), t.tiles - 1)
         if s.order == "plain":
             head, q_tile = lax.div(number, t.q_tiles), lax.rem(number, t.q_tiles)
+            if s.persistent and t.idles:  # Each CTA gets its share of last tiles, which take less time.
+                q_tile = lax.rem(q_tile + lax.div(head, int(round_heads(self.ctas, t.q_tiles))), t.q_tiles)
         else:
             section, within = lax.div(number, s.section * t.q_tiles), lax.rem(number, s.section * t.q_tiles)
             first, heads = section * s.section, s.section

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from search_spaces.attention.hopper import rows_of_heads
 from search_spaces.flash_attention.problem import FlashAttentionProblem
@@ -19,6 +20,11 @@ from search_spaces.space import cdiv
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}
 # Above this head size the result is rescaled between the issue of Q K^T and that of P V, as in FlashAttention-3.
 EARLY_RESCALE_ABOVE = 128
+
+
+def round_heads(ctas: int, q_tiles: Any) -> Any:
+    """The fewest heads, each of so many tiles, that give each of so many persistent CTAs equally many."""
+    return ctas // np.gcd(ctas, q_tiles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,16 @@ class Tiling:
     def q_tiles(self) -> Any:
         """Tiles of a head."""
         return cdiv(self.p.q_len, self.rows)
+
+    @property
+    def computed_rows(self) -> Any:
+        """Rows of a tile on average that its consumers compute: of a head's last tile those with queries alone."""
+        return cdiv(self.p.q_len, WGMMA_ROWS) * WGMMA_ROWS / self.q_tiles
+
+    @property
+    def idles(self) -> bool:
+        """Whether a tile may have consumers without a query."""
+        return bool(self.p.q_lengths or self.computed_rows < self.rows)
 
     @property
     def kv_blocks(self) -> Any:
