@@ -190,7 +190,7 @@ class Consumer:
     def later_steps(self, tile: Tile, carry: Carry, base: Any, following: Any = None) -> Carry:
         """All steps of a tile but the first: those of masked blocks, of blocks seen as a whole, of masked ones again.
 
-        Where no query is there for this warpgroup it takes part in barriers only, and leaves the tensor cores to others.
+        Where no query is there for this warpgroup it takes part in barriers only: others have the tensor cores alone.
 
         Args:
           base: number of the tile's first step among those of the CTA.
