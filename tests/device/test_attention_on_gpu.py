@@ -54,6 +54,7 @@ FORWARD = [
     *(posed(FlashAttentionProblem, shape, causal=True, return_lse=True) for shape in (*SQUARE, "ragged")),
     *(posed(FlashAttentionProblem, "d128", **fields) for fields in MASKS.values()),
     *(posed(FlashAttentionProblem, "ragged", **fields, return_lse=True) for fields in MASKS.values()),
+    *(posed(FlashAttentionProblem, "ragged d64", **fields, return_lse=True) for fields in MASKS.values()),
     posed(FlashAttentionProblem, "odd", causal=True, return_lse=True),
     posed(FlashAttentionProblem, "decode", kv_lengths=True),
     posed(FlashAttentionProblem, "decode d64", kv_lengths=True, return_lse=True),
