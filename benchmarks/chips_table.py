@@ -1,6 +1,6 @@
 """Writes the README's table of what there is for each chip: kernels, and shipped records of what kind.
 
-python benchmarks/chips_table.py
+python benchmarks/chips_table.py     # with JAX 0.11.2 or newer: older ones compile none for GPUs before Hopper
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ import pytest
 import typer.main
 
 from scheduler.cli.app import app
-from scheduler.store import text_files
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import chips_table
 import results_page
 
 pytestmark = pytest.mark.one_jax
@@ -137,13 +135,6 @@ def test_figures_of_the_documents_are_those_of_the_results():
             assert f"| {row['pallas_us']:.1f} |" in page, row["problem"]
     for name in ("final_vs_xla_geomean", "pallas_vs_xla_worst"):
         assert f"| {results['matmul-nvidia-h200']['summary'][name]:.3f} |" in README, name
-
-
-def test_the_table_of_chips_is_that_of_the_kernels_and_the_shipped_records():
-    records = text_files.read_records(ROOT / "records")
-    assert chips_table.with_chips(README, records) == README, "run: python benchmarks/chips_table.py"
-    for row in chips_table.chips(records)[2:]:
-        assert row in README
 
 
 def test_the_demo_finds_what_was_tuned():
