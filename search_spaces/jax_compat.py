@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint, lax
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
@@ -257,6 +258,12 @@ def lower(run: Callable[..., Sequence[jax.Array]], ctx: Any, args: Sequence[Any]
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *args)
 
 
+# The equations of ``jax.nn.dot_product_attention(implementation="cudnn")`` and of its gradients.
+CUDNN_ATTENTION: Primitive = cudnn._dot_product_attention_fwd_p_wrapper
+CUDNN_ATTENTION_BACKWARD: Primitive = cudnn._dot_product_attention_bwd_p_wrapper
+CUDNN_EQUATIONS = frozenset({CUDNN_ATTENTION, CUDNN_ATTENTION_BACKWARD})
+
+
 def cudnn_attention(
     q: jax.Array,
     k: jax.Array,
@@ -277,8 +284,6 @@ def cudnn_attention(
       window: keys that a query sees with its own; None is all.
       with_lse: compute the log-sum-exp; else it is None.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     operands = (q, k, v, *_cudnn_rest(q, lengths))
     out, *lse = cudnn._dot_product_attention_fwd_p.bind(
         *operands, **_cudnn_params(scale, causal, window, bool(lengths)), is_training=with_lse
@@ -299,8 +304,6 @@ def cudnn_attention_backward(
     window: int | None,
 ) -> tuple[jax.Array, ...]:
     """The gradients of q, k and v, of what `cudnn_attention` returned."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     operands = (q, k, v, *_cudnn_rest(q, ()), lse, out, d_out)
     gradients = cudnn._dot_product_attention_bwd_p.bind(*operands, **_cudnn_params(scale, causal, window, False))
     return tuple(gradients)
@@ -313,8 +316,6 @@ def _cudnn_rest(q: jax.Array, lengths: Sequence[jax.Array]) -> tuple[jax.Array, 
 
 
 def _cudnn_params(scale: float, causal: bool, window: int | None, padding: bool) -> dict[str, Any]:
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
     mask = ("PADDING_CAUSAL" if causal else "PADDING") if padding else ("CAUSAL" if causal else "NO_MASK")
     params: dict[str, Any] = {
         "scale": scale,

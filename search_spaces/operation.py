@@ -44,12 +44,14 @@ class Posed(Generic[P]):
     Attributes:
       problem: what it poses.
       operands: ``operands(*inputs)`` are those of the problem, of the equation's own.
-      restore: ``restore(*results)`` is the equation's result, of the problem's.
+      restore: ``restore(*results)`` are the equation's results, of the problem's.
+      params: of the call, such as the scale of logits.
     """
 
     problem: P
     operands: Callable[..., tuple[Any, ...]]
-    restore: Callable[..., Any]
+    restore: Callable[..., tuple[Any, ...]]
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def copies(found, *shapes):
     """How many arrays are moved before the kernel and after it."""
 
     def run(*args):
-        return found.restore(MATMUL.library.run(found.problem, Library(), ANY, *found.operands(*args)))
+        return found.restore(MATMUL.library.run(found.problem, Library(), ANY, *found.operands(*args)))[0]
 
     jaxpr = jax.make_jaxpr(run)(*(array(*shape) for shape in shapes))
     return sum(each.primitive is lax.transpose_p for each in jaxpr.eqns)
@@ -73,7 +73,7 @@ def test_any_dot_general_is_xlas_or_computed_alike(dot):
         return
     operands = found.operands(a, b)
     assert [x.shape for x in operands] == [s.shape for s in found.problem.operands()]
-    result = found.restore(MATMUL.library.run(found.problem, Library(), ANY, *operands))
+    (result,) = found.restore(MATMUL.library.run(found.problem, Library(), ANY, *operands))
     np.testing.assert_array_equal(result, lax.dot_general(a, b, numbers))
 
 

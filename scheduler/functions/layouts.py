@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.functions.equations import Body, bodies
 
-# Of each input and of the result, its axes in the order in which they lie in memory; None is their own order.
+# Of each input and of each result, its axes in the order in which they lie in memory; None is their own order.
 Stored = tuple[tuple[int, ...] | None, ...]
 
 
@@ -43,10 +43,10 @@ def _of_body(jaxpr: Any, primitives: Collection[Any]) -> Iterator[tuple[Any, Sto
         users[id(x)].append(None)
     for equation in jaxpr.eqns:
         if equation.primitive in primitives:
-            (result,) = equation.outvars
             avals = [x.aval for x in equation.invars]
             read = (_read(x, made) for x in equation.invars)
-            yield key(equation.primitive, avals, equation.params), (*read, _written(result, users))
+            written = (_written(x, users) for x in equation.outvars)
+            yield key(equation.primitive, avals, equation.params), (*read, *written)
 
 
 def _read(x: Any, made: Mapping[int, Any]) -> tuple[int, ...] | None:

@@ -37,16 +37,17 @@ def optimize(
     seconds: float = in_turns.SECONDS,
     **jit_options: Any,
 ) -> Optimized:
-    """`fn`, jitted, with kernels in place of its products where the whole is faster for it.
+    """`fn`, jitted, with kernels in place of its products and its attention where the whole is faster for it.
 
-    A product (`lax.dot_general`, as `jnp.matmul`, `jnp.einsum` and models have it) becomes a tuned call while `fn` is
-    lowered: forwards, backwards, in scans, remat, custom derivatives and batches. Only where a kernel answers it, by
-    a record or the model; every other equation is lowered as JAX lowers it.
+    A product (`lax.dot_general`, as `jnp.matmul`, `jnp.einsum` and models have it), and attention that cuDNN is asked
+    for (``jax.nn.dot_product_attention(implementation="cudnn")``), becomes a tuned call while `fn` is lowered:
+    forwards, backwards, in scans, remat, custom derivatives and batches. Only where a kernel answers it, by a record or
+    the model; every other equation is lowered as JAX lowers it.
 
     At the first call with other shapes, dtypes, weak types, shardings, static arguments or structure both versions are
     compiled and run on the arguments: their results are compared, and they are timed in turns, which takes
     `seconds`. The tuned one is kept where it computed the same and is faster beyond doubt. XLA's version
-    answers, and nothing is timed, where no kernel answers any product, and where `fn` has side effects. In a job of
+    answers, and nothing is timed, where no kernel answers any of these, and where `fn` has side effects. In a job of
     several processes nothing is timed, either: a plan answers (`scheduler.plan`), or else XLA. `report()` says what was
     decided, and why.
 

@@ -62,7 +62,7 @@ def answering() -> Mapping[Any, Operation[Any]]:
 def lower(traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...] | None = None) -> Lowered:
     """Lowers what `jax.jit` traced, with the answers that are not the library's.
 
-    What the library answers is JAX's own equation, as it stands, so that XLA fuses there what it always fuses.
+    What the library answers, or a vendor's, is JAX's own equation, as it stands: XLA fuses there what it always fuses.
 
     Args:
       options: operation's name -> what its answers may be.
@@ -90,15 +90,16 @@ def lower(traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...
         except NoCandidate as error:
             left[str(error)] += 1
             return None
-        if found.kernel.library:
-            left[f"{operation.library.backend} answers {operation.name} {problem}: {found.reason}"] += 1
+        if found.kernel.library or found.kernel.vendor:
+            left[f"{found.kernel.backend} answers {operation.name} {problem}: {found.reason}"] += 1
             return None
         words = schedule_text(dataclasses.asdict(found.schedule))
         replaced[Replaced(operation.name, problem, found.kernel.backend, words, found.reason)] = None
 
         def run(*args: Any) -> tuple[Any, ...]:
-            return (
-                posed.restore(*found.kernel.results(problem, found.schedule, found.target, *posed.operands(*args))),
+            operands = posed.operands(*args)
+            return posed.restore(
+                *found.kernel.results(problem, found.schedule, found.target, *operands, **posed.params)
             )
 
         return run

@@ -14,7 +14,7 @@ from scheduler.functions import layouts
 from scheduler.functions.counted import Counted, Tally
 from scheduler.functions.equations import inside, is_backward, line_of
 from scheduler.prediction.between import answer
-from search_spaces import OPERATIONS, load
+from search_spaces import OPERATIONS, jax_compat, load
 from search_spaces.operation import Operation, Posed
 from search_spaces.recognise import graph
 from search_spaces.recognise.pattern import Recognised
@@ -72,6 +72,8 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
         for node in scope.nodes:
             backward = scope.backward or is_backward(node.equation)
             if id(node) in replaced or (backward and line_of(node.equation) in covered):
+                continue
+            if node.equation.primitive in jax_compat.CUDNN_EQUATIONS:  # its own record alone tells a gain over it
                 continue
             for operation in operations:
                 if isinstance(posed := _posed(operation, node.equation, stored), Posed):

@@ -25,7 +25,7 @@ SEVERAL_PROCESSES = (
     "(scheduler.plan)"
 )
 PLANNED = "the plan answers, in every process of the job alike"
-NOTHING_REPLACED = "no kernel answers any of its products"
+NOTHING_REPLACED = "no kernel answers any of its products, nor its attention"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Flash attention forward: ``FLASH_ATTENTION``, its problem and its kernels."""
 
-from search_spaces.flash_attention import front_end, recognise, rules
+from search_spaces import jax_compat
+from search_spaces.flash_attention import from_cudnn, front_end, recognise, rules
 from search_spaces.flash_attention.cudnn import CudnnFlashAttention
 from search_spaces.flash_attention.hopper import MosaicGpuFlashAttention, MosaicGpuFlashDecoding
 from search_spaces.flash_attention.interpret import InterpretedFlashAttention
@@ -26,6 +27,7 @@ FLASH_ATTENTION = Operation[FlashAttentionProblem](
     vjp_fwd=rules.vjp_fwd,
     vjp_bwd=rules.vjp_bwd,
     front_end=front_end.bind,
+    equations={jax_compat.CUDNN_ATTENTION: from_cudnn.posed},
     recognise=recognise.recognise,
     shard=rules.shard,
 )

@@ -158,8 +158,8 @@ def _product(
         shapes = [s.shape for s in problem.operands()]
         return tuple(each.reshape(shape) for each, shape in zip(both[:: -1 if swapped else 1], shapes, strict=True))
 
-    def restore(result: jax.Array) -> jax.Array:
-        return lax.transpose(result.reshape(c.stored), back)
+    def restore(result: jax.Array) -> tuple[jax.Array]:
+        return (lax.transpose(result.reshape(c.stored), back),)
 
     return Posed(problem, operands, restore)
 

@@ -1,0 +1,57 @@
+"""Attention that a function asks cuDNN for, as a problem: ``jax.nn.dot_product_attention(implementation="cudnn")``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+# What of cuDNN's attention a problem has no word for: its name among the parameters of JAX's equation -> why not.
+BIAS, DROPOUT, PACKED, PAGED = "a bias", "dropout", "several sequences in one row", "keys in pages"
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What an equation asks of cuDNN.
+
+    Attributes:
+      fields: of the problem, as far as shapes do not tell.
+      lengths: of queries and of keys, ``int32[batch]`` each; () where sequences have full length.
+      scale: of logits.
+    """
+
+    fields: Mapping[str, Any]
+    lengths: tuple[Any, ...]
+    scale: float
+
+
+def asked(q: Any, k: Any, rest: tuple[Any, ...], params: Mapping[str, Any]) -> Asked | str:
+    """What is asked for, or why a problem cannot say it, in words.
+
+    Args:
+      q, k: what has a shape.
+      rest: the equation's inputs behind q, k and v: bias, lengths and offsets of queries and keys, two page tables,
+        and operands of a function of logits.
+      params: the equation's, as in `jax._src.cudnn.fused_attention_stablehlo`.
+    """
+    _, q_lengths, kv_lengths, q_offsets, _, pages, _, *more = rest
+    mask, window = params["mask_type"].name, params["sliding_window_length"]
+    causal, padded = "CAUSAL" in mask, "PADDING" in mask
+    refused = {
+        BIAS: any(params["variadic_args"]),
+        DROPOUT: params["dropout_rate"] > 0,
+        PACKED: q_offsets.size > 0 or (padded and (q_lengths.ndim, kv_lengths.ndim) != (1, 1)),
+        PAGED: pages.size > 0,
+        "a function of logits": bool(more),
+        "heads before tokens": params["layout"] != 0,
+        f"the mask {mask}": mask not in ("NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"),
+        "a window without a causal mask": window is not None and not causal,
+        "a causal mask of other than as many queries as keys": causal and q.shape[1] != k.shape[1],
+    }
+    for what, there in refused.items():
+        if there:
+            return f"attention by cuDNN with {what} is left to it"
+    fields: dict[str, Any] = {"causal": causal, "q_lengths": padded, "kv_lengths": padded}
+    if window is not None:
+        fields["window_left"] = window - 1  # cuDNN counts the query's own key
+    return Asked(fields, (q_lengths, kv_lengths) if padded else (), params["scale"])
