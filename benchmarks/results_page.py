@@ -25,6 +25,8 @@ from search_spaces.matmul import MatmulProblem
 # Problems that a result lacks.
 MOST_NAMED = 8
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
+# Whose schedules are compiled for its architecture, and for those that follow.
+MMA_CHIPS = {"sm_80": "a100", "sm_86": "a40", "sm_89": "l40s"}
 PLACE = re.compile(r"(?<=<!-- by benchmarks/results_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 H200 = hardware.find("NVIDIA H200")
 Result = Mapping[str, Any]
@@ -153,6 +155,7 @@ def page(results: Mapping[str, Result]) -> str:
         *(_many_gpus(of["many_gpus"]) if "many_gpus" in of else ()),
         *_sizes(of["sizes"]),
         *_faults(of["faults-cpu"], of["faults"]),
+        *_compiled(results),
     ]
     return "\n".join(lines) + "\n"
 
@@ -432,6 +435,37 @@ def _caught(row: Row | None) -> tuple[str, str, str]:
         return "", "", ""
     caught = ", ".join(f"{count} {STAGES.get(stage, stage)}" for stage, count in row["caught_as"].items())
     return caught, str(row["lost"]), str(row["innocent_blamed"])
+
+
+def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("", "## Kernels for chips that are not here, by their compilers", "")
+    yield from text(
+        "Schedules drawn at random and from the top of the model's ranking, ragged problems included. *Accepted "
+        "falsely* is what the model calls legal and the compiler refuses, *rejected falsely* the reverse; *to the "
+        "byte* are programs whose on-chip memory is what was predicted, of those that were compiled; tau is Kendall's, "
+        "between the model's times and the compiler's estimates, the median over problems. "
+        "`benchmarks/results/tpu_fit-*.json`, by `benchmarks/tpu_fit.py`:"
+    )
+    yield from table("TPU", "schedules", "accepted falsely", "rejected falsely", "to the byte", "tau", left=1)
+    for name, of in results.items():
+        if name.startswith("tpu_fit"):
+            s = of["summary"]
+            exact = f"{s['bytes_equal']} of {s['bytes_compared']}"
+            wrong = str(s["false_accepts"]), str(s["false_rejects"])
+            yield line(of["environment"]["device"], str(s["schedules"]), *wrong, exact, number(s["tau_median"], 2))
+    yield ""
+    yield from text(
+        "Matmuls by warp-level MMA, by ptxas, for each architecture: `benchmarks/results/mma_fit-*.json`, by "
+        "`benchmarks/mma_fit.py`:"
+    )
+    yield from table("", "schedules", "refused", "spilled", "other on-chip bytes", left=1)
+    mma = [results[f"mma_fit-nvidia-{chip}"]["summary"] for chip in MMA_CHIPS.values()]
+    for architecture, of_own in zip(MMA_CHIPS, mma, strict=True):
+        others = [s[architecture] for s in mma if architecture in s]
+        counts = [sum(s[name] for s in (of_own, *others)) for name in ("schedules", "spilled")]
+        yield line(
+            architecture, str(counts[0]), str(of_own["refused"]), str(counts[1]), str(of_own["other_onchip_bytes"])
+        )
 
 
 def _section(title: str, name: str, result: Result) -> Iterator[str]:
