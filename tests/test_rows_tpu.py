@@ -165,6 +165,18 @@ def test_rows_of_any_length_fit_every_chip_and_moderate_ones_move_once(operation
             assert residencies if columns > 131072 else residencies - {"reread"}
 
 
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_two_cores_with_a_block_each_keep_one_buffer_as_one_core_with_one_block_does(operation):
+    def onchip_bytes(rows, chip):
+        problem, target = operation.problem(rows=rows, columns=2048, dtype="float32"), find(chip).target
+        _, found = points(operation, problem, target)
+        of_blocks = found.take((found.rows == 512) & (getattr(found, "residency", "window") == "window"))
+        return set(kernel(operation).footprint(problem, of_blocks, target).onchip_bytes.tolist())
+
+    assert onchip_bytes(1024, "v5p") == onchip_bytes(512, "v6e") == onchip_bytes(512, "v5p")
+    assert min(onchip_bytes(1536, "v5p")) > 1.4 * max(onchip_bytes(1024, "v5p"))
+
+
 def drawn(chip, count, seed):
     """Problems and schedules that the model calls legal, of few blocks: a compiler's report costs time by the block."""
     rng = random.Random(seed)

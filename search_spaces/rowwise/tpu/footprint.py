@@ -39,8 +39,7 @@ def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int, t
     blocks, chunks = cdiv(p.rows, s.rows), cdiv(p.columns, s.columns)
     arrays, itemsize = len(p.row_operands) + len(p.results()), p.itemsize
     _, shared = p.apart(p.operands())
-    # A window whose block never changes has one buffer.
-    buffers = np.where(blocks * chunks > 1, BUFFERS, 1)
+    buffers = _buffers(blocks, chunks, target)
     weight_buffers = np.where(chunks > 1, BUFFERS, 1)
     onchip: Any = arrays * buffers * rows_bytes(s.rows, s.columns, itemsize)
     onchip = onchip + len(shared) * weight_buffers * row_bytes(s.columns)
@@ -85,7 +84,7 @@ def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Tar
     """That of kernels of rows of halves, of which a block has all columns."""
     blocks = cdiv(p.rows, s.rows)
     arrays = (*p.operands(), *p.results())
-    buffers = np.where(blocks > 1, BUFFERS, 1)
+    buffers = _buffers(blocks, 1, target)
     onchip = sum(buffers * rows_bytes(s.rows, x.shape[-1], p.itemsize) for x in arrays) + _unpacked_bytes(p, target)
     elements = round_up(s.rows, SUBLANES) * round_up(p.columns, LANES)
     return Footprint(
@@ -108,6 +107,11 @@ def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Tar
         stages=BUFFERS,
         persistent=True,
     )
+
+
+def _buffers(blocks: Column, chunks: Column | int, target: Target) -> Column:
+    """Of a window: one where its block never changes, in a grid of one step, or of one for each core."""
+    return np.where((chunks == 1) & ((blocks == 1) | (blocks == target.cores)), 1, BUFFERS)
 
 
 def rows_bytes(rows: Column | int, columns: Column | int, itemsize: int) -> npt.NDArray[np.int64]:
