@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 import scheduler
 from scheduler.core import hardware
-from scheduler.functions import agreement
+from scheduler.functions import agreement, replacing
 from scheduler.functions.trial import NOTHING_REPLACED
 from scheduler.prediction.predict import predict
 from search_spaces.matmul import MATMUL
@@ -290,6 +290,19 @@ def test_what_is_stored_nowhere_is_an_error_where_that_is_asked_for():
         fast(normal(6, 6))
 
 
+def test_a_backend_of_some_operations_is_asked_of_these_and_the_others_are_the_librarys():
+    fast = scheduler.optimize(lambda a: a @ a, backends=("mosaic_tpu", "mosaic_gpu_decode"))
+    operations = [operation.name for operation in replacing.answering().values()]
+    asked = dict(zip(operations, (options.backends for options in fast._asked()), strict=True))
+    assert asked == {
+        "matmul": {"mosaic_tpu"},
+        "flash_attention": {"mosaic_tpu", "mosaic_gpu_decode"},
+        "flash_attention_backward": {"xla"},
+    }
+    everything = scheduler.optimize(lambda a: a @ a)
+    assert {options.backends for options in everything._asked()} == {None}
+
+
 def test_even_odds_are_enough_of_a_product_where_the_whole_is_timed():
     problem = MATMUL.problem(m=4096, n=4096, k=4097, dtype="bfloat16")
     h200 = hardware.find("H200")
@@ -308,6 +321,12 @@ def test_wrong_options_are_refused_before_anything_is_called():
         scheduler.optimize(jnp.sin, on_miss="perhaps")
     with pytest.raises(ValueError, match="no backend 'cuda'"):
         scheduler.optimize(jnp.sin, backends="cuda")
+    with pytest.raises(ValueError, match="no backend 'cuda'"):
+        scheduler.optimize(jnp.sin, backends=("interpret", "cuda"))
+    with pytest.raises(ValueError, match="empty"):
+        scheduler.optimize(jnp.sin, backends=())
+    with pytest.raises(TypeError, match="neither a name nor several"):
+        scheduler.optimize(jnp.sin, backends=3)
     with pytest.raises(TypeError, match="wants a function"):
         scheduler.optimize(3)
     with pytest.raises(TypeError, match=r"of flax\.nnx.*returns all that it updates"):

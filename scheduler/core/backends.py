@@ -30,6 +30,34 @@ def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None
     )
 
 
+def backends_of_each(
+    operations: Sequence[Operation[Any]], wanted: str | Sequence[str] | None
+) -> list[Sequence[str] | None]:
+    """For each of these operations, which of the backends that `wanted` names it has; its library where it has none.
+
+    Raises:
+      TypeError, ValueError: as `named_backends`; of a name, where no operation has it.
+    """
+    if wanted is None:
+        return [None] * len(operations)
+    if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable) or not wanted:
+        named_backends(operations[0], wanted)  # says what is wrong
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    for name in names:
+        if not any(_has(operation, name) for operation in operations):
+            named_backends(operations[0], name)
+    return [
+        [name for name in names if _has(operation, name)] or [operation.library.backend] for operation in operations
+    ]
+
+
+def _has(operation: Operation[Any], name: str) -> bool:
+    try:
+        return bool(named_backends(operation, name))
+    except ValueError:
+        return False
+
+
 def backends_of_another(
     other: Operation[Any], operation: Operation[Any], allowed: frozenset[str] | None
 ) -> frozenset[str] | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from scheduler.core.backends import backends_of_each
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
@@ -56,8 +57,8 @@ def optimize(
 
     Args:
       fn: of arrays, plain or jitted.
-      on_miss, backends: as in `scheduler.tuned_matmul`, for each product; those that no allowed kernel can compute are
-        XLA's all the same.
+      on_miss, backends: as in `scheduler.tuned_matmul`, for each product and attention; those that no allowed kernel
+        can compute are left as they are.
       keep: "tuned" keeps the tuned version wherever it computes the same, and times nothing.
       seconds: of timing, at most, unless a few rounds take longer.
       jit_options: `static_argnums`, `donate_argnums` and whatever else `jax.jit` takes.
@@ -93,11 +94,12 @@ class Optimized:
     ) -> None:
         self._jitted: Any = fn if lowering_compat.is_jitted(fn) and not jit_options else jax.jit(fn, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
-        self._on_miss, self._backends, self._keep, self._seconds = on_miss, backends, keep, seconds
+        self._on_miss, self._keep, self._seconds = on_miss, keep, seconds
         self._table: collections.OrderedDict[Any, Decided] = collections.OrderedDict()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
         self._operations = tuple(replacing.answering().values())
+        self._named = backends_of_each(self._operations, backends)
         self._asked()  # what is wrong is refused now
         functools.update_wrapper(self, fn, updated=())  # the attributes of a model that is called are its own
         self.__name__: str = getattr(fn, "__name__", "function")
@@ -134,10 +136,8 @@ class Optimized:
         target, plan = calls.target.value, planned.in_force()
         sure = EVEN_ODDS if self._keep == "faster" else None
         return tuple(
-            dispatch.options(
-                operation, on_miss=self._on_miss, backends=self._backends, target=target, plan=plan, sure=sure
-            )
-            for operation in self._operations
+            dispatch.options(operation, on_miss=self._on_miss, backends=named, target=target, plan=plan, sure=sure)
+            for operation, named in zip(self._operations, self._named, strict=True)
         )
 
     def _decide(self, key: Any, given: Arguments) -> Decided:

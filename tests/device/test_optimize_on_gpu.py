@@ -75,6 +75,24 @@ def test_a_train_step_with_donated_weights_computes_the_same():
     assert any(each.problem.transpose_a for each in fast.decisions[0].replaced)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_by_cudnn_and_its_gradients_become_kernels_with_the_same_numbers(causal):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, 1024, 16, 128), (2, 1024, 4, 128), (2, 1024, 4, 128)
+    given = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+
+    def loss(q, k, v):
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+        return jnp.sin(out.astype(jnp.float32)).sum()
+
+    gradients = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    fast = scheduler.optimize(gradients, backends=("mosaic_gpu",), keep="tuned")
+    near(fast(*given), jax.jit(gradients)(*given))
+    (decided,) = fast.decisions
+    assert decided.kept == "tuned", decided.reason
+    assert {each.operation for each in decided.replaced} == {"flash_attention", "flash_attention_backward"}
+
+
 def test_heads_in_batches_are_the_same_numbers():
     q, k = (jax.random.normal(jax.random.key(i), (4, 512, 8, 128), jnp.bfloat16) for i in range(2))
 
