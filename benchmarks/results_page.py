@@ -452,7 +452,8 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
             s = of["summary"]
             exact = f"{s['bytes_equal']} of {s['bytes_compared']}"
             wrong = str(s["false_accepts"]), str(s["false_rejects"])
-            yield line(of["environment"]["device"], str(s["schedules"]), *wrong, exact, number(s["tau_median"], 2))
+            tau = number(s["tau_median"], 2) if s["tau_median"] is not None else "no estimates"
+            yield line(of["environment"]["device"], str(s["schedules"]), *wrong, exact, tau)
     yield ""
     yield from text(
         "Matmuls by warp-level MMA, by ptxas, for each architecture: `benchmarks/results/mma_fit-*.json`, by "
