@@ -396,7 +396,8 @@ def test_pictures_are_shown_on_the_ground_of_the_page(window, tmp_path, dark, gr
     assert not window.complaints()
 
 
-def test_a_file_that_cannot_be_written_is_said_in_a_sentence(tmp_path):
+def test_a_file_that_cannot_be_written_is_said_in_a_sentence_before_anything_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("scheduler.inspect.report.gather.gather", None)
     assert "No such file or directory" in run("report", "--out", tmp_path / "no" / "report.html", status=1)
     assert "--pictures is few, all or none, not some" in run("report", "--pictures", "some", status=2)
     assert "no operation 'matmull'; did you mean 'matmul'?" in run("report", "--operation", "matmull", status=2)

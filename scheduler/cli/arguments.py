@@ -177,6 +177,15 @@ def file_errors(file: Path) -> Iterator[None]:
         raise SchedulerError(f"{file}: {reason}") from error
 
 
+def require_writable(file: Path) -> None:
+    """Says now, and not after minutes of work, that it cannot be written; what it holds stays."""
+    with file_errors(file):
+        there = file.exists()
+        file.open("a").close()
+        if not there:
+            file.unlink()
+
+
 def read_text(file: Path) -> str:
     with file_errors(file):
         return file.read_text(encoding="utf-8")

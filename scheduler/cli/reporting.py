@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scheduler.cli.arguments import Chips, file_errors, usage_errors, wanted_by
+from scheduler.cli.arguments import Chips, file_errors, require_writable, usage_errors, wanted_by
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import say
 from tile_scheduler import __version__
@@ -33,6 +33,7 @@ def report(
     """Write the stored schedules as one HTML file: each with its explanation, how sure it is, and its trials."""
     if pictures not in ("few", "all", "none"):
         raise typer.BadParameter(f"--pictures is few, all or none, not {pictures}")
+    require_writable(out)
     from scheduler.inspect import plots
     from scheduler.inspect.report import gather, page
     from scheduler.inspect.report import pictures as draw
