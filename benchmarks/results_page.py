@@ -447,7 +447,7 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
         "`benchmarks/results/tpu_fit-*.json`, by `benchmarks/tpu_fit.py`:"
     )
     yield from table("TPU", "schedules", "accepted falsely", "rejected falsely", "to the byte", "tau", left=1)
-    for name, of in results.items():
+    for name, of in sorted(results.items()):
         if name.startswith("tpu_fit"):
             s = of["summary"]
             exact = f"{s['bytes_equal']} of {s['bytes_compared']}"
