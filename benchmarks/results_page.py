@@ -463,10 +463,8 @@ def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
     mma = [results[f"mma_fit-nvidia-{chip}"]["summary"] for chip in MMA_CHIPS.values()]
     for architecture, of_own in zip(MMA_CHIPS, mma, strict=True):
         others = [s[architecture] for s in mma if architecture in s]
-        counts = [sum(s[name] for s in (of_own, *others)) for name in ("schedules", "spilled")]
-        yield line(
-            architecture, str(counts[0]), str(of_own["refused"]), str(counts[1]), str(of_own["other_onchip_bytes"])
-        )
+        schedules, spilled = (sum(s[name] for s in (of_own, *others)) for name in ("schedules", "spilled"))
+        yield line(architecture, *map(str, (schedules, of_own["refused"], spilled, of_own["other_onchip_bytes"])))
 
 
 def _section(title: str, name: str, result: Result) -> Iterator[str]:

@@ -115,11 +115,24 @@ def test_what_no_problem_says_is_left_with_the_reason(what):
     (equation,) = [
         each
         for each in jaxprs.equations(jax.make_jaxpr(functools.partial(attention, **REFUSED[what]))(*args).jaxpr)
-        if each.primitive in FLASH_ATTENTION.equations
+        if _asks(each)
     ]
     reason = FLASH_ATTENTION.equations[equation.primitive](*(x.aval for x in equation.invars), **equation.params)
     assert not isinstance(reason, Posed)
     assert reason == f"attention by cuDNN with {what} is left to it"
+
+
+def test_a_parameter_that_nobody_here_knows_leaves_it_to_cudnn():
+    args = draw()
+    (equation,) = [each for each in jaxprs.equations(jax.make_jaxpr(attention)(*args).jaxpr) if _asks(each)]
+    posed = functools.partial(FLASH_ATTENTION.equations[equation.primitive], *(x.aval for x in equation.invars))
+    assert isinstance(posed(**equation.params), Posed)
+    assert isinstance(posed(**equation.params, stored=(None,) * 11), Posed)
+    assert "a function of logits" in posed(**equation.params, logits_by="cap")
+
+
+def _asks(equation):
+    return equation.primitive in FLASH_ATTENTION.equations
 
 
 @pytest.mark.parametrize(

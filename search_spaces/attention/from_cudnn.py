@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# What of cuDNN's attention a problem has no word for: its name among the parameters of JAX's equation -> why not.
-BIAS, DROPOUT, PACKED, PAGED = "a bias", "dropout", "several sequences in one row", "keys in pages"
+# The parameters that are read here, that of dropout alone, and that which optimize adds. Whatever else an equation has
+# asks for more: a function of logits, from JAX 0.12 on.
+KNOWN = {"mask_type", "sliding_window_length", "variadic_args", "dropout_rate", "layout", "scale", "seed", "stored"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +39,11 @@ def asked(q: Any, k: Any, rest: tuple[Any, ...], params: Mapping[str, Any]) -> A
     mask, window = params["mask_type"].name, params["sliding_window_length"]
     causal, padded = "CAUSAL" in mask, "PADDING" in mask
     refused = {
-        BIAS: any(params["variadic_args"]),
-        DROPOUT: params["dropout_rate"] > 0,
-        PACKED: q_offsets.size > 0 or (padded and (q_lengths.ndim, kv_lengths.ndim) != (1, 1)),
-        PAGED: pages.size > 0,
-        "a function of logits": bool(more),
+        "a bias": any(params["variadic_args"]),
+        "dropout": params["dropout_rate"] > 0,
+        "several sequences in one row": q_offsets.size > 0 or (padded and (q_lengths.ndim, kv_lengths.ndim) != (1, 1)),
+        "keys in pages": pages.size > 0,
+        "a function of logits": bool(more) or any(params[name] is not None for name in params.keys() - KNOWN),
         "heads before tokens": params["layout"] != 0,
         f"the mask {mask}": mask not in ("NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"),
         "a window without a causal mask": window is not None and not causal,
