@@ -43,7 +43,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_onchip_bytes_are_what_lowering_asks_for(problem):
     points, _ = space(problem).legal()
-    found = decode.footprint(problem, points)
+    found = decode.footprint(problem, points, TARGET.cores)
     fits = np.flatnonzero(found.onchip_bytes <= hopper.H200.onchip_bytes)
     assert len(fits) >= 4
     for index in fits[:: max(1, len(fits) // 3)]:
@@ -59,7 +59,7 @@ def test_keys_that_8_does_not_divide_are_not_copied():
     points, _ = space(problem).legal()
     schedule = FlashDecodingSchedule(**points.row(0))
     assert "stablehlo.pad" not in lower(problem, schedule).as_text()
-    copied, of_even = (decode.footprint(p, points).copied_bytes for p in (problem, LLAMA))
+    copied, of_even = (decode.footprint(p, points, TARGET.cores).copied_bytes for p in (problem, LLAMA))
     np.testing.assert_array_equal(copied, of_even)
 
 
@@ -92,7 +92,7 @@ def test_clusters_combine_all_splits_or_eight_of_them():
 
 @pytest.mark.parametrize(("split_kv", "cluster", "launches"), [(8, 1, 2), (8, 8, 1), (32, 8, 2)])
 def test_a_cluster_of_all_splits_saves_the_second_launch(split_kv, cluster, launches):
-    found = decode.footprint(LLAMA, Columns.of([by(split_kv=split_kv, cluster=cluster)]))
+    found = decode.footprint(LLAMA, Columns.of([by(split_kv=split_kv, cluster=cluster)]), TARGET.cores)
     assert found.launches[0] == launches
 
 
@@ -109,10 +109,17 @@ MEASURED = {
 }
 
 
-def ranked(batch, kv_len):
+# The same of 64 sequences of up to 16384 keys, drawn (`random_lengths`).
+OF_MANY_LENGTHS = {
+    (64, 2, 8, 8): 249.9, (64, 2, 8, 1): 265.0, (64, 2, 4, 4): 265.7, (128, 2, 8, 1): 267.1, (64, 2, 6, 1): 267.2,
+    (64, 2, 3, 1): 275.2, (64, 2, 2, 2): 287.9, (64, 2, 2, 1): 291.4, (64, 2, 1, 1): 294.7, (64, 4, 1, 1): 336.6,
+}  # fmt: skip
+
+
+def ranked(batch, kv_len, **fields):
     """Schedules of the space, best prediction first, and their seconds."""
     problem, kernel = (
-        dataclasses.replace(LLAMA, batch=batch, kv_len=kv_len, kv_heads=4),
+        dataclasses.replace(LLAMA, batch=batch, kv_len=kv_len, kv_heads=4, **fields),
         decode.MosaicGpuFlashDecoding(),
     )
     pruned = prune(kernel, problem, hopper.H200, CostModel(hopper.H200))
@@ -124,6 +131,20 @@ def test_of_what_was_measured_the_top_prediction_is_nearly_the_fastest(point):
     times, predicted = MEASURED[point], ranked(*point)
     top = next(schedule for schedule in predicted if schedule in times)
     assert times[top] * 0.97 <= min(times.values())
+
+
+def test_of_sequences_of_many_lengths_the_longest_end_alone_the_later_the_fewer_parts_they_have():
+    predicted = ranked(64, 16384, kv_lengths=True)
+    assert next(schedule for schedule in predicted if schedule in OF_MANY_LENGTHS) == (64, 2, 8, 8)
+    by_parts = [schedule for schedule in OF_MANY_LENGTHS if schedule[:2] == (64, 2)]
+    assert sorted(by_parts, key=predicted.__getitem__)[-3:] == by_parts[-3:]
+    ratios = [1e6 * predicted[schedule] / OF_MANY_LENGTHS[schedule] for schedule in by_parts]
+    assert min(ratios) > 0.97
+    assert max(ratios) < 1.16
+    even = ranked(64, 16384)
+    one = (64, 2, 1, 1)
+    assert predicted[one] > 1.3 * even[one] / 2  # half as many keys
+    assert ranked(1, 8192, kv_lengths=True)[(64, 3, 32, 1)] < ranked(1, 8192)[(64, 3, 32, 1)]  # one has no longest
 
 
 def test_a_cluster_beats_a_second_launch_where_keys_are_few():

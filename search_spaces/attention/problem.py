@@ -121,6 +121,12 @@ class AttentionProblem(Problem):
         return 0.5 if self.kv_lengths else 1.0
 
     @property
+    def longest_beyond_mean(self) -> float:
+        """What the longest of the sequences that `random_lengths` gives has more keys than the mean, over the mean."""
+        pairs = self.batch // 2
+        return pairs / (pairs + 1) if self.kv_lengths else 0.0
+
+    @property
     def pair_share(self) -> float:
         """Of the pairs, at least those that `random_lengths` leave: the mean of a square is no less than that."""
         one = self.q_share * self.kv_share

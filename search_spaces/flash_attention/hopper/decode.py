@@ -135,7 +135,7 @@ class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule
         return Space(FlashDecodingSchedule, choices(problem, target), rules(problem, target))
 
     def footprint(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules)
+        return footprint(problem, schedules, target.cores)
 
     def run(
         self,

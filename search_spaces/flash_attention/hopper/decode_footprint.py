@@ -18,9 +18,12 @@ from search_spaces.space import Columns, cdiv, round_up
 
 # FP32 operations of a logit: scale, maximum, difference, sum, conversion.
 LOGIT_OPERATIONS = 6
+# Where the memory is the bound, what the longest sequence has more than the mean is read by few CTAs, each faster than
+# when all read: as if so many for each SM shared the memory (H200, 64 sequences of up to 16384 keys, eight schedules).
+LAST_CTAS = 0.8
 
 
-def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
+def footprint(p: FlashAttentionProblem, s: Columns, cores: int) -> Footprint:
     """A block is a split of the keys of one head; the second kernel's traffic is copied bytes."""
     plan = DecodePlan.of(p, s)
     itemsize, heads = plan.dtype.itemsize, p.batch * p.kv_heads
@@ -29,6 +32,8 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
     visible = p.kv_share * (p.kv_len if p.right is None else min(p.kv_len, p.q_len + p.right))
     blocks = cdiv(visible, s.block_kv)
     steps = np.maximum(blocks / s.split_kv, 1.0)
+    at_once = np.minimum(plan.ctas, np.where(plan.two_ctas, 2, 1) * cores)
+    longest = steps * (1 + p.longest_beyond_mean * np.minimum(LAST_CTAS * cores / at_once, 1.0))
     keys = visible / s.split_kv / steps  # of a step
     results = p.batch * p.heads * p.q_len
     written = heads * plan.tiles * plan.tile_rows * p.value_dim
@@ -60,6 +65,7 @@ def footprint(p: FlashAttentionProblem, s: Columns) -> Footprint:
             bytes_written=(out_bytes + lse_bytes) / s.cluster,
         ),
         steps=steps,
+        step_range=(np.ones(len(s)), longest) if p.kv_lengths else None,
         minor=0,
         axes=("kv heads of all sequences", "packed queries", "splits of the keys"),
         stages=s.stages,
