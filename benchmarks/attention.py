@@ -5,8 +5,9 @@
 
 Each point is searched first (or found in the cache); no search is begun that would end after 70 % of the time, if it
 took as long as the longest before it. Then fresh processes, which chose nothing, verify the best Pallas schedule, the
-final answer, the model's first choice, cuDNN, the library's best program (where it takes less than four times as long)
-and, of float16, every schedule of JAX's kernel, and time them in turns on the same buffers. Ratios are the other's time
+final answer, the model's first choice, cuDNN, the library's best program (where it takes less than four times as long),
+tokamax's kernel where it is installed and, of float16, every schedule of JAX's, and time them in turns on the same
+buffers. Ratios are the other's time
 over ours: above one is faster. When time is up, the result is written of what there is, and `missing` in its
 environment names the rest; the same command goes on from there.
 
@@ -33,9 +34,9 @@ from typing import Any
 
 import suite
 from attention_points import REHEARSED, Point, points
+from attention_rivals import BACKWARD, FORWARD, RIVALS
 from harness import Kept, told
 from independent import REPETITIONS, conditions, start_fresh, time_in_rounds, times_of
-from jax_attention import BACKWARD, FORWARD, JAX_ATTENTION
 from rich.console import Console
 from rich.table import Table
 from suite import answers, cell, conclude, found, search, time_all
@@ -126,7 +127,7 @@ def timed_by(point: Point) -> Operation[Any]:
 
 
 def candidates(point: Point, record: Record, hardware: Hardware) -> dict[str, Candidate]:
-    """By name: "xla", "pallas", "final", "model", "cudnn", "jax 1" and so on, of those that there are."""
+    """By name: "xla", "pallas", "final", "model", "cudnn", "jax 1", "tokamax 1" and so on, of those that there are."""
     operation, problem = tuned_by(point), point.problem
     pallas = named_backends(operation, "pallas")
     named = answers(operation, record)
@@ -145,10 +146,11 @@ def candidates(point: Point, record: Record, hardware: Hardware) -> dict[str, Ca
     if firsts:
         first = min(firsts, key=lambda one: one.predicted_s)
         found["model"] = Candidate(first.backend, operation.kernel(first.backend).version, first.schedule)
-    if not point.backward and JAX_ATTENTION.supports(problem, hardware.target) is None:
-        space = JAX_ATTENTION.space(problem, hardware.target)
-        for n, schedule in enumerate(space.schedules(space.legal()[0]), start=1):
-            found[f"jax {n}"] = Candidate(JAX_ATTENTION.backend, JAX_ATTENTION.version, vars(schedule))
+    for name, rival in () if point.backward else RIVALS.items():
+        if rival.supports(problem, hardware.target) is None:
+            space = rival.space(problem, hardware.target)
+            for n, schedule in enumerate(space.schedules(space.legal()[0]), start=1):
+                found[f"{name} {n}"] = Candidate(rival.backend, rival.version, vars(schedule))
     return found
 
 
@@ -183,9 +185,14 @@ def row(point: Point, record: Record, fresh: Runner, rounds: int) -> dict[str, A
     entries = candidates(point, record, fresh.hardware)
     tasks = {name: Task(operation, problem, one.backend, one.schedule, REPETITIONS) for name, one in entries.items()}
     outcome = time_in_rounds(fresh, tasks, rounds)
-    rivals = {name: outcome.times(name).median_s for name in entries if name[:3] == "jax" and outcome.times(name)}
     alias = {name: name for name in ("cudnn", "xla", "pallas", "final", "model")}
-    alias["jax"] = min(rivals, key=rivals.__getitem__, default="")
+    for rival in RIVALS:
+        timed = {
+            name: measured.median_s
+            for name in entries
+            if name.startswith(f"{rival} ") and (measured := outcome.times(name))
+        }
+        alias[rival] = min(timed, key=timed.__getitem__, default="")
     line: dict[str, Any] = {
         "point": str(point),
         "kind": point.kind,
@@ -206,7 +213,7 @@ def row(point: Point, record: Record, fresh: Runner, rounds: int) -> dict[str, A
         line[f"{name}_tb_per_s"] = joined and problem.bytes_moved / joined.median_s / 1e12
         line[f"{name}_schedule"] = entry and dict(entry.schedule)
     for ours in ("pallas", "final"):
-        for other in ("cudnn", "xla", "jax"):
+        for other in ("cudnn", "xla", *RIVALS):
             line[f"{ours}_vs_{other}"] = _ratio(line[f"{other}_us"], line[f"{ours}_us"])
     line["model_vs_pallas"] = _ratio(line["pallas_us"], line["model_us"])
     return line
@@ -246,6 +253,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
         "final_vs_cudnn_worst": worst("final_vs_cudnn", against),
         "model_first_choice_worst": worst("model_vs_pallas", rows),
         "pallas_vs_jax_geomean": mean("pallas_vs_jax", rows),
+        "pallas_vs_tokamax_geomean": mean("pallas_vs_tokamax", rows),
+        "pallas_vs_tokamax_worst": worst("pallas_vs_tokamax", rows),
         "final_vs_xla_worst": worst("final_vs_xla", rows),
         "mean_error_vs_cudnn_worst": max(
             (ours / theirs for one in off for ours, theirs in _mean_errors(one)), default=None
@@ -311,13 +320,13 @@ def with_errors(row: Mapping[str, Any], kept: Kept) -> dict[str, Any]:
 
 def _print(rows: Sequence[dict[str, Any]], hardware: Hardware) -> None:
     table = Table(title=f"attention on {hardware.kind}: microseconds, and TFLOP/s (decoding: TB/s) of Pallas")
-    for column in ("point", "cuDNN", "XLA", "JAX", "Pallas", "rate", "vs cuDNN", "model's", "final", "by"):
+    for column in ("point", "cuDNN", "XLA", "JAX", "tokamax", "Pallas", "rate", "vs cuDNN", "model's", "final", "by"):
         table.add_column(column, justify="left" if column == "point" else "right")
     for row in rows:
         rate = row["pallas_tb_per_s"] if row["kind"] == "decode" else row["pallas_tflops"]
         table.add_row(
             row["point"],
-            *(cell(row[f"{name}_us"], ".1f") for name in ("cudnn", "xla", "jax", "pallas")),
+            *(cell(row[f"{name}_us"], ".1f") for name in ("cudnn", "xla", *RIVALS, "pallas")),
             cell(rate, ".2f" if row["kind"] == "decode" else ".0f"),
             *(cell(row[name], ".3f") for name in ("pallas_vs_cudnn", "model_vs_pallas", "final_vs_cudnn")),
             row["final_backend"],

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from search_spaces import Columns, Footprint, Kernel, Operation, Space, Target
+from search_spaces import Columns, Footprint, Kernel, Space, Target
 from search_spaces.attention import cudnn
-from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
-from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
+from search_spaces.flash_attention import FlashAttentionProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +70,3 @@ class JaxAttention(Kernel[FlashAttentionProblem, JaxAttentionSchedule]):
 
 
 JAX_ATTENTION = JaxAttention()
-# Ours and the rivals as one operation each: timed by one bench, on the same buffers.
-FORWARD = Operation("attention_and_rivals", FlashAttentionProblem, (*FLASH_ATTENTION.kernels, JAX_ATTENTION))
-BACKWARD = Operation("attention_backward_and_rivals", FlashAttentionBackwardProblem, FLASH_ATTENTION_BACKWARD.kernels)

@@ -1,5 +1,6 @@
 """The benchmark of attention: its points, and the figures it boils them down to."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import attention as benchmark
 from attention_points import points
 from jax_attention import JAX_ATTENTION
+from tokamax_attention import TOKAMAX_ATTENTION
+
+from search_spaces.flash_attention import FlashAttentionProblem
 
 pytestmark = pytest.mark.one_jax
 
@@ -51,6 +55,20 @@ def test_the_rival_of_jax_takes_float16():
     )
 
 
+def test_tokamax_takes_what_is_timed_where_it_is_installed(monkeypatch):
+    forward = [point.problem for point in points() if not point.backward]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert all("pip install tokamax" in TOKAMAX_ATTENTION.supports(problem, H200.target) for problem in forward)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for problem in forward:
+        assert TOKAMAX_ATTENTION.supports(problem, H200.target) is None
+        space = TOKAMAX_ATTENTION.space(problem, H200.target)
+        (width,) = {schedule.block_kv for schedule in space.schedules(space.legal()[0])}
+        assert width == (64 if problem.head_dim == 256 else 128)
+    asked = FlashAttentionProblem(1, 64, 64, 2, 2, 64, return_lse=True)
+    assert "statistics" in TOKAMAX_ATTENTION.supports(asked, H200.target)
+
+
 def row(*, backward=False, kind="square", causal=False, vs_cudnn=1.1, final=1.1, model=0.95, cudnn_us=10.0):
     return {
         "backward": backward,
@@ -62,6 +80,7 @@ def row(*, backward=False, kind="square", causal=False, vs_cudnn=1.1, final=1.1,
         "final_vs_cudnn": final,
         "final_vs_xla": 2.0,
         "pallas_vs_jax": None,
+        "pallas_vs_tokamax": vs_cudnn and 2 * vs_cudnn,
         "model_vs_pallas": model,
     }
 
@@ -88,6 +107,7 @@ def test_the_summary_takes_the_points_that_each_figure_is_about():
     assert figures["final_vs_cudnn_worst"] == 0.99
     assert figures["model_first_choice_worst"] == 0.7
     assert figures["pallas_vs_jax_geomean"] is None
+    assert figures["pallas_vs_tokamax_worst"] == pytest.approx(0.2)
 
 
 def test_a_rehearsal_searches_times_compares_and_writes_every_figure(tmp_path, capfd):
