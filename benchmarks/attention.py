@@ -21,6 +21,7 @@ searches and times nothing, writes the result of both:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -42,7 +43,7 @@ from rich.table import Table
 from suite import answers, cell, conclude, found, search, time_all
 
 from scheduler.core.backends import named_backends
-from scheduler.core.hardware import Hardware
+from scheduler.core.hardware import Hardware, detect
 from scheduler.core.records import Record
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, Task
@@ -81,15 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     searched_by = deadline if options.search else started + SEARCHING * options.seconds
 
     store = Store(options.cache or default_url())
-    with contextlib.closing(start_runner(FLASH_ATTENTION)) as runner:
-        chosen = [point for point in suite_of(runner.hardware) if options.only in str(point)]
-        chosen = jobs.part(chosen, options.part)
-        if not options.errors:
-            tasks = [jobs.Task(tuned_by(point), point.problem, options.budget) for point in chosen]
-            search(tasks, runner, store, searched_by)
     if options.errors:
-        errors(chosen, runner.hardware, store, options.work, deadline)
-    if options.errors or options.search:
+        hardware = detect()
+        errors(_chosen(hardware, options), hardware, store, options.work, deadline)
+        return
+    with contextlib.closing(start_runner(FLASH_ATTENTION)) as runner:
+        chosen = _chosen(runner.hardware, options)
+        tasks = [jobs.Task(tuned_by(point), point.problem, options.budget) for point in chosen]
+        search(tasks, runner, store, searched_by)
+    if options.search:
         return
     with contextlib.closing(start_fresh()) as fresh:
         rows = measured(chosen, fresh, store, options.work, options.rounds, deadline)
@@ -111,6 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         partly=bool(options.only),
         incomplete=True,
     )
+
+
+def _chosen(hardware: Hardware, options: argparse.Namespace) -> list[Point]:
+    return jobs.part([point for point in suite_of(hardware) if options.only in str(point)], options.part)
 
 
 def suite_of(hardware: Hardware) -> Sequence[Point]:
