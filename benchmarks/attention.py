@@ -6,10 +6,10 @@
 Each point is searched first (or found in the cache); no search is begun that would end after 70 % of the time, if it
 took as long as the longest before it. Then fresh processes, which chose nothing, verify the best Pallas schedule, the
 final answer, the model's first choice, cuDNN, the library's best program (where it takes less than four times as long),
-tokamax's kernel where it is installed and, of float16, every schedule of JAX's, and time them in turns on the same
-buffers. Ratios are the other's time
-over ours: above one is faster. When time is up, the result is written of what there is, and `missing` in its
-environment names the rest; the same command goes on from there.
+some configs of tokamax's kernels where it is installed and, of float16, every schedule of JAX's kernel, and time them
+in turns on the same buffers; of a rival the fastest counts. Ratios are the other's time over ours: above one is faster.
+When time is up, the result is written of what there is, and `missing` in its environment names the rest; the same
+command goes on from there.
 
 Two GPUs of a host share the points, the cache (`--cache`) and the kept rows (`--work`), and a third command, which
 searches and times nothing, writes the result of both:
@@ -35,7 +35,7 @@ from typing import Any
 
 import suite
 from attention_points import REHEARSED, Point, points
-from attention_rivals import BACKWARD, FORWARD, RIVALS
+from attention_rivals import BACKWARD, BACKWARD_RIVALS, FORWARD, FORWARD_RIVALS, RIVALS
 from harness import Kept, told
 from independent import REPETITIONS, conditions, start_fresh, time_in_rounds, times_of
 from rich.console import Console
@@ -151,7 +151,7 @@ def candidates(point: Point, record: Record, hardware: Hardware) -> dict[str, Ca
     if firsts:
         first = min(firsts, key=lambda one: one.predicted_s)
         found["model"] = Candidate(first.backend, operation.kernel(first.backend).version, first.schedule)
-    for name, rival in () if point.backward else RIVALS.items():
+    for name, rival in (BACKWARD_RIVALS if point.backward else FORWARD_RIVALS).items():
         if rival.supports(problem, hardware.target) is None:
             space = rival.space(problem, hardware.target)
             for n, schedule in enumerate(space.schedules(space.legal()[0]), start=1):
@@ -236,6 +236,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
     against = [row for row in rows if row["cudnn_us"]]
     forward = [row for row in against if not row["backward"] and row["kind"] != "decode"]
     backward = [row for row in against if row["backward"]]
+    decode = [row for row in against if row["kind"] == "decode"]
 
     def mean(figure: str, chosen: Sequence[Mapping[str, Any]]) -> float | None:
         ratios = [row[figure] for row in chosen if row[figure]]
@@ -254,12 +255,15 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | int | None]:
         "causal_vs_cudnn_geomean": mean("pallas_vs_cudnn", [row for row in forward if row["causal"]]),
         "backward_vs_cudnn_geomean": mean("pallas_vs_cudnn", backward),
         "backward_vs_cudnn_worst": worst("pallas_vs_cudnn", backward),
-        "decode_vs_cudnn_worst": worst("pallas_vs_cudnn", [row for row in against if row["kind"] == "decode"]),
+        "decode_vs_cudnn_worst": worst("pallas_vs_cudnn", decode),
         "final_vs_cudnn_worst": worst("final_vs_cudnn", against),
         "model_first_choice_worst": worst("model_vs_pallas", rows),
         "pallas_vs_jax_geomean": mean("pallas_vs_jax", rows),
-        "pallas_vs_tokamax_geomean": mean("pallas_vs_tokamax", rows),
-        "pallas_vs_tokamax_worst": worst("pallas_vs_tokamax", rows),
+        "pallas_vs_tokamax_geomean": mean("pallas_vs_tokamax", forward),
+        "pallas_vs_tokamax_worst": worst("pallas_vs_tokamax", forward),
+        "backward_vs_tokamax_geomean": mean("pallas_vs_tokamax", backward),
+        "backward_vs_tokamax_worst": worst("pallas_vs_tokamax", backward),
+        "decode_vs_tokamax_worst": worst("pallas_vs_tokamax", decode),
         "final_vs_xla_worst": worst("final_vs_xla", rows),
         "mean_error_vs_cudnn_worst": max(
             (ours / theirs for one in off for ours, theirs in _mean_errors(one)), default=None

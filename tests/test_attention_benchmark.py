@@ -1,6 +1,5 @@
 """The benchmark of attention: its points, and the figures it boils them down to."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,9 +11,11 @@ from scheduler.search import jobs
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import attention as benchmark
+import tokamax_attention
 from attention_points import points
+from attention_rivals import BACKWARD_RIVALS, FORWARD_RIVALS
 from jax_attention import JAX_ATTENTION
-from tokamax_attention import TOKAMAX_ATTENTION
+from tokamax_attention import TOKAMAX_ATTENTION, fields
 
 from search_spaces.flash_attention import FlashAttentionProblem
 
@@ -55,18 +56,57 @@ def test_the_rival_of_jax_takes_float16():
     )
 
 
-def test_tokamax_takes_what_is_timed_where_it_is_installed(monkeypatch):
-    forward = [point.problem for point in points() if not point.backward]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert all("pip install tokamax" in TOKAMAX_ATTENTION.supports(problem, H200.target) for problem in forward)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    for problem in forward:
-        assert TOKAMAX_ATTENTION.supports(problem, H200.target) is None
-        space = TOKAMAX_ATTENTION.space(problem, H200.target)
-        (width,) = {schedule.block_kv for schedule in space.schedules(space.legal()[0])}
-        assert width == (64 if problem.head_dim == 256 else 128)
-    asked = FlashAttentionProblem(1, 64, 64, 2, 2, 64, return_lse=True)
-    assert "statistics" in TOKAMAX_ATTENTION.supports(asked, H200.target)
+def test_tokamax_is_refused_in_words_where_it_cannot_be_imported(monkeypatch):
+    for name in ("tokamax", tokamax_attention.MODULE):
+        monkeypatch.setitem(sys.modules, name, None)
+    for point in points():
+        rival = rivals_of(point)["tokamax"]
+        assert "pip install tokamax" in rival.supports(point.problem, H200.target)
+
+
+def test_tokamax_takes_each_point_by_a_handful_of_configs_that_fit(monkeypatch):
+    monkeypatch.setattr(tokamax_attention, "_missing", lambda: None)
+    for point in points():
+        rival = rivals_of(point)["tokamax"]
+        assert rival.supports(point.problem, H200.target) is None
+        default, *others = (fields(one.config) for one in schedules_of(rival, point.problem))
+        assert default is None
+        assert 1 <= len(others) <= 5
+        # No config of twice the queries and none of 3 stages leaves room for heads of 256 columns.
+        assert point.problem.head_dim < 256 or others == [fields(widest(point))]
+
+
+def widest(point):
+    return (
+        "block_q_dkv=64 block_kv_dkv=64 block_q_dq=64 block_kv_dq=64 num_stages=2 compute_wgs=1"
+        if point.backward
+        else "block_q=64 block_kv=64 num_stages=2"
+    )
+
+
+def test_tokamax_divides_keys_among_blocks_only_where_all_are_seen():
+    def splits(**others):
+        problem = FlashAttentionProblem(64, 1, 16384, 32, 4, 128, **others)
+        configs = [fields(one.config) for one in schedules_of(TOKAMAX_ATTENTION, problem)]
+        return [config["split_k"] for config in configs if config]
+
+    assert splits() == [1, 2, 8, 32]
+    assert splits(kv_lengths=True) == [1]
+
+
+def test_tokamax_is_not_timed_with_statistics_or_float32():
+    shape = (1, 64, 64, 2, 2, 64)
+    assert "log-sum-exp" in TOKAMAX_ATTENTION.supports(FlashAttentionProblem(*shape, return_lse=True), H200.target)
+    assert "16-bit" in TOKAMAX_ATTENTION.supports(FlashAttentionProblem(*shape, dtype="float32"), H200.target)
+
+
+def rivals_of(point):
+    return BACKWARD_RIVALS if point.backward else FORWARD_RIVALS
+
+
+def schedules_of(rival, problem):
+    space = rival.space(problem, H200.target)
+    return list(space.schedules(space.legal()[0]))
 
 
 def row(*, backward=False, kind="square", causal=False, vs_cudnn=1.1, final=1.1, model=0.95, cudnn_us=10.0):
@@ -107,7 +147,10 @@ def test_the_summary_takes_the_points_that_each_figure_is_about():
     assert figures["final_vs_cudnn_worst"] == 0.99
     assert figures["model_first_choice_worst"] == 0.7
     assert figures["pallas_vs_jax_geomean"] is None
-    assert figures["pallas_vs_tokamax_worst"] == pytest.approx(0.2)
+    assert figures["pallas_vs_tokamax_geomean"] == pytest.approx(2.2)
+    assert figures["pallas_vs_tokamax_worst"] == pytest.approx(2.0)
+    assert figures["backward_vs_tokamax_worst"] == pytest.approx(1.8)
+    assert figures["decode_vs_tokamax_worst"] == pytest.approx(1.6)
 
 
 def test_a_rehearsal_searches_times_compares_and_writes_every_figure(tmp_path, capfd):
