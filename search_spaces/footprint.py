@@ -102,6 +102,8 @@ class Footprint:
         units have done so; 0 where none does.
       ping_pong: consumers take turns, by steps or by tiles: while lanes work on what one has multiplied, another
         multiplies.
+      accumulators: of a tile of MMA, that its consumers round, store and zero before the next tile's MMA; 0 where that
+        is counted elsewhere, or nothing follows.
       delay_release: steps whose MMA a consumer issues before those of the step before have ended.
       threads: threads of one block that compute.
       registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
@@ -135,6 +137,7 @@ class Footprint:
     stages: Column | int = 1
     consumers: Column | int = 0
     ping_pong: Column | bool = False
+    accumulators: Column | float = 0
     delay_release: Column | int = 0
     threads: Column | int = 128
     registers: Column | int = 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hopper_matmul
 import hopper_sweep
 import numpy as np
 import pytest
@@ -276,6 +277,28 @@ def test_one_block_more_than_cores_costs_a_second_wave(persistent):
     same = (Operand(bytes=np.array([8 * KIB]), axes=()),)  # all load the same, so that arithmetic is the bound
     fits, spills = (model.seconds(blocks(n, persistent=persistent, loads=same))[0] - H200.launch_s for n in (132, 133))
     assert 1.8 < spills / fits < 2.1
+
+
+@pytest.mark.parametrize(("tiles", "between"), [(132, 0), (133, 1), (8192, 62)])
+def test_consumers_that_share_a_tile_wait_for_its_end_before_each_next_one(tiles, between):
+    model = CostModel(H200)
+    cooperative = blocks(tiles, persistent=True, accumulators=128 * 256)
+    ping_pong = dataclasses.replace(cooperative, ping_pong=True)
+    assert model.terms(cooperative)["tile_end"] == pytest.approx(between * 0.79e-6, rel=0.01)
+    assert model.terms(ping_pong)["tile_end"] == 0
+
+
+def test_short_products_are_predicted_as_they_were_measured_and_in_their_order():
+    """16384 x 16384 x 512, 63 tiles a core, in turns on one H200 (docs/experiments.md, 2026-11-24)."""
+    problem, shared = MatmulProblem(16384, 16384, 512), {"grid_minor_dim": "m", "grid_tile_width": 8, "tile_m": 128}
+    cooperative = hopper_matmul.schedule(tile_n=256, epi_tile_n=128, **shared)
+    in_turn = {"consumers": "ping_pong", "delay_release": 1, "cluster": "m"}
+    ping_pong = hopper_matmul.schedule(tile_n=192, stages=4, **in_turn, **shared)
+    measured_s = [392.2e-6, 368.6e-6]
+    times = (CostModel(H200).seconds(hopper_matmul.footprint(problem, s)) for s in (cooperative, ping_pong))
+    predicted_s = [float(np.squeeze(each)) for each in times]
+    assert predicted_s == pytest.approx(measured_s, rel=0.03)
+    assert predicted_s[1] < predicted_s[0]
 
 
 def test_ctas_that_exchange_accumulators_wait_for_each_other_and_for_their_bytes():

@@ -24,6 +24,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "pipeline_setup",
             "prologue",
             "epilogue",
+            "tile_end",
             "copies",
             "cluster_sync",
             "dsmem",

@@ -106,6 +106,8 @@ class CostModel:
           persistent or share a core.
         epilogue: storing a block's result through the last-level cache; of the last block alone likewise, with what
           lanes do after the last MMA where they hide behind it before.
+        tile_end: rounding, storing and zeroing accumulators between two tiles of a core, which overlaps with no MMA but
+          that of another consumer in ping-pong (H200: 0.8 us of a tile of 128 x 256).
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
         cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
@@ -222,6 +224,7 @@ class CostModel:
             "pipeline_setup": c.stage_s * f.stages + zero,
             "prologue": (latency_s + shorter) * alone,
             "epilogue": per_core.max(axis=0) * f.tile.bytes_written / core_rate * alone + lanes.last_s,
+            "tile_end": c.accumulator_s * column(f.accumulators) * (count - 1) * np.logical_not(f.ping_pong) + zero,
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
             "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,

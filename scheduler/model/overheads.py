@@ -29,6 +29,8 @@ class Constants:
       step_s: one step's barriers and loop.
       iteration_s: one iteration of a loop over what a step has, beyond its operations (`Phase.iterations`).
       wgmma_bubble_s: seconds from the end of a step's wgmma until the next one runs, where it is issued only then.
+      accumulator_s: seconds for each accumulator of a tile between its last wgmma and the first one of the next tile,
+        where no other consumer multiplies meanwhile: it is rounded, stored and zeroed.
       stage_s: seconds to set up the buffers and barriers of one stage of the pipeline.
       cluster_sync_s: seconds for which CTAs of a cluster wait for each other at their start and at their end.
       dsmem_s, dsmem_bytes_per_s: an exchange between CTAs of a cluster through DSMEM: what it takes beyond its bytes,
@@ -50,6 +52,7 @@ class Constants:
     step_s: float = 1e-8
     iteration_s: float = 0.0
     wgmma_bubble_s: float = 1e-7
+    accumulator_s: float = 2.4e-11
     stage_s: float = 4e-8
     cluster_sync_s: float = 2e-7
     dsmem_s: float = 5e-7

@@ -49,6 +49,7 @@ def footprint(p: GatedMatmulProblem, s: Columns) -> Footprint:
             bytes_written=one.tile.bytes_written * np.where(whole, 1, 2),
         ),
         onchip_bytes=one.onchip_bytes + _onchip_bytes(p, s, t),
+        accumulators=2 * one.accumulators,
         registers=registers,
         registers_per_block=registers_per_block(t, registers),
         dsmem_bytes=2 * one.dsmem_bytes,

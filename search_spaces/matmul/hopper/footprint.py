@@ -117,6 +117,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         stages=s.stages - s.delay_release,
         consumers=t.cooperating,
         ping_pong=np.equal(s.consumers, "ping_pong"),
+        accumulators=s.tile_m * s.tile_n / t.cluster_k,
         delay_release=s.delay_release,
         threads=t.consumers * WARPGROUP,
         registers=registers,
