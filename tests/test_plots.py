@@ -93,7 +93,7 @@ def test_the_pictures_of_the_documents_are_drawn_from_what_is_shipped(records, d
 
 
 def test_pictures_of_the_documents_are_small_and_the_wheel_has_none():
-    assert all(path.stat().st_size < 250_000 for path in KEPT.iterdir())
+    assert all(path.stat().st_size < 200_000 for path in KEPT.iterdir())
     wheel = re.search(r"only-include = \[(.*)\]", (ROOT / "pyproject.toml").read_text())[1]
     assert "docs" not in wheel
 

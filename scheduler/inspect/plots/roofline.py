@@ -139,8 +139,9 @@ def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: The
 
         before, after = height([p.xla_rate for p in pairs], pairs), height([p.rate for p in pairs], pairs)
         x = along(pairs)
-        for_each = [(x, before), (x, after)]
-        axes.plot(*(np.array(ends) for ends in zip(*for_each, strict=True)), color=look.faint, lw=1.2)
+        gap = [np.nan] * len(pairs)  # one line with gaps: a picture holds a style for each line
+        joined = (np.transpose(ends).ravel() for ends in ([x, x, gap], [before, after, gap]))
+        axes.plot(*joined, color=look.faint, lw=1.2)
         axes.plot(x, before, marker, mfc="none", mec=look.xla, ms=5.5, mew=1.3, ls="none")
         axes.plot(
             along(of_it), height([p.rate for p in of_it], of_it), marker, color=look.ours, ms=5.5,
