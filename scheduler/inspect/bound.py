@@ -14,7 +14,7 @@ from scheduler.model.cost import Breakdown
 # In the order in which pictures stack and colour them.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "matrix units": ("mma", "power", "smem", "wgmma_bubble", "step_bubble", "tile_bubble"),
+        "matrix units": ("mma", "power", "smem", "wgmma_bubble", "step_bubble", "tile_bubble", "tile_end"),
         "FP32 lanes and MUFU": ("mufu", "fp32"),
         "L2 and TMA": ("l2", "tma_rows", "oob_fill"),
         "device memory": ("hbm",),
@@ -24,7 +24,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "pipeline_setup",
             "prologue",
             "epilogue",
-            "tile_end",
             "copies",
             "cluster_sync",
             "dsmem",

@@ -82,6 +82,8 @@ class CostModel:
           takes 0.07).
         step_bubble, tile_bubble: what they wait for while FP32 lanes and MUFU work on what a step, or a whole tile,
           multiplied. Nothing with ping-pong warpgroups, one in its softmax or epilogue while another multiplies.
+        tile_end: what they wait for while consumers round, store and zero accumulators between two tiles of a core, but
+          where another consumer multiplies meanwhile, in ping-pong (H200: 1 us of a tile of 128 x 256).
         power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
           multiplied at 1.78 GHz, with a quarter of them at its highest clock.
         smem: what tensor cores read from on-chip memory.
@@ -106,8 +108,6 @@ class CostModel:
           persistent or share a core.
         epilogue: storing a block's result through the last-level cache; of the last block alone likewise, with what
           lanes do after the last MMA where they hide behind it before.
-        tile_end: rounding, storing and zeroing accumulators between two tiles of a core, which overlaps with no MMA but
-          that of another consumer in ping-pong (H200: 0.8 us of a tile of 128 x 256).
         copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
         cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
@@ -204,6 +204,8 @@ class CostModel:
         }
         units = np.maximum(np.maximum(overlapped["mma"], overlapped["power"]), overlapped["smem"])
         overlapped["wgmma_bubble"] = _wgmma_bubble(f, per_core, units, c.wgmma_bubble_s)
+        between = per_core * column(f.accumulators) * np.logical_not(f.ping_pong) * (count - 1) / (count * steps)
+        overlapped["tile_end"] = c.accumulator_s * between
         load = np.maximum(np.maximum(overlapped["l2"], overlapped["tma_rows"]), overlapped["hbm"])
         load = load + overlapped["oob_fill"]
         lanes = _lanes(f, h, c, per_core, count)
@@ -224,7 +226,6 @@ class CostModel:
             "pipeline_setup": c.stage_s * f.stages + zero,
             "prologue": (latency_s + shorter) * alone,
             "epilogue": per_core.max(axis=0) * f.tile.bytes_written / core_rate * alone + lanes.last_s,
-            "tile_end": c.accumulator_s * column(f.accumulators) * (count - 1) * np.logical_not(f.ping_pong) + zero,
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
             "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,
@@ -355,7 +356,7 @@ def _pace(parts: Mapping[str, Array], p: float) -> Array:
     to 95 % of an H200's bandwidth with most tiles, and one stage more than the pipeline needs gains nothing.
     """
     mma = parts["mma"] + parts["step_bubble"] + parts["tile_bubble"]
-    units = np.maximum(np.maximum(mma, parts["power"]), parts["smem"]) + parts["wgmma_bubble"]
+    units = np.maximum(np.maximum(mma, parts["power"]), parts["smem"]) + parts["wgmma_bubble"] + parts["tile_end"]
     loads = np.maximum(parts["l2"], parts["tma_rows"]) + parts["oob_fill"]
     core = _norm(np.stack([units, parts["mufu"], parts["fp32"], loads]), p)
     return _norm(np.stack([core, parts["latency"], parts["hbm"] + parts["oob_fill"]]), 3 * p)

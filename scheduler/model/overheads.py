@@ -52,7 +52,7 @@ class Constants:
     step_s: float = 1e-8
     iteration_s: float = 0.0
     wgmma_bubble_s: float = 1e-7
-    accumulator_s: float = 2.4e-11
+    accumulator_s: float = 3e-11
     stage_s: float = 4e-8
     cluster_sync_s: float = 2e-7
     dsmem_s: float = 5e-7
