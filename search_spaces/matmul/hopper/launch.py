@@ -35,12 +35,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.kernel import Kernel, Target
 from search_spaces.matmul.hopper.footprint import footprint
+from search_spaces.matmul.hopper.k_last import k_last, turned, with_turning
 from search_spaces.matmul.hopper.persistent_launch import launched
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.space import LEAST_STEP, space
@@ -61,23 +60,21 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
             return reason
         if problem.dtype == "float32" and problem.precision != "default":
             return f"multiplies float32 as TF32, not at precision {problem.precision!r}"
-        # wgmma reads other than 16-bit operands in one order only (PTX ISA, asynchronous warpgroup level matrix).
-        if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
-            return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
         if (step := problem.results_start) and step % LEAST_STEP:
             return f"writes results side by side that start at multiples of {LEAST_STEP} columns, not of {step}"
         return None
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
-        return space(problem, target.cores)
+        return space(k_last(problem), target.cores)
 
     def footprint(self, problem: MatmulProblem, schedules: Columns, target: Target) -> Footprint:
-        return footprint(problem, schedules)
+        return with_turning(problem, footprint(k_last(problem), schedules))
 
     def run(
         self, problem: MatmulProblem, schedule: HopperSchedule, target: Target, /, *args: Any, **params: Any
     ) -> Arrays:
-        p, s = problem, schedule
+        p, s = k_last(problem), schedule
+        args = turned(problem, args)
         # The reduction kernel of a split applies the epilogue, and cuts out several results.
         inside = p if s.split_k == 1 else p.plain.joined
         extents = Tiling(inside, s).extents  # of a split: a and b
