@@ -3,7 +3,7 @@
 from jax import lax
 
 from search_spaces.matmul import from_dot_general, front_end, rules
-from search_spaces.matmul.hopper import MosaicGpuMatmul
+from search_spaces.matmul.hopper import MosaicGpuBf16x3Matmul, MosaicGpuMatmul
 from search_spaces.matmul.interpret import InterpretMatmul
 from search_spaces.matmul.mma import MosaicGpuMmaMatmul
 from search_spaces.matmul.problem import MatmulProblem
@@ -14,7 +14,14 @@ from search_spaces.operation import Operation
 MATMUL = Operation(
     name="matmul",
     problem=MatmulProblem,
-    kernels=(MosaicGpuMatmul(), MosaicGpuMmaMatmul(), MosaicTpuMatmul(), InterpretMatmul(), XlaMatmul()),
+    kernels=(
+        MosaicGpuMatmul(),
+        MosaicGpuBf16x3Matmul(),
+        MosaicGpuMmaMatmul(),
+        MosaicTpuMatmul(),
+        InterpretMatmul(),
+        XlaMatmul(),
+    ),
     jvp=rules.jvp,
     transpose=rules.transpose,
     batch=rules.batch,

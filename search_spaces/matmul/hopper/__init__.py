@@ -1,6 +1,7 @@
-"""The matrix product on Hopper: a persistent, warp-specialized Mosaic GPU kernel and its schedules."""
+"""The matrix product on Hopper: a persistent, warp-specialized Mosaic GPU kernel, its schedules, and float32 by it."""
 
+from search_spaces.matmul.hopper.bf16_3x import MosaicGpuBf16x3Matmul
 from search_spaces.matmul.hopper.launch import MosaicGpuMatmul
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 
-__all__ = ["HopperSchedule", "MosaicGpuMatmul"]
+__all__ = ["HopperSchedule", "MosaicGpuBf16x3Matmul", "MosaicGpuMatmul"]
