@@ -20,6 +20,7 @@ from scheduler.measure.runner import Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
+from scheduler.search import jobs
 from scheduler.store.store import Store
 from search_spaces import Columns, load, locate
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
@@ -32,7 +33,7 @@ import matmul
 from harness import paced, posed
 from independent import time_in_rounds
 from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
-from problems import FUSED, MATMULS, REPEATED
+from problems import FLOAT32, FUSED, MATMULS, REPEATED
 
 ROOT = Path(__file__).parents[1]
 H200, MODEL = hopper.H200, CostModel(hopper.H200)
@@ -86,6 +87,14 @@ def test_the_suite_is_of_distinct_problems_and_has_all_kinds_of_them():
     assert any(p.transpose_b for p in problems)
     assert sum("Llama 3" in product.origin for product in MATMULS) >= 10
     assert set(REPEATED) <= set(problems)
+
+
+def test_products_of_float32_are_those_of_a_job_and_have_kernels():
+    tasks = jobs.parse((Path(__file__).parents[1] / "benchmarks" / "float32.toml").read_text())
+    assert [task.problem for task in tasks] == [product.problem for product in FLOAT32]
+    assert {p.problem.precision for p in FLOAT32} == {"default", "high"}
+    for product in FLOAT32:
+        assert MATMUL.kernel("mosaic_gpu_bf16_3x").supports(product.problem, H200.target) is None
 
 
 def test_what_was_measured_before_the_suite_grew_is_still_in_it_and_in_the_same_order():

@@ -9,11 +9,11 @@ from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
 
 
-def of_each_part(operation, problem, hardware, parts, *, first, others):
+def of_each_part(operation, problem, hardware, parts, *, first, others, backend="mosaic_gpu"):
     """Tasks of the model's `first` candidates of each part, and of some others; skips where there is no kernel."""
-    if reason := operation.kernel("mosaic_gpu").supports(problem, hardware.target):
+    if reason := operation.kernel(backend).supports(problem, hardware.target):
         pytest.skip(reason)
-    candidates, sample = _candidates(operation, problem, hardware), []
+    candidates, sample = _candidates(operation, problem, hardware, backend), []
     for belongs in parts.values():
         part = [candidate for candidate in candidates if belongs(candidate.schedule)]
         sample += part[:first] + random.Random(0).sample(part, min(others, len(part)))
@@ -31,5 +31,5 @@ def parts_without_any(operation, problems, hardware, parts):
     return missing
 
 
-def _candidates(operation, problem, hardware):
-    return prune(operation.kernel("mosaic_gpu"), problem, hardware, CostModel(hardware)).candidates()
+def _candidates(operation, problem, hardware, backend="mosaic_gpu"):
+    return prune(operation.kernel(backend), problem, hardware, CostModel(hardware)).candidates()

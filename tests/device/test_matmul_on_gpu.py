@@ -60,6 +60,25 @@ PROBLEMS = [
     MatmulProblem(33, 1001, 4104, transpose_b=True),
     MatmulProblem(1001, 1000, 1008, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
 ]
+# Of other than 16-bit operands, those that are copied before the launch.
+TURNED = [
+    MatmulProblem(512, 640, 384, dtype="float32"),
+    MatmulProblem(1001, 1000, 999, dtype="float32", transpose_a=True),
+    MatmulProblem(301, 203, 1000, batch=3, dtype="float32", transpose_a=True, transpose_b=True, bias="float32"),
+    MatmulProblem(1024, 1024, 2048, dtype="int8", out_dtype="int32", transpose_a=True),
+    MatmulProblem(333, 200, 777, dtype="float8_e4m3fn", out_dtype="bfloat16"),
+]
+THREE_PRODUCTS = [
+    MatmulProblem(512, 640, 384, dtype="float32", precision="high"),
+    MatmulProblem(1000, 1000, 1000, dtype="float32", precision="high", transpose_a=True),
+    MatmulProblem(777, 333, 555, dtype="float32", precision="high", transpose_a=True, transpose_b=True),
+    MatmulProblem(16, 4096, 4096, dtype="float32", precision="high", transpose_b=True),
+    MatmulProblem(301, 203, 1000, batch=3, dtype="float32", precision="high"),
+    MatmulProblem(64, 64, 16384, dtype="float32", precision="high", bias="float32", activation="gelu"),
+    MatmulProblem(1024, 768, 512, dtype="float32", precision="high", bias="bfloat16", residual="float32"),
+    MatmulProblem(1024, 1536, 512, dtype="float32", precision="high", split_sizes="1024+512"),
+    MatmulProblem(1024, 1024, 1024, dtype="float32"),
+]
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {
     "plain": lambda s: (
@@ -78,6 +97,39 @@ PARTS = {
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_sampled_schedules_agree_with_the_reference(pool, all_right, problem):
     all_right(of_each_part(MATMUL, problem, pool.hardware, PARTS, first=4, others=12))
+
+
+@pytest.mark.parametrize("problem", TURNED, ids=str)
+def test_operands_are_turned_as_the_kernel_reads_them(pool, all_right, problem):
+    all_right(of_each_part(MATMUL, problem, pool.hardware, PARTS, first=1, others=2))
+
+
+@pytest.mark.parametrize("problem", THREE_PRODUCTS, ids=str)
+def test_three_products_of_bfloat16_are_as_exact_as_their_problem_asks(pool, all_right, problem):
+    backend = "mosaic_gpu_bf16_3x"
+    all_right(of_each_part(MATMUL, problem, pool.hardware, PARTS, first=2, others=3, backend=backend))
+
+
+SPLIT = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from search_spaces.matmul import MatmulProblem
+from search_spaces.matmul.hopper import bf16_3x
+
+problem = MatmulProblem(1000, 1000, 1000, dtype="float32", precision="high", transpose_a=True)
+a, b = problem.inputs(seed=0)
+parts, _ = jax.jit(lambda *args: bf16_3x.split(problem, *args))(a, b)
+low, high, whole = np.split(np.asarray(parts.astype(jnp.float32)), 3, axis=0)
+assert np.array_equal(high, whole) and np.count_nonzero(low[:1000]) > 0.9e6
+np.testing.assert_allclose((high + low)[:1000], np.asarray(a), rtol=2.0**-16)
+"""
+
+
+def test_xla_for_gpus_keeps_the_low_parts_of_operands(pool):
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    ended = subprocess.run([sys.executable, "-c", SPLIT], capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_every_part_of_the_space_has_schedules_among_the_problems(pool):
