@@ -140,6 +140,22 @@ MATMULS = (
     _attention_scores(LLAMA_3_8B, 1024),
     _attention_values(LLAMA_3_8B, 1024),
     Product(MatmulProblem(512, 512, 512, batch=4), "batch, small"),
+    # Kinds of products that XLA is hard to beat at: short k, results of 500 MB, waves that are part empty, ragged k.
+    Product(MatmulProblem(16384, 16384, 512), "short k, large result"),
+    Product(MatmulProblem(32768, 8192, 512), "short k, large result"),
+    Product(MatmulProblem(2560, 5120, 5120), "last wave part empty"),
+    Product(MatmulProblem(2304, 4096, 8192), "last wave part empty"),
+    Product(MatmulProblem(3328, 4608, 4096), "last wave part empty"),
+    Product(MatmulProblem(5000, 3000, 7000), "ragged, rows of 16 bytes"),
+    Product(MatmulProblem(2000, 6000, 3000), "ragged, rows of 16 bytes"),
+    Product(MatmulProblem(3000, 5000, 1000), "ragged, rows of 16 bytes"),
+    Product(MatmulProblem(8192, 151936, 1024, transpose_b=True), "large vocabulary"),
+    Product(MatmulProblem(16384, 32000, 1024), "large vocabulary"),
+    Product(MatmulProblem(12288, 4096, 4096), "wide prefill"),
+    Product(MatmulProblem(12288, 5120, 1536), "wide prefill"),
+    Product(MatmulProblem(512, 512, 1024, batch=64), "batch"),
+    Product(MatmulProblem(2048, 1024, 1024, batch=8), "batch"),
+    _mlp_in(GPT_2, 8192),
 )
 # Searched twice, to see whether two searches agree. The first is also the one that a search is timed by.
 REPEATED = (
