@@ -84,7 +84,7 @@ def test_choices_that_are_none_are_named():
     with pytest.raises(ValueError, match="over two choices, and tile_m is one"):
         landscape(SQUARE, over=("tile_m", "tile_m"))
     with pytest.raises(NothingToDraw, match="no kernel but the library's can do"):
-        landscape(Case(MATMUL, MatmulProblem(8, 8, 8, "int8", out_dtype="int32"), H200))
+        landscape(Case(MATMUL, MatmulProblem(8, 8, 8, "float32", precision="highest"), H200))
 
 
 def printed(land):
