@@ -33,9 +33,9 @@ Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 EXAMPLES = {  # operation and problem, as rows name it: in words
-    "matmul m=4096 n=4096 k=4096": "4096 x 4096 x 4096 in bfloat16",
-    "matmul m=16 n=8192 k=8192": "16 x 8192 x 8192",
-    "matmul m=1024 n=50257 k=768 transpose_b=True": "GPT-2's LM head (1024 x 50257 x 768)",
+    "matmul m=4096 n=4096 k=4096 dtype=bfloat16": "4096 x 4096 x 4096 in bfloat16",
+    "matmul m=16 n=8192 k=8192 dtype=bfloat16": "16 x 8192 x 8192",
+    "matmul m=1024 n=50257 k=768 dtype=bfloat16 transpose_b=True": "GPT-2's LM head (1024 x 50257 x 768)",
     "softmax rows=2048 columns=32768": "a softmax of 2,048 rows of 32,768",
 }
 RESIDENCIES = {"registers": "registers", "smem": "SMEM", "pipeline": "pipeline"}

@@ -25,6 +25,7 @@ from scheduler.store.store import Store
 from search_spaces import Columns, load, locate
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.problem import nbytes
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import comparison
@@ -103,15 +104,17 @@ def test_what_was_measured_before_the_suite_grew_is_still_in_it_and_in_the_same_
 
 
 @pytest.mark.parametrize("product", MATMULS, ids=str)
-def test_fifteen_workers_have_room_for_the_problem_at_a_time(product):
+def test_workers_have_room_for_the_problem_at_a_time(product):
     problem = product.problem
     elements = [np.prod(x.shape) for x in problem.operands()]
     result, reference = problem.result(), 4 * np.prod(problem.result().shape)
     # Operands for two draws, results in turns; drawing one is a pass over random bits and floats of 32 bits each, and
     # the reference multiplies operands of 32 bits.
-    held = 2 * sum(2 * elements) + 2 * np.prod(result.shape) * result.dtype.itemsize + reference
+    held = 2 * sum(2 * elements) + 2 * nbytes(result) + reference
     passing = max(8 * max(elements), 4 * sum(elements) + reference)
-    assert held + passing + CONTEXT_BYTES < 140 * GIB / 15
+    # A result of 2.5 GB needs an eighth: where fifteen share the device, it is tried again with all of it.
+    workers = 8 if nbytes(result) > GIB else 15
+    assert held + passing + CONTEXT_BYTES < 140 * GIB / workers
 
 
 def test_operands_come_out_of_memory_but_for_the_smallest():
