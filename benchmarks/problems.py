@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from search_spaces.matmul import MatmulProblem
 
@@ -201,21 +200,4 @@ FUSED = (
 FUSED_REHEARSED = (
     Product(MatmulProblem(128, 64, 96, dtype="float32", bias="float32", activation="gelu"), "rehearsal"),
     Product(MatmulProblem(32, 128, 64, dtype="float32", residual="float32"), "rehearsal"),
-)
-
-
-def _float32(m: int, n: int, k: int, origin: str, **fields: Any) -> Product:
-    return Product(MatmulProblem(m, n, k, dtype="float32", **fields), origin)
-
-
-# Of float32, at the precision that JAX has by default and at "high"; benchmarks/float32.toml is the same as a job.
-FLOAT32 = (
-    _float32(4096, 4096, 4096, "square"),
-    _float32(4096, 4096, 4096, "square", precision="high"),
-    _float32(4096, 4096, 4096, "layout", transpose_b=True),
-    _float32(2048, 5120, 5120, "tiles of powers of two fill 132 cores badly", precision="high"),
-    _float32(1024, 4096, 4096, "few rows"),
-    _float32(1000, 1000, 1000, "ragged", precision="high"),
-    _float32(1024, 1024, 1024, "batch", batch=16, precision="high"),
-    _float32(4096, 14336, 4096, "gradient of weights", transpose_a=True, precision="high"),
 )

@@ -34,7 +34,7 @@ import matmul
 from harness import paced, posed
 from independent import time_in_rounds
 from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
-from problems import FLOAT32, FUSED, MATMULS, REPEATED
+from problems import FUSED, MATMULS, REPEATED
 
 ROOT = Path(__file__).parents[1]
 H200, MODEL = hopper.H200, CostModel(hopper.H200)
@@ -90,12 +90,13 @@ def test_the_suite_is_of_distinct_problems_and_has_all_kinds_of_them():
     assert set(REPEATED) <= set(problems)
 
 
-def test_products_of_float32_are_those_of_a_job_and_have_kernels():
-    tasks = jobs.parse((Path(__file__).parents[1] / "benchmarks" / "float32.toml").read_text())
-    assert [task.problem for task in tasks] == [product.problem for product in FLOAT32]
-    assert {p.problem.precision for p in FLOAT32} == {"default", "high"}
-    for product in FLOAT32:
-        assert MATMUL.kernel("mosaic_gpu_bf16_3x").supports(product.problem, H200.target) is None
+def test_the_job_of_float32_is_of_both_precisions_and_has_kernels():
+    problems = [task.problem for task in jobs.parse((ROOT / "benchmarks" / "float32.toml").read_text())]
+    assert len(set(problems)) == len(problems) == 8
+    assert {p.dtype for p in problems} == {"float32"}
+    assert {p.precision for p in problems} == {"default", "high"}
+    for problem in problems:
+        assert MATMUL.kernel("mosaic_gpu_bf16_3x").supports(problem, H200.target) is None
 
 
 def test_what_was_measured_before_the_suite_grew_is_still_in_it_and_in_the_same_order():
