@@ -53,7 +53,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
                 # An interpreted grid step costs about a millisecond whatever it computes.
                 "at most 4096 grid steps": lambda s: (
                     cdiv(p.m, s.tile_m) * cdiv(p.n, s.tile_n) * cdiv(p.k, s.tile_k)
-                    <= max(4096, _steps_of_largesttile_extents(p))
+                    <= max(4096, _steps_of_largest_tiles(p))
                 ),
             },
         )
@@ -169,7 +169,7 @@ def tile_extents(extent: int) -> tuple[int, ...]:
     return tuple(sorted({min(extent, tile) for tile in (16, 32, 64, 128, 256, 512)}))
 
 
-def _steps_of_largesttile_extents(p: MatmulProblem) -> int:
+def _steps_of_largest_tiles(p: MatmulProblem) -> int:
     return int(np.prod([cdiv(extent, tile_extents(extent)[-1]) for extent in (p.m, p.n, p.k)]))
 
 
