@@ -29,32 +29,41 @@ class XlaMatmul(LibraryKernel[MatmulProblem]):
         return (Library.program, "plain") if problem.fused else (Library.program,)
 
     def run(self, problem: MatmulProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Arrays:
-        return problem.cut(_product(problem.joined, schedule.program, args))
+        return problem.cut(_product(problem.joined, schedule.program, _precision(problem, target), args))
 
 
-def _product(problem: MatmulProblem, program: str, args: Sequence[jax.Array]) -> jax.Array:
+def _precision(problem: MatmulProblem, target: Target) -> lax.PrecisionLike:
+    """At "high" NVIDIA GPUs multiply TF32, which is less than `problem` asks for, unless three products are named."""
+    if problem.arithmetic == "bf16_3x" and target.platform == "cuda" and int(target.architecture[3:]) >= 80:
+        return lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    return problem.lax_precision
+
+
+def _product(
+    problem: MatmulProblem, program: str, precision: lax.PrecisionLike, args: Sequence[jax.Array]
+) -> jax.Array:
     out = problem.whole.dtype
     if program == "plain":
-        return _plain(problem, args).astype(out)
+        return _plain(problem, precision, args).astype(out)
     # Integers are accumulated as such, whatever they are then rounded to.
     unrounded = problem.fused or problem.dtype == "int8"
     acc = lax.dot_general(
         args[0],
         args[1],
         problem.dimension_numbers,
-        precision=problem.lax_precision,
+        precision=precision,
         preferred_element_type=problem.acc_dtype if unrounded else out,
     )
     return problem.apply_epilogue(acc, args).astype(out)
 
 
-def _plain(problem: MatmulProblem, args: Sequence[jax.Array]) -> jax.Array:
+def _plain(problem: MatmulProblem, precision: lax.PrecisionLike, args: Sequence[jax.Array]) -> jax.Array:
     a, b, bias, residual = problem.named(args)
     result = lax.dot_general(
         a,
         b,
         problem.dimension_numbers,
-        precision=problem.lax_precision,
+        precision=precision,
         preferred_element_type=problem.whole.dtype,
     )
     with jax.numpy_dtype_promotion("standard"):  # a bias or a residual may be wider than the result

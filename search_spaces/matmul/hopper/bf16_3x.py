@@ -43,6 +43,7 @@ class MosaicGpuBf16x3Matmul(Kernel[MatmulProblem, HopperSchedule]):
 
     backend = "mosaic_gpu_bf16_3x"
     version = 1
+    verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         if reason := not_hopper(target):
