@@ -1,6 +1,7 @@
 """Products of float32 on Hopper, in all layouts: as TF32, and as three products of bfloat16."""
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -16,10 +17,12 @@ from jax import lax
 from scheduler.core.backends import named_backends
 from scheduler.measure.verification import mismatch
 from search_spaces import Columns, Target
+from search_spaces.kernel import Library
 from search_spaces.matmul import MATMUL, front_end
 from search_spaces.matmul.hopper import bf16_3x
 from search_spaces.matmul.hopper.k_last import k_last
 from search_spaces.matmul.problem import MatmulProblem
+from search_spaces.matmul.xla import XlaMatmul
 
 THREE = MATMUL.kernel("mosaic_gpu_bf16_3x")
 LAYOUTS = [{"transpose_a": a, "transpose_b": b} for a in (False, True) for b in (False, True)]
@@ -223,3 +226,13 @@ def main(case: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+@pytest.mark.parametrize(("architecture", "asked"), [("sm_90", True), ("sm_80", True), ("sm_75", False)])
+def test_at_high_precision_xla_is_asked_for_three_products_where_the_chip_multiplies_bfloat16(architecture, asked):
+    target = dataclasses.replace(TARGET, architecture=architecture)
+    for precision in ("high", "default", "highest"):
+        problem = dataclasses.replace(HIGH, precision=precision)
+        run = jax.jit(functools.partial(XlaMatmul().run, problem, Library(), target))
+        text = run.trace(*problem.operands()[:2]).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("num_primitive_operations = 3" in text) is (asked and precision == "high")
