@@ -12,6 +12,7 @@ from hopper_matmul import interpreted, schedule
 from search_spaces import Columns
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
 from search_spaces.jax_compat import HAS_UNTILED_SWIZZLE
+from search_spaces.matmul.hopper.schedule import PING_PONG
 
 KERNEL = GATED_MATMUL.kernel("mosaic_gpu")
 TARGET = hopper.H200.target
@@ -36,7 +37,7 @@ def sample(problem, count):
     """Points of the legal space; half of them plain, the others of the parts that few belong to."""
     points, _ = KERNEL.space(problem, TARGET).legal()
     rare = points.swap_ab | (points.split_k > 1) | (points.delay_release == 1)
-    rare |= (points.consumers == "one") | (points.consumers == "ping_pong") | (points.cluster == "split_k")
+    rare |= np.isin(points.consumers, ("one", *PING_PONG)) | (points.cluster == "split_k")
     draw, chosen = random.Random(str(problem)), []
     for rows in (np.flatnonzero(rare), np.flatnonzero(~rare)):
         chosen += draw.sample(rows.tolist(), min((count + 1) // 2, len(rows)))
@@ -57,7 +58,7 @@ def test_onchip_bytes_are_what_lowering_asks_for_and_decide_whether_it_succeeds(
 def test_the_sample_is_large_and_holds_schedules_of_every_part():
     schedules = [one for problem in PROBLEMS for one in sample(problem, 6)]
     assert len(schedules) >= 60
-    assert {one.consumers for one in schedules} == {"one", "cooperative_m", "cooperative_n", "ping_pong"}
+    assert {one.consumers for one in schedules} == {"one", "cooperative_m", "cooperative_n", *PING_PONG}
     assert {one.cluster for one in schedules} == {"none", "m", "n", "split_k"}
     assert {one.swap_ab for one in schedules} == {False, True}
     assert max(one.split_k for one in schedules) > 1

@@ -24,7 +24,7 @@ CASES = {  # name: the problem, and fields of the schedule that differ from the 
     ),
     "4096 rows, ping-pong": (
         {"m": 4096},
-        {"tile_m": 64, "tile_n": 128, "consumers": "ping_pong", "stages": 4, "tile_k": 64, "delay_release": 1},
+        {"tile_m": 64, "tile_n": 128, "consumers": "ordered_ping_pong", "stages": 4, "tile_k": 64, "delay_release": 1},
     ),
     "256 rows": ({"m": 256}, {}),
     "256 rows, transposed": ({"m": 256, "transpose_w": True}, {}),

@@ -196,6 +196,17 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"consumers": "ping_pong", "tile_m": 64, "tile_n": 128, "stages": 2},
         1,
     ),
+    "ordered ping-pong, an odd number of tiles": (
+        MatmulProblem(136, 320, 192),
+        {"consumers": "ordered_ping_pong", "tile_m": 64, "tile_n": 128, "stages": 2, "delay_release": 1},
+        1,
+    ),
+    "ordered ping-pong, swap_ab, cluster, bias and residual": (
+        MatmulProblem(320, 512, 192, bias="bfloat16", residual="bfloat16"),
+        {"consumers": "ordered_ping_pong", "tile_m": 160, "tile_n": 128, "swap_ab": True, "cluster": "m"}
+        | {"delay_release": 1},
+        2,
+    ),
     "activation, residual in rows of 208 bytes": (
         MatmulProblem(64, 104, 64, activation="silu", residual="bfloat16"),
         {"tile_m": 64, "consumers": "one"},

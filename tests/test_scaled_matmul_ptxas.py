@@ -18,6 +18,11 @@ CASES = {  # name: the problem, and fields of the schedule that differ from the 
     "4096 rows, 128 x 64 of each consumer": ({"m": 4096}, LARGE | {"consumers": "cooperative_n"}),
     "4096 rows, scales of a by rows": ({"m": 4096, "a_scales": "rows"}, LARGE | {"consumers": "cooperative_m"}),
     "4096 rows, scales by rows": ({"m": 4096, "a_scales": "rows", "b_scales": "rows"}, {}),
+    "4096 rows, scales by rows, ordered ping-pong": (
+        {"m": 4096, "a_scales": "rows", "b_scales": "rows"},
+        {"tile_m": 128, "tile_n": 160, "stages": 4, "epi_tile_n": 32, "consumers": "ordered_ping_pong"}
+        | {"delay_release": 1},
+    ),
     "64 rows": ({"m": 64}, {}),
     "1001 rows of 1001 columns, untiled": ({"m": 1001, "n": 1001, "k": 1008}, {}),
 }

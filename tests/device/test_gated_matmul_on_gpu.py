@@ -4,6 +4,7 @@ import pytest
 from samples import of_each_part, parts_without_any
 
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
+from search_spaces.matmul.hopper.schedule import PING_PONG
 
 PROBLEMS = [
     GatedMatmulProblem(1024, 1024, 1024),
@@ -23,15 +24,15 @@ PROBLEMS = [
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {
     "plain": lambda s: (
-        not ({"swap_ab", "split_k", "delay_release"} & set(s)) and s["consumers"] not in ("one", "ping_pong")
+        not ({"swap_ab", "split_k", "delay_release"} & set(s)) and s["consumers"] not in ("one", *PING_PONG)
     ),
     "swap_ab": lambda s: "swap_ab" in s,
     "split-K": lambda s: "split_k" in s,
     "cluster split-K": lambda s: s["cluster"] == "split_k",
     "multicast": lambda s: s["cluster"] in ("m", "n"),
     "one consumer": lambda s: s["consumers"] == "one",
-    "ping-pong": lambda s: s["consumers"] == "ping_pong",
-    "delay_release": lambda s: "delay_release" in s and s["consumers"] != "ping_pong",
+    "ping-pong": lambda s: s["consumers"] in PING_PONG,
+    "delay_release": lambda s: "delay_release" in s and s["consumers"] not in PING_PONG,
     "most accumulators": lambda s: s["tile_m"] * s["tile_n"] > 128 * 128,
 }
 

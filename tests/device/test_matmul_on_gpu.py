@@ -9,6 +9,7 @@ from samples import of_each_part, parts_without_any
 
 from scheduler.search.tuner import tune
 from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.matmul.hopper.schedule import PING_PONG
 
 PROBLEMS = [
     MatmulProblem(1024, 1024, 1024),
@@ -82,14 +83,15 @@ THREE_PRODUCTS = [
 # Parts of the space: of each that a problem has, the model's first and some others run.
 PARTS = {
     "plain": lambda s: (
-        not ({"swap_ab", "split_k", "delay_release"} & set(s)) and s["consumers"] not in ("one", "ping_pong")
+        not ({"swap_ab", "split_k", "delay_release"} & set(s)) and s["consumers"] not in ("one", *PING_PONG)
     ),
     "swap_ab": lambda s: "swap_ab" in s,
     "split-K": lambda s: "split_k" in s,
     "swap_ab, split-K": lambda s: {"swap_ab", "split_k"} <= set(s),
     "one consumer": lambda s: s["consumers"] == "one",
-    "ping-pong": lambda s: s["consumers"] == "ping_pong",
-    "delay_release": lambda s: "delay_release" in s and s["consumers"] != "ping_pong",
+    "ping-pong": lambda s: s["consumers"] in PING_PONG,
+    "ordered ping-pong, swap_ab": lambda s: s["consumers"] == "ordered_ping_pong" and "swap_ab" in s,
+    "delay_release": lambda s: "delay_release" in s and s["consumers"] not in PING_PONG,
     "swap_ab, tiles that quantize": lambda s: "swap_ab" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
 }
 

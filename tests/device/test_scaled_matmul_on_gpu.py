@@ -3,6 +3,7 @@
 import pytest
 from samples import of_each_part, parts_without_any
 
+from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.scaled_matmul import SCALED_MATMUL, ScaledMatmulProblem
 
 PROBLEMS = [
@@ -21,7 +22,7 @@ PROBLEMS = [
 PARTS = {
     "cooperative": lambda s: s["consumers"] in ("cooperative_m", "cooperative_n"),
     "one consumer": lambda s: s["consumers"] == "one",
-    "ping-pong": lambda s: s["consumers"] == "ping_pong",
+    "ping-pong": lambda s: s["consumers"] in PING_PONG,
     "multicast": lambda s: s["cluster"] in ("m", "n"),
     "most accumulators": lambda s: s["tile_m"] * s["tile_n"] >= 128 * 128,
 }

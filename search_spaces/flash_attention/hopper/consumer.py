@@ -21,12 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
-from search_spaces.attention.hopper.named_barriers import Turns, synchronize_warpgroup
 from search_spaces.attention.hopper.visibility import visible
 from search_spaces.flash_attention.hopper.cta import Cta
 from search_spaces.flash_attention.hopper.softmax import RowState, over_columns
 from search_spaces.flash_attention.hopper.tile_order import Tile
 from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.named_barriers import Turns, synchronize_warpgroup
 from search_spaces.jax_compat import plgpu
 
 

@@ -19,6 +19,7 @@ from search_spaces.hopper.limits import (
 from search_spaces.hopper.smem_layout import padded_bytes
 from search_spaces.matmul.epilogue import ACTIVATION_OPERATIONS, EXPONENTIALS
 from search_spaces.matmul.hopper.kernel import PRODUCER_REGISTERS
+from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, cdiv, round_up
@@ -113,10 +114,10 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         group=s.grid_tile_width * np.where(s.grid_minor_dim == "m", t.cluster_m, t.cluster_n),
         snake=True,
         axes=("batch", "m", "n"),
-        # A stage whose wgmma may be pending is loaded again one step later.
-        stages=s.stages - s.delay_release,
+        # A stage whose wgmma may be pending is loaded again one step later, unless consumers in order keep it busy.
+        stages=s.stages - s.delay_release * (s.consumers != "ordered_ping_pong"),
         consumers=t.cooperating,
-        ping_pong=np.equal(s.consumers, "ping_pong"),
+        ping_pong=np.isin(s.consumers, PING_PONG),
         accumulators=s.tile_m * s.tile_n / t.cluster_k,
         delay_release=s.delay_release,
         threads=t.consumers * WARPGROUP,

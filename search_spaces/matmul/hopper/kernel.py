@@ -2,7 +2,7 @@
 
 A persistent CTA computes one tile of the result after the other. Its producer warpgroup loads the operands of each step
 of k by TMA into a pipeline of `stages`; its consumers multiply them, and hand their accumulators over in the epilogue.
-Time runs down; tiles of two steps, "ping_pong" (t, k: step k of tile t):
+Time runs down; tiles of two steps, "ordered_ping_pong" (t, k: step k of tile t):
 
       producer          consumer 0                   consumer 1
       load 0, 0         wait full
@@ -48,6 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.hopper.limits import WGMMA_ROWS
+from search_spaces.hopper.named_barriers import Turns
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.cta import Consumer, Cta
@@ -177,10 +178,12 @@ def consume(cta: Cta) -> None:
     first_own = first_column + cta.rank * launch.out_n if reduction else first_column
     consumer = Consumer(cta, first_row, first_column, first_own, loads)
 
+    turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" else None
+
     def compute(tile: Any, _: None) -> None:
         if launch.problem.fused:
             prefetch(consumer, tile)
-        accs = main_loop(consumer, tile) if cta.scales is None else (scaled_main_loop(consumer, tile),)
+        accs = main_loop(consumer, tile, turns) if cta.scales is None else (scaled_main_loop(consumer, tile, turns),)
         if reduction:
             smem, transforms = cta.a.smem if launch.larger is launch.a_tile else cta.b.smem, launch.larger.transforms
             accs = tuple(
@@ -193,11 +196,15 @@ def consume(cta: Cta) -> None:
             for factor, acc in enumerate(accs):
                 finish(consumer, tile, (acc,), factor)
 
+    if turns is not None:
+        turns.start(cta.warpgroup)
     if (groups := launch.groups) > 1:
         own = lax.div(cta.tiles - 1 - cta.warpgroup + groups, groups)
         lax.fori_loop(0, own, lambda number, _: compute(number * groups + cta.warpgroup, None), None)
     else:
         lax.fori_loop(0, cta.tiles, compute, None)
+    if turns is not None:
+        turns.end(cta.warpgroup, cta.tiles)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -11,13 +11,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.hopper import untiled_swizzled
+from search_spaces.hopper.named_barriers import Turns
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.cta import Consumer
 from search_spaces.matmul.hopper.scales import times
 
 
-def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
-    """Each factor's accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k."""
+def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tuple[jax.Array, ...]:
+    """Each factor's accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k.
+
+    With `turns` they are issued in this consumer's, which ends before they do.
+    """
     cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
     pipeline, delay, untiled = cta.pipeline, s.delay_release, cta.plan.tiling.untiled
     rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
@@ -58,6 +62,8 @@ def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
         return accs
 
     def in_place(*accs: Any) -> tuple[jax.Array, ...]:
+        if turns is not None:
+            turns.take()
         for k_step in range(delay):
             start(stage_of(k_step), accs)
 
@@ -65,6 +71,8 @@ def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
             step(k_step, accs)
 
         lax.fori_loop(delay, t.steps, step_in_place, None)
+        if turns is not None:
+            turns.give()
         for k_step in range(t.steps - delay, t.steps):
             release(stage_of(k_step), 0)
         return tuple(acc[...] for acc in accs)
@@ -78,7 +86,7 @@ def main_loop(consumer: Consumer, tile: Any) -> tuple[jax.Array, ...]:
     return accs
 
 
-def scaled_main_loop(consumer: Consumer, tile: Any) -> jax.Array:
+def scaled_main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> jax.Array:
     """The sums of a tile, or of the consumer's half of it, scaled: a step is a block of k (scales.py).
 
     While one consumer scales what it has accumulated, the other's wgmmas run.
@@ -89,7 +97,7 @@ def scaled_main_loop(consumer: Consumer, tile: Any) -> jax.Array:
     _, row, column = cta.origin(tile)
     row, column = row + consumer.first_row, column + consumer.first_column
     if not scales.scaling.by_steps:
-        (acc,) = main_loop(consumer, tile)
+        (acc,) = main_loop(consumer, tile, turns)
         return scales.apply(acc, row, column)
     shape, whole = (t.wg_m, t.wg_n), slice(None)
     rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)

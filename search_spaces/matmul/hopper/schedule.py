@@ -16,8 +16,9 @@ class HopperSchedule:
       tile_k: extent of k that one pipeline stage holds.
       stages: of the pipeline: loads run so many steps ahead, into the next tile where this one ends.
       consumers: the consumer warpgroups: "one"; two that are "cooperative_m" or "cooperative_n" and halve each tile
-        along that axis; or two in "ping_pong", which take whole tiles in turn, so that the epilogue of one overlaps the
-        main loop of the other.
+        along that axis; or two that take whole tiles in turn, so that the epilogue of one overlaps the main loop of the
+        other. Of those in "ordered_ping_pong" one issues all products of its tile before the other begins (CUTLASS's
+        ping-pong, by its OrderedSequenceBarrier); those in "ping_pong" issue theirs as stages arrive.
       cluster: how two CTAs pair up, or "none". Along "m" or "n" they have neighbouring tiles, and multicast to each
         other the operand that both need, half of it each. In "split_k" they share a tile, of which each accumulates
         half of k; when they have reduced that through DSMEM, each finishes half of the columns that wgmma has.
@@ -47,6 +48,9 @@ class HopperSchedule:
     split_k: int = 1
     delay_release: int = 0
 
+
+# Consumers that take whole tiles in turn.
+PING_PONG = ("ordered_ping_pong", "ping_pong")
 
 _OTHER = {"m": "n", "n": "m", "cooperative_m": "cooperative_n", "cooperative_n": "cooperative_m"}
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WGMMA_ROWS
 from search_spaces.matmul import rasterization
-from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.schedule import PING_PONG, HopperSchedule
 from search_spaces.matmul.hopper.tiling import untiled
-from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, quantizing
+from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, ordered, quantizing
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space, cdiv, round_up
 
@@ -27,7 +27,7 @@ SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedule]:
-    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, 3,000 for large ones.
+    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, thousands for large ones.
 
     Of products of one `a` that are multiplied there are several `factors`: each has its tile of `b` and its results.
     """
@@ -90,9 +90,13 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         )
         if not (swap_ab and few_rows)
     ]
+    several_waves = p.batch * cdiv(p.m, 128) * cdiv(p.n, 128) > cores
+    in_order = ordered(p) if several_waves and factors == 1 and not untiled(p) else []
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
     synchronous = untiled(p)
+    # Where each step is waited for, tensor cores are kept busy by whoever has a stage.
+    in_turn = PING_PONG[1:] if synchronous else PING_PONG
     # A residual's subtiles take as much space again as the result's: narrow ones leave it to one more stage.
     least_subtile_bytes, subtile_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
 
@@ -100,14 +104,10 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         HopperSchedule,
         choices={
             "epi_tile_n": (64, 128, 32, 16) if idle_cores or factors > 1 else (64, 128, 32),
-            "consumers": (
-                ("cooperative_m", "cooperative_n", "ping_pong", "one")
-                if idle_cores or few_rows
-                else ("cooperative_m", "cooperative_n", "ping_pong")
-            ),
-            "swap_ab": (False, True) if few_rows or any(swap_ab for *_, swap_ab in even) else (False,),
-            "tile_m": _distinct(*tile_m, *(m for m, *_ in even), *((whole_m,) if few_rows else ())),
-            "tile_n": _distinct(*tile_n, *(n for _, n, *_ in even), *((32,) if idle_cores else ())),
+            "consumers": ("cooperative_m", "cooperative_n", *in_turn, *(("one",) if idle_cores or few_rows else ())),
+            "swap_ab": (False, True) if few_rows or any(swap_ab for *_, swap_ab in (*even, *in_order)) else (False,),
+            "tile_m": _distinct(*tile_m, *(m for m, *_ in (*even, *in_order)), *((whole_m,) if few_rows else ())),
+            "tile_n": _distinct(*tile_n, *(n for _, n, *_ in (*even, *in_order)), *((32,) if idle_cores else ())),
             "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
             "cluster": ("none", "m", "n", *(("split_k",) if 2 in splits_of_k else ())) if cores > 1 else ("none",),
             "split_k": splits_of_k,
@@ -121,18 +121,18 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "swap_ab is for all of m at once, or for tiles that quantize into even waves": lambda s: np.where(
                 s.swap_ab, (s.tile_m == whole_m) | (not few_rows), s.tile_m % WGMMA_ROWS == 0
             ),
-            "with swap_ab consumers cooperate along n, or along m where it has many rows": lambda s: (
+            "with swap_ab consumers cooperate along n, or with many rows along m, or are in ping-pong": lambda s: (
                 np.logical_not(s.swap_ab)
                 | (s.consumers == "cooperative_n")
-                | (s.consumers == ("one" if few_rows else "cooperative_m"))
+                | np.isin(s.consumers, ("one",) if few_rows else ("cooperative_m", "ordered_ping_pong"))
             ),
             "steps of four swizzled rows serve swap_ab": lambda s: s.swap_ab | (s.tile_k * itemsize <= 256),
             "one consumer computes 64 rows, two compute more": lambda s: (
                 (s.consumers != "one") | (np.where(s.swap_ab, s.tile_n, s.tile_m) == WGMMA_ROWS)
             ),
             "ping-pong tiles are the largest of one consumer, or half as large": lambda s: (
-                (s.consumers != "ping_pong")
-                | np.logical_not(s.swap_ab)
+                np.logical_not(np.isin(s.consumers, PING_PONG))
+                | (np.logical_not(s.swap_ab) | (s.consumers == "ordered_ping_pong"))
                 & (2 * factors * s.tile_m * s.tile_n >= MOST_RESULTS // 2)
                 & (2 * factors * s.tile_m * s.tile_n <= MOST_RESULTS)
             ),
@@ -152,6 +152,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "tiles of no power of two quantize into more even waves than all that load no more": lambda s: (
                 np.where(s.swap_ab, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
                 | _among(even, s.tile_m, s.tile_n, splits(s), s.swap_ab)
+                | (s.consumers == "ordered_ping_pong") & _among(in_order, s.tile_m, s.tile_n, splits(s), s.swap_ab)
             ),
             "split-K gives work to idle SMs, in splits of 4 steps or more": lambda s: (
                 (splits(s) == 1) | (work_tiles(s) <= cores) & (steps_of_tile(s) >= FEWEST_STEPS)
@@ -167,11 +168,13 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "more splits of k would leave fewer SMs idle": lambda s: (
                 (splits(s) == 1) | (2 * work_tiles(s) > cores) | (steps_of_tile(s) < 2 * FEWEST_STEPS)
             ),
-            "ping-pong is for CTAs that compute several tiles": lambda s: (s.consumers != "ping_pong") | (waves(s) > 1),
+            "ping-pong is for CTAs that compute several tiles": lambda s: (
+                np.logical_not(np.isin(s.consumers, PING_PONG)) | (waves(s) > 1)
+            ),
             "delay_release is for one consumer a tile, or for the only wave": lambda s: np.where(
                 s.delay_release == 1,
-                (s.consumers == "one") | (s.consumers == "ping_pong") | (s.stages >= LONG_PIPELINE) & (waves(s) == 1),
-                (s.consumers != "ping_pong") | synchronous,
+                np.isin(s.consumers, ("one", *PING_PONG)) | (s.stages >= LONG_PIPELINE) & (waves(s) == 1),
+                np.logical_not(np.isin(s.consumers, PING_PONG)) | synchronous,
             ),
             "delay_release takes two steps or more, and keeps one stage of three or more": lambda s: (
                 (s.delay_release == 0) | (steps_of_tile(s) > 1) & (s.stages > 2)

@@ -9,6 +9,7 @@ import numpy as np
 
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, TMA_GMEM_ALIGNMENT, TMA_SMEM_ALIGNMENT, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import needs_untiled, swizzled_bytes, tma_extents
+from search_spaces.matmul.hopper.schedule import PING_PONG
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import cdiv, round_up
 
@@ -58,7 +59,9 @@ class Tiling:
         self.out_n = self.wg_n // np.where(s.swap_ab, 1, self.cluster_k)
         self.epi_m, self.epi_n = np.where(s.swap_ab, self.out_m, WGMMA_ROWS), s.epi_tile_n
         self.subtiles = (self.out_m // self.epi_m) * (self.out_n // self.epi_n)
-        self.epi_stages = np.minimum(2, self.subtiles)
+        # With `swap_ab` a subtile has all of a consumer's columns: in ping-pong, a second is worth less than a stage.
+        one = s.swap_ab & np.isin(s.consumers, PING_PONG)
+        self.epi_stages = np.where(one, 1, np.minimum(2, self.subtiles))
         self.out_itemsize = np.where(s.split_k > 1, ACCUMULATOR_BYTES, out_itemsize)
 
         self.untiled = untiled(p)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from search_spaces.hopper.limits import WARPGROUP
 from search_spaces.matmul.hopper.scales import Scaling
-from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.schedule import PING_PONG, HopperSchedule
 from search_spaces.matmul.hopper.space import space as of_product
 from search_spaces.scaled_matmul.problem import BLOCK, ScaledMatmulProblem
 from search_spaces.space import Space
@@ -19,18 +20,29 @@ def scaling(problem: ScaledMatmulProblem) -> Scaling:
     return Scaling(problem.a_scales, problem.b_scales, BLOCK)
 
 
+# Of each thread; with 192 it spills 8 registers (ptxas).
+MOST_ACCUMULATORS = 160
+
+
 def space(problem: ScaledMatmulProblem, cores: int) -> Space[HopperSchedule]:
     """Those that neither mirror the product nor split k; with scales by blocks, also of one block a step."""
     product = of_product(problem.product, cores)
     kept: dict[str, tuple[Any, ...]] = {"swap_ab": (False,), "split_k": (1,), "cluster": ("none", "m", "n")}
     if not scaling(problem).by_steps:
-        return dataclasses.replace(product, choices={**product.choices, **kept})
+        rules = {
+            f"beside scales a thread holds {MOST_ACCUMULATORS} accumulators": lambda s: (
+                s.tile_m * s.tile_n // np.where(np.isin(s.consumers, ("cooperative_m", "cooperative_n")), 2, 1)
+                <= MOST_ACCUMULATORS * WARPGROUP
+            )
+        }
+        choices = {**product.choices, **kept}
+        return dataclasses.replace(product, choices=choices, rules={**product.rules, **rules})
     kept |= {
         "tile_m": tuple(tile for tile in (128, 64, 256) if tile in product.choices["tile_m"]),
         "tile_n": tuple(tile for tile in (128, 256, 64) if tile in product.choices["tile_n"]),
         "tile_k": (BLOCK,),
         # Each step is waited for, so that consumers take turns by themselves.
-        "consumers": tuple(each for each in product.choices["consumers"] if each != "ping_pong"),
+        "consumers": tuple(each for each in product.choices["consumers"] if each not in PING_PONG),
         "delay_release": (0,),
     }
     return dataclasses.replace(

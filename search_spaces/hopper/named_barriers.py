@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
@@ -44,10 +45,10 @@ class Turns:
         """Gives the next one its turn."""
         self._barrier(1, "arrive")
 
-    def end(self, warpgroup: Any) -> None:
-        """Takes the last turn that was given."""
+    def end(self, warpgroup: Any, taken: Any = 0) -> None:
+        """Takes the last turn that was given, after so many in all; 0 stands for as many of each."""
 
-        @pl.when(warpgroup == 0)
+        @pl.when(warpgroup == lax.rem(taken, self.warpgroups))
         def take() -> None:
             self.take()
 
