@@ -17,7 +17,7 @@ from operations import DoubleProblem
 
 import scheduler
 from scheduler import Plan, tune_function, tuned, tuned_matmul
-from scheduler.functions import in_context
+from scheduler.functions import answers, in_context
 from scheduler.functions.answers import of_record
 from scheduler.functions.counted import Counted
 from scheduler.store.store import Store, shipped
@@ -82,6 +82,22 @@ class Patient(LibraryKernel):
         return paused(args[0], 0.005) * 2
 
 
+class Even(Quick):
+    """As long as its library alone takes, and no longer within a function."""
+
+    def run(self, problem, schedule, target, /, *args, **params):
+        return paused(args[0], 0.006) * 2
+
+
+class Torn(LibraryKernel):
+    """What a compiler fuses alone, and takes apart in bad company."""
+
+    def run(self, problem, schedule, target, /, *args, **params):
+        return paused(args[0], 0.005 if Company.now == "ok" else 0.02) * 2
+
+
+TYING = Operation("tying", DoubleProblem, (Even(True), Torn()))
+tying = tuned(TYING)
 SOCIABLE = Operation("sociable", DoubleProblem, (Quick(True), Patient()))
 SHY = Operation("shy", DoubleProblem, (Quick(False), Patient()))
 sociable, shy = tuned(SOCIABLE), tuned(SHY)
@@ -136,6 +152,41 @@ def test_what_does_not_help_in_the_function_stays_with_xla_and_the_plan_says_why
     (answer,) = (answer for answer in made.answers if answer.operation == "shy")
     assert re.search(reason, answer.reason), answer.reason
     assert "x as fast as XLA alone" in made.verdict
+
+
+@pytest.mark.parametrize(
+    ("company", "others", "backend", "reason"),
+    [
+        ("torn", True, "quick", "the function is .* slower without it"),
+        ("torn", False, "quick", "the function is .* slower without it"),
+        ("ok", True, "xla", "alone it is as fast, but the function is .* without it"),
+        ("ok", False, "xla", "alone it is as fast, but the function is .* without it"),
+    ],
+)
+def test_a_kernel_that_ties_alone_is_kept_where_the_function_is_faster_with_it(
+    company, others, backend, reason, store, monkeypatch
+):
+    monkeypatch.setattr(answers, "NEAR", 0.5)
+    record = scheduler.tune(TYING, DoubleProblem(8), store=store, budget=4)
+    assert (record.winner.backend, len(record.entries)) == ("xla", 2)
+    Company.now = company
+
+    def fn(x):
+        return tying(x) + sociable(x) if others else tying(x)
+
+    made = tune_function(fn, X, minutes=0, store=store)
+    assert backends(made) == {"tying": backend} | ({"sociable": "quick"} if others else {})
+    (answer,) = (answer for answer in made.answers if answer.operation == "tying")
+    assert re.search(reason, answer.reason), answer.reason
+    assert answer.alone_s > answer.library_s
+
+
+def test_a_kernel_that_is_not_near_alone_is_not_tried_within_a_function(store, monkeypatch):
+    monkeypatch.setattr(answers, "NEAR", 0.01)
+    scheduler.tune(TYING, DoubleProblem(8), store=store, budget=4)
+    Company.now = "torn"
+    made = tune_function(tying, X, minutes=0, store=store)
+    assert (backends(made), made.answers[0].reason) == ({"tying": "xla"}, "xla is the fastest alone")
 
 
 def test_where_the_function_is_not_faster_xla_answers_everything(store):
@@ -254,6 +305,6 @@ def test_a_kernel_takes_the_place_of_the_fastest_library_that_may_answer(backend
     problem = FLASH_ATTENTION.problem.from_canonical(record.key.problem)
     known = of_record(Counted(FLASH_ATTENTION, problem, 2, (), 0.0), record, backends)
     assert (known.best, known.library) == (record.winner, record.best(frozenset({library})))
-    answer = known.planned(best=False, reason="")
+    answer = known.planned(kernel=False, reason="")
     assert (answer.backend, answer.library) == (library, library)
-    assert known.planned(best=True, reason="").library == library
+    assert known.planned(kernel=True, reason="").library == library

@@ -30,6 +30,10 @@ from search_spaces.operation import Operation
 logger = logging.getLogger("scheduler")
 # What all searches that are left could save of a call, as a share, below which none is worth its time.
 WORTH = 0.005
+# A kernel that takes no more than this share longer than the fastest library, alone, may be the faster within a
+# function: there XLA may take a program apart that it fuses alone (the gradient of SiLU-and-mul on an H200: 135 us
+# alone, 337 within a training step), and the clock follows power.
+NEAR = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +61,24 @@ class Known:
       best: the fastest of the backends asked for, None where there is no record, or a library is.
       library: the fastest of XLA's programs, and of a vendor's where that may answer; None where none was measured.
       reason: why there is no `best`, in words.
+      contender: where a library is the fastest, the fastest kernel, if that is `NEAR`.
     """
 
     row: Counted
     best: Entry | None = None
     library: Entry | None = None
     reason: str = ""
+    contender: Entry | None = None
+
+    @property
+    def kernel(self) -> Entry | None:
+        """What may take the library's place within a function."""
+        return self.best or self.contender
+
+    @property
+    def library_s(self) -> float:
+        """What the fastest library takes in a call of the function; 0 where none was measured."""
+        return 0.0 if self.library is None else self.row.count * self.library.measurement.median_s
 
     @property
     def gain_s(self) -> float:
@@ -71,10 +87,10 @@ class Known:
             return 0.0
         return self.row.count * (self.library.measurement.median_s - self.best.measurement.median_s)
 
-    def planned(self, *, best: bool, reason: str) -> Planned:
-        """The answer of a plan: the best where it is asked for, else the fastest library."""
+    def planned(self, *, kernel: bool, reason: str) -> Planned:
+        """The answer of a plan: the kernel where it is asked for, else the fastest library."""
         operation = self.row.operation
-        chosen = self.best if best else self.library
+        chosen = self.kernel if kernel else self.library
         return Planned(
             operation.name,
             self.row.problem.canonical(),
@@ -83,7 +99,7 @@ class Known:
             {} if chosen is None else dict(chosen.schedule),
             self.row.count,
             reason,
-            None if self.best is None else self.best.measurement.median_s,
+            None if self.kernel is None else self.kernel.measurement.median_s,
             None if self.library is None else self.library.measurement.median_s,
             operation.library.backend if self.library is None else self.library.backend,
             operation.library.version if self.library is None else self.library.version,
@@ -138,7 +154,13 @@ def of_record(row: Counted, record: Record, backends: frozenset[str] | None) -> 
     libraries = {record.library} | (vendors if backends is None else vendors & backends)
     library = record.best(frozenset(libraries))
     if best is None or best.backend in libraries:
-        return Known(row, None, library, f"{best.backend if best else record.library} is the fastest alone")
+        others = {entry.backend for entry in record.entries} - libraries
+        contender = record.best(frozenset(others if backends is None else others & backends))
+        if contender is not None and library is not None:
+            near_s = (1 + NEAR) * library.measurement.median_s
+            contender = contender if contender.measurement.median_s <= near_s else None
+        reason = f"{best.backend if best else record.library} is the fastest alone"
+        return Known(row, None, library, reason, contender)
     return Known(row, best, library)
 
 

@@ -17,8 +17,8 @@ from scheduler.functions.inputs import of_arrays
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 
 Run = functools.partial[Any]  # of a compiled function, and its arrays
-# Each is compiled, and takes part in every round.
-MOST_VARIANTS = 12
+# Each is compiled, and takes part in every round: those without an answer, and those with one that ties alone.
+MOST_VARIANTS, MOST_ADDED = 12, 4
 # Rounds of the leave-one-out comparison: intervals of single answers are to be narrow.
 ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
@@ -71,14 +71,19 @@ def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Ablated:
-    """What the whole function says of a group: by which share it is slower without, and between what that lies."""
+    """What the whole function says of a group: by which share it is slower without, and between what that lies.
+
+    Attributes:
+      added: the group is one answer that is not faster alone: it helps beyond doubt, or not at all.
+    """
 
     group: tuple[int, ...]
     margin: Margin
+    added: bool = False
 
     @property
     def helps(self) -> bool:
-        return self.margin.middle > 0
+        return (self.margin.low if self.added else self.margin.middle) > 0
 
     def __str__(self) -> str:
         middle, low, high = self.margin.middle, self.margin.low, self.margin.high
@@ -88,17 +93,27 @@ class Ablated:
 
 
 def ablate(
-    whole: Whole, everything: Run, xla: Run, of: Sequence[tuple[int, ...]], without: Callable[[tuple[int, ...]], Plan]
+    whole: Whole,
+    everything: Run,
+    xla: Run,
+    of: Sequence[tuple[int, ...]],
+    without: Callable[[tuple[int, ...]], Plan],
+    added: Mapping[int, Run],
 ) -> list[Ablated]:
     """Each group by leaving it out: the function with all answers, beside the one in which XLA answers that group.
 
     Args:
       everything, xla: the function with all answers, and with none of them.
       without: the plan in which these are XLA's, and the others are not.
+      added: likewise the function with all answers and one more, by that one.
     """
     others = [xla] if len(of) == 1 else [whole.under(without(group)) for group in of]
-    times = whole.time({"": everything, **{str(i): run for i, run in enumerate(others)}}, at_least_rounds=ROUNDS)
-    return [Ablated(group, in_turns.margin(times[""], times[str(i)])) for i, group in enumerate(of)]
+    runs = (
+        {"": everything} | {f"-{i}": run for i, run in enumerate(others)} | {f"+{i}": run for i, run in added.items()}
+    )
+    times = whole.time(runs, at_least_rounds=ROUNDS)
+    found = [Ablated(group, in_turns.margin(times[""], times[f"-{i}"])) for i, group in enumerate(of)]
+    return found + [Ablated((i,), in_turns.margin(times[f"+{i}"], times[""]), added=True) for i in added]
 
 
 @dataclasses.dataclass(frozen=True)

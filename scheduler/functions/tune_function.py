@@ -20,7 +20,16 @@ from scheduler.dispatch import calls, dispatch
 from scheduler.functions import agreement, in_turns
 from scheduler.functions.answers import WORTH, Known, Search, known
 from scheduler.functions.counted import Counted
-from scheduler.functions.in_context import Ablated, Reference, Run, Whole, ablate, failure, groups
+from scheduler.functions.in_context import (
+    MOST_ADDED,
+    Ablated,
+    Reference,
+    Run,
+    Whole,
+    ablate,
+    failure,
+    groups,
+)
 from scheduler.functions.in_turns import Seconds
 from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
@@ -46,8 +55,10 @@ def tune_function(
 
     What no store answers is tuned first, the largest count times expected gain before the others. Then `fn` is compiled
     with all answers, with XLA's alone, and with each problem turned back to XLA's (those that save little together),
-    and timed in interleaved rounds of wall time: what does not help there stays with XLA. At last the plan is timed
-    against XLA once more; where it is not faster beyond doubt, every answer of it is XLA's, and its `verdict` says so.
+    and timed in interleaved rounds of wall time: what does not help there stays with XLA. A kernel that ties with XLA
+    alone is added in those rounds, and kept where the function is faster with it beyond doubt. At last the plan is
+    timed against XLA once more; where it is not faster beyond doubt, every answer of it is XLA's, and its `verdict`
+    says so.
     Results of both are compared: a kernel that fails within `fn`, or changes its results, is XLA's, with the reason.
 
     `fn` is called many times; its arguments stay as they are, whatever it donates.
@@ -127,19 +138,23 @@ class _Tuning:
         reference = Reference(xla, jax.block_until_ready(xla()), rounding)
         candidates = [i for i in range(len(self.known)) if i not in self.reasons]
         candidates, everything = self._that_run(candidates, reference)
-        if everything is None:
+        step_s = self.whole.time({"xla": xla}, at_least_rounds=1)["xla"].median_s
+        added = self._that_tie(candidates, step_s, reference)
+        if everything is None and not added:
             left = sum(each.library is None for each in self.known)
             untuned = f"; {left} of {len(self.known)} problems are not tuned" if left else ""
             return self._without(xla, f"XLA answers everything: nothing else is faster alone and can be used{untuned}")
-        kept, ablated = self._that_help(candidates, everything, xla)
-        self.reasons |= {i: f"alone it is faster, but {ablated[i]}" for i in candidates if i not in kept}
-        return self._decided(candidates, kept, reference, {"xla": xla, "all": everything}, ablated)
+        kept, ablated = self._that_help(candidates, everything or xla, added, xla, step_s)
+        alone = {i: "is as fast" if i in added else "is faster" for i in ablated}
+        self.reasons |= {i: f"alone it {alone[i]}, but {ablated[i]}" for i in ablated if i not in kept}
+        runs: dict[Variant, Run] = {"xla": xla} if everything is None else {"xla": xla, "all": everything}
+        return self._decided(candidates, kept, reference, runs, ablated)
 
-    def plan(self, best: Collection[int], reasons: Mapping[int, str] | None = None) -> Plan:
-        """The plan in which these problems have their best answers, and XLA answers the others."""
+    def plan(self, kernels: Collection[int], reasons: Mapping[int, str] | None = None) -> Plan:
+        """The plan in which kernels answer these problems, and XLA the others."""
         said = reasons or {}
         answers = [
-            each.planned(best=i in best, reason=said.get(i, self.reasons.get(i, "")))
+            each.planned(kernel=i in kernels, reason=said.get(i, self.reasons.get(i, "")))
             for i, each in enumerate(self.known)
         ]
         return Plan(self.name, self.chip.id, self.chip.kind, environment(""), __version__, tuple(answers))
@@ -165,15 +180,23 @@ class _Tuning:
             return [], None
         return usable, everything
 
-    def _that_help(self, candidates: Sequence[int], everything: Run, xla: Run) -> tuple[list[int], dict[int, Ablated]]:
+    def _that_tie(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
+        """The function with all candidates and one kernel more that ties alone, of the problems that take longest."""
+        tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= WORTH * step_s]
+        tied.sort(key=lambda i: -self.known[i].library_s)
+        tried = {i: failure(self.whole, self.plan([*candidates, i]), reference)[0] for i in tied[:MOST_ADDED]}
+        return {i: run for i, run in tried.items() if run is not None}
+
+    def _that_help(
+        self, candidates: Sequence[int], everything: Run, added: Mapping[int, Run], xla: Run, step_s: float
+    ) -> tuple[list[int], dict[int, Ablated]]:
         """Those without which the function is slower, and what it says of each."""
-        step_s = self.whole.time({"xla": xla}, at_least_rounds=1)["xla"].median_s
-        of = groups({i: self.known[i].gain_s for i in candidates}, step_s, WORTH)
+        of = groups({i: self.known[i].gain_s for i in candidates}, step_s, WORTH) if candidates else []
         ablated = ablate(
-            self.whole, everything, xla, of, lambda group: self.plan([i for i in candidates if i not in group])
+            self.whole, everything, xla, of, lambda group: self.plan([i for i in candidates if i not in group]), added
         )
         of_each = {i: each for each in ablated for i in each.group}
-        return [i for i in candidates if of_each[i].helps], of_each
+        return [i for i in (*candidates, *added) if of_each[i].helps], of_each
 
     def _decided(
         self,
@@ -189,6 +212,8 @@ class _Tuning:
             if run is None:
                 return self._without(runs["xla"], f"XLA answers everything: the plan cannot be used: {why}")
             runs = {**runs, "plan": run}
+        if len(runs) == 1:
+            return self._without(runs["xla"], "XLA answers everything: nothing else makes the function faster")
         times = self.whole.time(runs)
         best: Variant = min((v for v in runs if v != "xla"), key=lambda v: times[v].median_s)
         if "plan" in runs and best == "all" and not in_turns.faster(times["all"], times["plan"]):
