@@ -150,6 +150,12 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"consumers": "ping_pong", "tile_m": 64, "tile_n": 64, "stages": 3},
         1,
     ),
+    "ordered ping-pong, swap_ab, bias": (
+        GatedMatmulProblem(320, 192, 192, bias="bfloat16"),
+        {"consumers": "ordered_ping_pong", "swap_ab": True, "tile_m": 160, "tile_n": 64, "stages": 3}
+        | {"delay_release": 1},
+        1,
+    ),
     "cluster along m": (GatedMatmulProblem(256, 128, 128), {"cluster": "m", "tile_n": 64}, 4),
     "cluster along n": (GatedMatmulProblem(200, 256, 128), {"cluster": "n", "tile_n": 64}, 4),
     "split-K, bias": (

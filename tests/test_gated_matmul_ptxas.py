@@ -26,6 +26,11 @@ CASES = {  # name: the problem, and fields of the schedule that differ from the 
         {"m": 4096},
         {"tile_m": 64, "tile_n": 128, "consumers": "ordered_ping_pong", "stages": 4, "tile_k": 64, "delay_release": 1},
     ),
+    "4096 rows, ordered ping-pong, swap_ab": (
+        {"m": 4096},
+        {"tile_m": 192, "tile_n": 64, "swap_ab": True, "consumers": "ordered_ping_pong", "stages": 4, "tile_k": 64}
+        | {"epi_tile_n": 64, "delay_release": 1},
+    ),
     "256 rows": ({"m": 256}, {}),
     "256 rows, transposed": ({"m": 256, "transpose_w": True}, {}),
     "16 rows": ({"m": 16}, {}),

@@ -91,7 +91,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         if not (swap_ab and few_rows)
     ]
     several_waves = p.batch * cdiv(p.m, 128) * cdiv(p.n, 128) > cores
-    in_order = ordered(p) if several_waves and factors == 1 and not untiled(p) else []
+    in_order = ordered(p, factors) if several_waves and not untiled(p) else []
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
     synchronous = untiled(p)

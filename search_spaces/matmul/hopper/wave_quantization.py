@@ -73,14 +73,20 @@ def quantizing(
     return best
 
 
-def ordered(p: MatmulProblem) -> list[tuple[int, int, int, bool]]:
+def ordered(p: MatmulProblem, factors: int = 1) -> list[tuple[int, int, int, bool]]:
     """The tiles of no power of two that are for ordered ping-pong alone, as `quantizing` has them, whatever the waves.
 
-    As there, columns of wgmma are chosen finely where they are not an operand's rows in memory.
+    As there, columns of wgmma are chosen finely where they are not an operand's rows in memory. Of several `factors`
+    the rows of all, 64 each, are one tile's, with `swap_ab` (without it, a consumer of 192 x 64 each spills; ptxas).
     """
     tiles = [(m, n, False) for m, n in ORDERED]
     if p.transpose_b:
         tiles += [(128, n, False) for n in ORDERED_COLUMNS]
     elif not p.transpose_a:
         tiles += [(m, 128, True) for m in (*ORDERED_COLUMNS, 192)] + [(128, 192, True)]
-    return [(m, n, 1, swap_ab) for m, n, swap_ab in tiles if m < 2 * p.m and n < 2 * p.n]
+    parts = [
+        (m, n // factors, swap_ab)
+        for m, n, swap_ab in tiles
+        if factors == 1 or (swap_ab and n % (WGMMA_ROWS * factors) == 0)
+    ]
+    return [(m, n, 1, swap_ab) for m, n, swap_ab in parts if m < 2 * p.m and n < 2 * p.n]
