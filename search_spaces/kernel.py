@@ -45,6 +45,7 @@ class Kernel(abc.ABC, Generic[P, S]):
       backend: what JAX calls it: "mosaic_gpu", "xla", ...
       version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
       library: this is the XLA implementation, the answer to beat: a program or two, nothing to prune.
+      taken_apart: within a function XLA may not fuse what it fuses alone, so that a tie goes to another kernel.
       vendor: the library of the chip's vendor that this calls ("cuDNN"), "" for none: with XLA's, what "pallas" leaves
         out.
       verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
@@ -54,6 +55,7 @@ class Kernel(abc.ABC, Generic[P, S]):
     backend: ClassVar[str]
     version: ClassVar[int] = 1
     library: ClassVar[bool] = False
+    taken_apart: ClassVar[bool] = False
     vendor: ClassVar[str] = ""
     verified_on: ClassVar[frozenset[str]] = frozenset()
 

@@ -1,5 +1,6 @@
 """The run-off against noise, drift and ties, with made-up times from a seeded generator."""
 
+import dataclasses
 import math
 import random
 import statistics
@@ -68,6 +69,13 @@ def test_timing_one_after_the_other_would_have_chosen_wrongly_under_that_drift()
 def test_a_tie_goes_to_the_library():
     winners = [run((1.0, 1.0, 1.0), seed=seed).order[0] for seed in range(40)]
     assert winners.count(LIBRARY.label) >= 39
+
+
+def test_a_tie_goes_to_any_other_than_a_library_that_yields():
+    rivals = dataclasses.replace(LIBRARY, yields=True), SMALL, LARGE
+    winners = [run((1.0, 1.0, 1.0), rivals, seed=seed).order[0] for seed in range(40)]
+    assert winners.count(LIBRARY.label) <= 1
+    assert run((1.0, 1.02, 1.02), rivals).order[0] == LIBRARY.label
 
 
 def test_a_tie_of_others_goes_to_the_smaller_footprint():

@@ -26,13 +26,15 @@ class Rival:
 
     Attributes:
       label: its own; also the last word where nothing else decides, so the same in every search.
-      library: whether a tie is to go to it.
+      library: whether a tie is to go to it...
       onchip_bytes: a tie between others goes to the smaller.
+      yields: ...or, though it is the library, to any other (`Kernel.taken_apart`).
     """
 
     label: str
     library: bool
     onchip_bytes: int
+    yields: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +73,9 @@ def race(
     slower than the leader beyond doubt, or within `TIE` of it beyond doubt, or after `most_rounds`.
 
     Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A library whose
-    compilations differ by more does not: what it gains in one process it loses in another. A tie goes to the library,
-    then to the smaller footprint, then to the shorter label, as of a schedule at its defaults, then to the first one.
+    compilations differ by more does not: what it gains in one process it loses in another. A tie goes to the library
+    (unless it yields), then to the smaller footprint, then to the shorter label, as of a schedule at its defaults, then
+    to the first one.
     """
     order = random.Random(seed)
     failures: dict[str, Failure] = {}
@@ -166,7 +169,7 @@ def decided_by_one(times: Mapping[Rival, Measurement]) -> Result:
 
 def _first(tied: Sequence[Rival]) -> Rival:
     """To whom a tie goes."""
-    return min(tied, key=lambda r: (not r.library, r.onchip_bytes, len(r.label), r.label))
+    return min(tied, key=lambda r: (r.yields, not r.library, r.onchip_bytes, len(r.label), r.label))
 
 
 @dataclasses.dataclass(frozen=True)

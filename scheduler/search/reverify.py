@@ -219,7 +219,7 @@ def _timed(
         if isinstance(now[label], Measurement):
             kernel = operation.kernel(rival.backend)
             asked = onchip_bytes(kernel, problem, runner.hardware, rival.schedule)
-            racing.append(final_comparison.Rival(label, kernel.library, asked))
+            racing.append(final_comparison.Rival(label, kernel.library, asked, kernel.taken_apart))
     ended = finalists.run_off(
         runner,
         racing,

@@ -360,8 +360,9 @@ class _Tuning:
         """
         if len(chosen) == 1:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
+        yields = self.operation.library.taken_apart
         rivals = {
-            Rival(label_of(c.backend, c.schedule), c.library, c.onchip_bytes): index
+            Rival(label_of(c.backend, c.schedule), c.library, c.onchip_bytes, c.library and yields): index
             for index, c in ((index, self.candidates.of[index]) for index in chosen)
         }
         labelled = {rival.label: index for rival, index in rivals.items()}
