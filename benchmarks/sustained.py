@@ -137,8 +137,6 @@ def _chosen(
     for kernel in operation.kernels:
         if kernel.library or kernel.vendor or kernel.supports(problem, chip.target):
             continue
-        if not kernel.backend.startswith("mosaic"):
-            continue
         if record is not None and (entry := record.best(frozenset({kernel.backend}))) is not None:
             chosen["stored"] = kernel, entry.schedule
         kinds: set[tuple[Any, ...]] = set()
