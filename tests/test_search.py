@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from scheduler.core.hardware import find
 from scheduler.model.calibration import observed
 from scheduler.model.cost import CostModel
-from scheduler.search import dataset
+from scheduler.search import dataset, gaussian_process
 from scheduler.search.gaussian_process import expected_improvement, predict
 from scheduler.search.search import Search
 from search_spaces import Space
@@ -392,6 +392,34 @@ def test_the_improvement_expected_of_a_certain_point_is_its_gain():
     assert gain == pytest.approx([1.0, 0.0])
     sure, unsure = expected_improvement(np.array([2.0, 2.0]), np.array([0.1, 1.0]), best=2.0)
     assert unsure == pytest.approx(10 * sure)
+
+
+def test_a_process_over_few_and_over_many_times_is_one_formula(monkeypatch):
+    random, (few, many) = np.random.default_rng(0), (gaussian_process._THREADED, 0)
+    x, y, at = random.random((40, 9)), random.random(40), random.random((300, 9))
+    expected = []
+    for threaded in (few, many):
+        monkeypatch.setattr(gaussian_process, "_THREADED", threaded)
+        expected.append(np.concatenate(predict(x, y, at)))
+    assert expected[0] == pytest.approx(expected[1], rel=1e-9)
+
+
+def test_the_surrogate_leaves_the_other_cores_to_the_workers_that_compile():
+    """Seconds of cores, whoever else is at them; the threads of a BLAS spin between one proposal and the next."""
+    program = """
+import sys, time
+import numpy as np
+from scheduler.search.gaussian_process import predict
+random = np.random.default_rng(0)
+x, y, at = random.random((40, 12)), random.random(40), random.random((1500, 12))
+predict(x, y, at)
+before = time.process_time() - time.thread_time()
+for _ in range(10):
+    predict(x, y, at)
+    time.sleep(0.05)
+sys.exit(time.process_time() - time.thread_time() - before > 0.1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_importing_the_model_loads_no_optuna():
