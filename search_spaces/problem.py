@@ -134,7 +134,9 @@ class Problem(abc.ABC):
         Integers have a quarter of their dtype's range for a standard deviation, and half of the truth values hold.
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
-        return tuple(_operand(key, s) for key, s in zip(keys, self.operands(), strict=True))
+        each = list(zip(keys, self.operands(), strict=True))
+        reference_programs.together([functools.partial(_draws, key, s) for key, s in each], lambda: None)
+        return tuple(_operand(key, s) for key, s in each)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
         """The problem whose results are these rows of this one's, and what takes its operands from these.
@@ -225,6 +227,10 @@ def as_tuple(arrays: T | Sequence[T]) -> tuple[T, ...]:
 
 def _floats(s: jax.ShapeDtypeStruct) -> bool:
     return bool(jnp.issubdtype(s.dtype, jnp.floating))
+
+
+def _draws(key: jax.Array, s: jax.ShapeDtypeStruct) -> reference_programs.Program:
+    return reference_programs.program(_in_slabs, key, shape=s.shape, dtype=s.dtype)
 
 
 def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:

@@ -8,10 +8,10 @@ import functools
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import serialize_executable
@@ -22,7 +22,14 @@ Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 _DIRECTORY: ContextVar[Path | None] = ContextVar("directory", default=None)
 _TURN: ContextVar[Turn] = ContextVar("turn", default=contextlib.nullcontext)
+_WAITS: ContextVar[bool] = ContextVar("waits", default=True)
 _RAN: dict[Any, Program] = {}
+
+T = TypeVar("T")
+
+
+class _Busy(BaseException):
+    """Another process is compiling this program now."""
 
 
 @contextlib.contextmanager
@@ -68,6 +75,24 @@ def program(function: Any, *args: jax.Array, **statics: Any) -> Program:
     return _RAN[which]
 
 
+def together(wanted: Sequence[Callable[[], Any]], meanwhile: Callable[[], T]) -> tuple[list[Any], T]:
+    """What each of `wanted` makes by `compiled` or `program`, and what `meanwhile` returns.
+
+    Processes that come here at the same time compile a program each: what another one is at is passed over, and waited
+    for when all else is done, `meanwhile` too.
+    """
+    made: dict[int, Any] = {}
+    token = _WAITS.set(False)
+    try:
+        for number, make in enumerate(wanted):
+            with contextlib.suppress(_Busy):
+                made[number] = make()
+    finally:
+        _WAITS.reset(token)
+    result = meanwhile()
+    return [made[number] if number in made else make() for number, make in enumerate(wanted)], result
+
+
 def compiled(lowered: Any) -> Program:
     """The program of a `jax.stages.Lowered`. XLA takes the first algorithm that is right: it tries none on a GPU.
 
@@ -79,7 +104,7 @@ def compiled(lowered: Any) -> Program:
         return _compile(lowered)
     path = directory / hashlib.sha256(lowered.as_text().encode()).hexdigest()
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second waits for the first, and then loads
+        _lock(lock.fileno())  # who comes second waits for the first, and then loads
         if not path.exists():
             program = _compile(lowered)
             # Not every backend of XLA can: then each process compiles for itself.
@@ -94,6 +119,14 @@ def compiled(lowered: Any) -> Program:
         return serialize_executable.deserialize_and_load(stored, in_tree, out_tree, execution_devices=here)
     except Exception:
         return _compile(lowered)
+
+
+def _lock(file: int) -> None:
+    """Raises `_Busy` where another process has it, and that is not to be waited for."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if _WAITS.get() else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise _Busy from None
 
 
 def _compile(lowered: Any) -> Any:

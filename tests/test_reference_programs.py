@@ -1,17 +1,21 @@
 """Programs that only check kernels: who compiles them, and who loads them."""
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scheduler.core.hardware import CPU
 from scheduler.measure import buffers
+from scheduler.measure.bench import Bench
 from search_spaces import reference_programs
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
-from search_spaces.matmul import MatmulProblem
-from search_spaces.reference_programs import compiled, shared_in
+from search_spaces.matmul import MATMUL, MatmulProblem
+from search_spaces.reference_programs import compiled, shared_in, together
 
 PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
 
@@ -96,6 +100,51 @@ def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkey
         MatmulProblem(16, 24, 8).inputs(0)
     assert turns == ["begin", "end"] * 2
     assert compiled_within == [False, False]
+
+
+def test_who_come_to_programs_at_once_compile_one_each(tmp_path, compilations, monkeypatch):
+    """Threads are as processes here: the lock of a program is of who opened it."""
+    functions = (jnp.sin, jnp.cos, jnp.tan, jnp.exp)
+    all_at_work = threading.Barrier(len(functions))
+    compile_noted = reference_programs._compile
+    monkeypatch.setattr(
+        reference_programs, "_compile", lambda lowered: all_at_work.wait() is None or compile_noted(lowered)
+    )
+    each = [lowered(function, jax.ShapeDtypeStruct((8,), "float32")) for function in functions]
+
+    def come(_):
+        with shared_in(str(tmp_path)):
+            programs, _ = together([lambda one=one: compiled(one) for one in each], lambda: None)
+        return [float(program(jnp.zeros(8))[0]) for program in programs]
+
+    with ThreadPoolExecutor(len(functions)) as threads:
+        assert list(threads.map(come, range(len(functions)))) == [[0, 1, 0, 1]] * len(functions)
+    assert len(compilations) == len(functions)
+
+
+def test_a_bench_compiles_all_else_while_another_process_compiles_its_reference(tmp_path, monkeypatch):
+    problem, names, go_on = MatmulProblem(24, 40, 56), [], threading.Event()
+    compile_one, others = reference_programs._compile, {"_in_slabs", "_compare", "_poisoned"}
+
+    def compile_in_order(lowered):
+        name = lowered.as_text().split("module @jit_")[1].split()[0]
+        names.append(name)
+        if name not in others:
+            go_on.wait()
+        elif others <= set(names) and names.count("_in_slabs") == 2:
+            go_on.set()
+        return compile_one(lowered)
+
+    monkeypatch.setattr(reference_programs, "_compile", compile_in_order)
+    reference_programs._RAN.clear()
+
+    def bench(_):
+        with shared_in(str(tmp_path)):
+            return Bench(MATMUL, problem, CPU).measure("xla", {}, 2)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(outcome.median_s > 0 for outcome in threads.map(bench, range(2)))
+    assert len(names) == 5, "each program once: the operands', the reference, what compares, what is written over"
 
 
 def test_a_copy_is_an_array_of_its_own(tmp_path):

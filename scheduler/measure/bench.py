@@ -18,8 +18,9 @@ from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Sch
 from scheduler.core.threads import is_interrupt
 from scheduler.measure import buffers, timer
 from scheduler.measure.blame import blamed, first_line
+from scheduler.measure.checks import Checks, Compiled, Results, compiled_checks
 from scheduler.measure.lowered import asked_onchip_bytes
-from scheduler.measure.verification import Rows, compared_elements, compared_rows, comparisons, mismatches
+from scheduler.measure.verification import Rows, compared_elements, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal, onchip_bytes
 from scheduler.model.traffic import L2_RESIDENT
@@ -28,8 +29,6 @@ from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import SLAB, Problem, Tolerance, as_tuple, nbytes
 
-Results = tuple[jax.Array, ...]
-Compiled = Callable[..., Results]
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
@@ -93,9 +92,7 @@ class Bench:
         self._clock, self._l2 = condition(problem, hardware, l2)
         # What is compiled here is not compiled later, while other processes wait for their turns.
         timer.attach(self._clock)
-        self._references: dict[Problem, Compiled] = {}
-        self._comparisons: dict[Problem, tuple[Any, ...]] = {}
-        self._poisons: dict[Problem, buffers.Fill] = {}
+        self._checks: dict[Problem, Checks] = {}
         self._draw = self._drawn(problem, seed)
         self._sets = self._rotation()
         # Operands in a cache may come faster than memory gives them; no time at all is never right.
@@ -225,7 +222,7 @@ class Bench:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
         self._results.clear()  # beside these, one more of gigabytes might be one too many
         with self._turn():
-            poison = self._poisons[problem]()
+            poison = self._checks[problem].poison()
             try:
                 actual = candidate.run(poison, *draw.inputs)
                 wrong = self._off(candidate, problem, draw, actual)
@@ -236,7 +233,8 @@ class Bench:
         return wrong
 
     def _off(self, candidate: _Candidate, problem: Problem, draw: Draw, actual: Results) -> str | None:
-        return mismatches(problem, actual, draw.expected, candidate.tolerance, draw.rows, self._comparisons[problem])
+        compare = self._checks[problem].comparisons
+        return mismatches(problem, actual, draw.expected, candidate.tolerance, draw.rows, compare)
 
     def _time(self, candidate: _Candidate, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
         """Its times, unless the last of the answers that were timed is wrong."""
@@ -253,7 +251,7 @@ class Bench:
         with self._turn():
             # Results rotate as operands do. A call that fails takes its buffer along.
             while len(self._results) < _rotating_results(self._problem, self._hardware, len(self._sets)):
-                self._results.append(self._poisons[self._problem]())
+                self._results.append(self._checks[self._problem].poison())
             try:
                 measured = timed(repetitions, slow_s)
                 if measured.median_s <= self._least_s:
@@ -293,17 +291,13 @@ class Bench:
 
     def _drawn(self, problem: Problem, seed: int) -> Draw:
         with self._preparing():
-            inputs = jax.block_until_ready(problem.inputs(seed))
-        rows = compared_rows(problem)
-        if problem not in self._references:
-            lowered = jax.jit(_reference(problem, rows)).lower(*problem.operands())
-            self._references[problem] = reference_programs.compiled(lowered)
+            if problem not in self._checks:
+                self._checks[problem], inputs = compiled_checks(problem, seed)
+            else:
+                inputs = jax.block_until_ready(problem.inputs(seed))
+        checks = self._checks[problem]
         with self._turn():
-            draw = Draw(inputs, jax.block_until_ready(self._references[problem](*inputs)), rows)
-        if problem not in self._comparisons:
-            self._comparisons[problem] = comparisons(problem, draw.expected, rows)
-            self._poisons[problem] = buffers.poisoning(problem)
-        return draw
+            return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
 
     def _rotation(self) -> list[tuple[jax.Array, ...]]:
         """The inputs, and, for a cold cache, as many copies as make a rotation through them miss the last-level one."""
@@ -364,15 +358,6 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
 def _region(size: int) -> int:
     """Bytes of the region that XLA's allocator (BFCAllocator::Extend) makes for an array of `size`: a power of two."""
     return 2 ** math.ceil(math.log2(max(size, 1)))
-
-
-def _reference(problem: Problem, rows: Rows | None) -> Compiled:
-    """The right results as a function of all operands: of those rows alone, where they are given."""
-    part = None if rows is None else problem.at_rows(rows)
-    if part is None:
-        return lambda *args: as_tuple(problem.reference(*args))
-    below, take = part
-    return lambda *args: as_tuple(below.reference(*take(args)))
 
 
 def _operand_bytes(problem: Problem) -> int:

@@ -52,8 +52,14 @@ def compared_elements(problem: Problem) -> int:
     return count
 
 
-def comparisons(problem: Problem, expected: Sequence[jax.Array], rows: Rows | None = None) -> tuple[Any, ...]:
-    """What `mismatch` runs on each result, compiled: for those who have a device to themselves only in turns."""
+def comparisons(
+    problem: Problem, expected: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: Rows | None = None
+) -> tuple[Any, ...]:
+    """What `mismatch` runs on each result, compiled: for those who have a device to themselves only in turns.
+
+    Args:
+      expected: of which only shapes and dtypes are asked.
+    """
     return tuple(
         reference_programs.compiled(_compare.lower(actual, right, rows, 0.0, 0.0, axis=axis))
         for actual, right, axis in zip(problem.results(), expected, problem.row_axes, strict=True)
