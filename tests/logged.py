@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -62,14 +62,21 @@ class Logged(Double):
 
 
 class LoggedLibrary(DoubleLibrary):
+    seconds: ClassVar = 2.5e-4
+
     def run(self, problem: Any, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:
         problem.write("library")
 
         def wait(x: np.ndarray) -> np.ndarray:
-            time.sleep(2.5e-4)
+            time.sleep(self.seconds)
             return np.asarray(x)
 
         return jax.pure_callback(wait, problem.result(), args[0] + args[0])
 
 
+class SlowLibrary(LoggedLibrary):
+    seconds: ClassVar = 0.02
+
+
 LOGGED = Operation("logged", LoggedProblem, (Logged(), LoggedLibrary()))
+OUT_OF_REACH = Operation("out_of_reach", LoggedProblem, (Logged(), SlowLibrary()))

@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from logged import LOGGED, LoggedProblem, builds, told
+from logged import LOGGED, OUT_OF_REACH, LoggedProblem, builds, told
 from operations import CROWDED, DOUBLE, CrowdedProblem, DoubleProblem
 
 from scheduler.core.errors import WorkerError
@@ -114,14 +114,22 @@ def test_records_verified_at_once_build_each_rival_once_in_processes_started_onc
     assert all(1 <= built[problem.n, "library"] <= WORKERS for problem in problems)
 
 
-def stored(problem):
+def test_a_library_that_is_out_of_reach_is_compiled_once_for_a_record_that_is_verified(pool, log):
+    problem = logged(log, 200)
+    (verdict,) = reverify([stored(problem, OUT_OF_REACH)], operation=OUT_OF_REACH, runner=pool)
+    library = next(rival for rival in verdict.rivals if rival.backend == "xla")
+    assert library.now.median_s > 1.5 * verdict.now.median_s
+    assert builds(log)[problem.n, "library"] == 1
+
+
+def stored(problem, operation=LOGGED):
     """A record of it, of another day."""
     entries = [
         Entry(backend, 1, schedule, Measurement(1e-3, (1e-3,), "wall", "warm"), 1e-3)
         for backend, schedule in (("scripted", {"tile": 2}), ("scripted", {"tile": 4}), ("xla", {}))
     ]
     day = Environment("0.9.9", "0.9.9", "", "2025-01-01T00:00:00Z")
-    key = key_of(LOGGED, problem, CPU)
+    key = key_of(operation, problem, CPU)
     return Record(key, tuple(entries), {"scripted": 1, "xla": 1}, day, budget=5, tried=5, space=5)
 
 

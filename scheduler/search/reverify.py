@@ -198,9 +198,9 @@ def _timed(
     """`rivals` with their times from a race of those that build and are right, and how it ended."""
     repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
-    def task(rival: Rival, repetitions: int) -> Task:
+    def task(rival: Rival, repetitions: int, incumbent_s: float | None = None) -> Task:
         l2 = record.winner.measurement.l2
-        return Task(operation, problem, rival.backend, rival.schedule, repetitions, l2)
+        return Task(operation, problem, rival.backend, rival.schedule, repetitions, l2, incumbent_s)
 
     by_label = {_label(rival): rival for rival in rivals}
 
@@ -214,6 +214,8 @@ def _timed(
 
     with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
         now = dict(threads.map(first, by_label))
+    # A library that is out of its reach is compiled once, as in a search.
+    fastest_s = min((outcome.median_s for outcome in now.values() if isinstance(outcome, Measurement)), default=None)
     racing = []
     for label, rival in by_label.items():
         if isinstance(now[label], Measurement):
@@ -223,7 +225,7 @@ def _timed(
     ended = finalists.run_off(
         runner,
         racing,
-        lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round), again=True),
+        lambda rival: runner.measure(task(by_label[rival.label], repetitions_of_round, fastest_s), again=True),
         seed=seed,
     )
     now |= {**ended.times, **ended.failures}
