@@ -62,17 +62,24 @@ def run(function: Any, *args: jax.Array, **statics: Any) -> Any:
         return jax.block_until_ready(run(*args))
 
 
-def program(function: Any, *args: jax.Array, **statics: Any) -> Program:
+def program(function: Any, *args: Any, **statics: Any) -> Program:
     """`function`, jitted and with `statics` by name, for such arrays as `args`.
 
-    In a process that shares programs it is compiled when this returns, and is one of them.
+    In a process that shares programs it is compiled when this returns, and is one of them: by the function's name, so
+    that it is traced and lowered, which takes longer than to load it, by the process that compiles it alone.
     """
     if _DIRECTORY.get() is None:
         return functools.partial(function, **statics)
-    which = function, tuple((x.shape, x.dtype) for x in args), tuple(sorted(statics.items()))
+    which = function, tuple(map(_shape_of, args)), tuple(sorted(statics.items()))
     if which not in _RAN:
-        _RAN[which] = compiled(function.lower(*args, **statics))
+        name = f"{function.__module__}.{function.__qualname__} {which[1:]}"
+        _RAN[which] = _shared(name, lambda: function.lower(*args, **statics))
     return _RAN[which]
+
+
+def _shape_of(x: Any) -> Any:
+    """What a program is compiled for of an argument: an array, a number or None."""
+    return (x.shape, str(x.dtype)) if hasattr(x, "dtype") else type(x).__name__
 
 
 def together(wanted: Sequence[Callable[[], Any]], meanwhile: Callable[[], T]) -> tuple[list[Any], T]:
@@ -99,14 +106,20 @@ def compiled(lowered: Any) -> Program:
     The gradients of attention in float32 take XLA 5 s on an H200's host; 15 workers that compile them beside each other
     took 9 to 13 s, and loading takes a hundredth.
     """
-    directory = _DIRECTORY.get()
-    if directory is None:
+    if _DIRECTORY.get() is None:
         return _compile(lowered)
-    path = directory / hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    return _shared(lowered.as_text(), lambda: lowered)
+
+
+def _shared(name: str, lower: Callable[[], Any]) -> Program:
+    """The program of that name: of what `lower` returns, where no process has compiled it."""
+    directory = _DIRECTORY.get()
+    assert directory is not None
+    path = directory / hashlib.sha256(name.encode()).hexdigest()
     with open(path.with_suffix(".lock"), "w") as lock:
         _lock(lock.fileno())  # who comes second waits for the first, and then loads
         if not path.exists():
-            program = _compile(lowered)
+            program = _compile(lower())
             # Not every backend of XLA can: then each process compiles for itself.
             with contextlib.suppress(Exception):
                 written = path.with_suffix(".part")
@@ -118,7 +131,7 @@ def compiled(lowered: Any) -> Program:
         here = jax.local_devices()[:1]
         return serialize_executable.deserialize_and_load(stored, in_tree, out_tree, execution_devices=here)
     except Exception:
-        return _compile(lowered)
+        return _compile(lower())
 
 
 def _lock(file: int) -> None:

@@ -1,6 +1,7 @@
 """Programs that only check kernels: who compiles them, and who loads them."""
 
 import contextlib
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ from scheduler.measure.bench import Bench
 from search_spaces import reference_programs
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.reference_programs import compiled, shared_in, together
+from search_spaces.reference_programs import compiled, program, shared_in, together
 
 PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
 
@@ -80,6 +81,23 @@ def test_operands_are_drawn_by_programs_that_are_shared_and_are_the_same_without
         assert all(jnp.array_equal(one, other) for one, other in zip(drawn, alone, strict=True))
 
 
+def test_what_another_process_has_compiled_by_name_is_not_even_traced(tmp_path):
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames="factor")
+    def scaled(x, *, factor):
+        traced.append(factor)
+        return factor * x
+
+    with shared_in(str(tmp_path)):
+        for factor in (2, 3, 2, 3):
+            reference_programs._RAN.clear()
+            jax.clear_caches()  # as another process
+            assert program(scaled, jnp.ones(4), factor=factor)(jnp.ones(4)).tolist() == [factor] * 4
+        assert program(scaled, jnp.ones(5), factor=2)(jnp.ones(5)).tolist() == [2] * 5
+    assert traced == [2, 3, 2]
+
+
 def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkeypatch):
     turns, compiled_within = [], []
     compile_one = reference_programs._compile
@@ -115,7 +133,7 @@ def test_who_come_to_programs_at_once_compile_one_each(tmp_path, compilations, m
     def come(_):
         with shared_in(str(tmp_path)):
             programs, _ = together([lambda one=one: compiled(one) for one in each], lambda: None)
-        return [float(program(jnp.zeros(8))[0]) for program in programs]
+        return [float(each_one(jnp.zeros(8))[0]) for each_one in programs]
 
     with ThreadPoolExecutor(len(functions)) as threads:
         assert list(threads.map(come, range(len(functions)))) == [[0, 1, 0, 1]] * len(functions)

@@ -55,13 +55,13 @@ def compared_elements(problem: Problem) -> int:
 def comparisons(
     problem: Problem, expected: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: Rows | None = None
 ) -> tuple[Any, ...]:
-    """What `mismatch` runs on each result, compiled: for those who have a device to themselves only in turns.
+    """What `mismatch` runs on each result, compiled where processes share programs, and a device by turns.
 
     Args:
       expected: of which only shapes and dtypes are asked.
     """
     return tuple(
-        reference_programs.compiled(_compare.lower(actual, right, rows, 0.0, 0.0, axis=axis))
+        reference_programs.program(_compare, actual, right, rows, 0.0, 0.0, axis=axis)
         for actual, right, axis in zip(problem.results(), expected, problem.row_axes, strict=True)
     )
 
