@@ -368,11 +368,15 @@ def _layers(result: Result) -> Iterator[str]:
         "calls under a plan that was decided in context; all of them as their records say; and `optimize` of the plain "
         "code. *Error* is the plan's distance from the same model in float32, over that of jnp."
     )
-    yield from table("", "jnp", "plan", "tuned calls", "`optimize`", "jnp / plan", "error", left=1)
+    ratios = ("plan", "tuned", "optimize")
+    yield from table(
+        "", "jnp", "plan", "tuned calls", "`optimize`", *(f"jnp / {name}" for name in ratios), "error", left=1
+    )
     for row in result["rows"]:
         times = (number(row[f"{name}_us"], 1) for name in ("jnp", "plan", "tuned", "optimize"))
         what = f"{row['case']}: {row['model']}"
-        yield line(what, *times, f"{row['plan_vs_jnp']:.3f}", f"{row['error_vs_jnp']['plan']:.3f}")
+        over = (f"{row[f'{name}_vs_jnp']:.3f}" for name in ratios)
+        yield line(what, *times, *over, f"{row['error_vs_jnp']['plan']:.3f}")
 
 
 def _many_gpus(result: Result) -> Iterator[str]:
