@@ -35,7 +35,7 @@ def test_cache_db_and_the_constants_in_records_agree():
     assert store is not None
     kept = text_files.read_calibrations(ROOT / "records")
     assert store.calibrations() == kept, "run: python -m scheduler build-cache"
-    assert {c.backend for c in kept if c.operation == "matmul"} == {"mosaic_gpu", "xla"}
+    assert {c.backend for c in kept if c.operation == "matmul"} == {"mosaic_gpu", "mosaic_gpu_bf16_3x", "xla"}
 
 
 def test_every_file_of_records_is_sorted_and_in_its_place(tmp_path):
