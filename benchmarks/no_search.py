@@ -335,12 +335,13 @@ def figures(rows: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
     attainable = [max(0.0, math.log(row["xla_us"] / row["best_us"])) for row in rows]
     exact = [gain for gain, row in zip(gains, rows, strict=True) if row[f"{label}exact"]]
     shares = [gain_taken([r for r in rows if r["operation"] == name], label) for name in {r["operation"] for r in rows}]
+    told = [share for share in shares if share is not None]
     return {
         "final_vs_xla_geomean": math.exp(np.mean(gains)),
         "final_vs_xla_worst": math.exp(min(gains)),
         "final_vs_xla_worst_bound": min(row["xla_us"] / row[f"{label}bound_us"] for row in rows),
         "gain_taken": sum(gains) / sum(attainable) if sum(attainable) else None,
-        "gain_taken_mean_of_operations": float(np.mean([s for s in shares if s is not None])),
+        "gain_taken_mean_of_operations": float(np.mean(told)) if told else None,
         "exact": len(exact),
         "final_vs_xla_worst_exact": math.exp(min(exact)) if exact else None,
         "slower_by_2_percent": sum(gain < math.log(0.98) for gain in gains),

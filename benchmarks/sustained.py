@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the result is written")
     options = parser.parse_args(arguments)
+    if unknown := set(options.only.split(",")) - set(PROBLEMS):
+        parser.error(f"no list {', '.join(sorted(unknown))}; there are {', '.join(PROBLEMS)}")
 
     chip, store = chips.detect(), Store(options.cache)
     rows: list[dict[str, Any]] = []
@@ -142,7 +144,8 @@ def _chosen(
         kinds: set[tuple[Any, ...]] = set()
         for candidate in prune(kernel, problem, chip, model_of(operation, kernel, chip)).candidates():
             kind = tuple(candidate.whole().schedule.get(field) for field in KINDS)
-            if kind not in kinds and len(kinds) < count:
+            again = "stored" in chosen and dict(chosen["stored"][1]) == dict(candidate.schedule)
+            if kind not in kinds and not again and len(kinds) < count:
                 kinds.add(kind)
                 chosen[f"{kernel.backend} {len(kinds)}"] = kernel, candidate.schedule
     return chosen
@@ -157,7 +160,10 @@ def _compiled(
     lowered = {}
     for label, (kernel, schedule) in chosen.items():
         decoded = kernel.space(problem, chip.target).decode(schedule)
-        lowered[label] = jax.jit(functools.partial(kernel.run, problem, decoded, chip.target)).lower(*operands[0])
+        try:
+            lowered[label] = jax.jit(functools.partial(kernel.run, problem, decoded, chip.target)).lower(*operands[0])
+        except Exception as error:  # whatever a kernel or its lowering raises
+            failures[label] = _said(error)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiling = {label: pool.submit(each.compile) for label, each in lowered.items()}
         for label, future in compiling.items():
@@ -165,10 +171,14 @@ def _compiled(
                 compiled = future.result()
                 jax.block_until_ready(compiled(*operands[0]))
             except Exception as error:  # whatever a compiler raises
-                failures[label] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                failures[label] = _said(error)
                 continue
             calls[label] = _rotating(compiled, operands)
     return calls, failures
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _rotating(compiled: Any, operands: Sequence[Any]) -> Call:

@@ -12,6 +12,11 @@ from hopper_matmul import interpreted
 
 import scheduler
 from scheduler import tuned_gated_matmul, tuned_silu_and_mul
+from scheduler.core.hardware import find
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
+from scheduler.prediction.predict import predict
+from scheduler.store.store import shipped
 from search_spaces.silu_and_mul_backward import SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem
 from search_spaces.silu_and_mul_jvp import SiluAndMulJvpProblem
 
@@ -101,3 +106,22 @@ def test_operands_that_do_not_belong_together_are_refused():
         SiluAndMulBackwardProblem.of(x, d_out)
     with pytest.raises(ValueError, match=r"are not alike, of two halves"):
         SiluAndMulJvpProblem.of(x, x[:, :8])
+
+
+def test_xla_s_time_alone_says_nothing_of_a_function_in_which_it_is_taken_apart():
+    h200 = find("NVIDIA H200")
+    (record,) = shipped().records(operation=SILU_AND_MUL_BACKWARD.name, hardware=h200.id)
+    assert record.best(frozenset({"xla"})).measurement.median_s < 140e-6
+    for rows in (2048, 4000, 8192):
+        answer = predict(
+            SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem(rows, 14336, "bfloat16"), h200, records=[record]
+        )
+        assert answer.backend == "mosaic_gpu", answer.reason
+
+
+def test_what_xla_moves_where_it_is_taken_apart_keeps_it_out_of_no_search():
+    h200 = find("NVIDIA H200")
+    problem, library = SiluAndMulBackwardProblem(8192, 14336, "bfloat16"), SILU_AND_MUL_BACKWARD.library
+    assert problem.library_bytes_moved > 1.5 * problem.bytes_moved
+    (alone,) = prune(library, problem, h200, CostModel(h200)).candidates()
+    assert alone.floor_s == 0.0

@@ -34,7 +34,8 @@ class Planned:
       backend, version, schedule: what runs.
       count: how often one call of the function runs it.
       reason: why this one, in words.
-      alone_s, library_s: seconds of the problem's fastest and of its fastest library alone; None where not measured.
+      alone_s, library_s: seconds alone of the fastest kernel that was considered, and of the fastest library; None
+        where not measured.
       library: that one's backend, XLA's or a vendor's; `library_version` and `library_schedule`: which program of it.
     """
 

@@ -145,8 +145,9 @@ class _Tuning:
             untuned = f"; {left} of {len(self.known)} problems are not tuned" if left else ""
             return self._without(xla, f"XLA answers everything: nothing else is faster alone and can be used{untuned}")
         kept, ablated = self._that_help(candidates, everything or xla, added, xla, step_s)
-        alone = {i: "is as fast" if i in added else "is faster" for i in ablated}
-        self.reasons |= {i: f"alone it {alone[i]}, but {ablated[i]}" for i in ablated if i not in kept}
+        self.reasons |= {i: f"alone it is faster, but {ablated[i]}" for i in candidates if i not in kept}
+        no_doubt = "alone it is about as fast, and the function is not faster with it beyond doubt"
+        self.reasons |= {i: f"{no_doubt}: {ablated[i]}" for i in added if i not in kept}
         runs: dict[Variant, Run] = {"xla": xla} if everything is None else {"xla": xla, "all": everything}
         return self._decided(candidates, kept, reference, runs, ablated)
 
@@ -184,8 +185,14 @@ class _Tuning:
         """The function with all candidates and one kernel more that ties alone, of the problems that take longest."""
         tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= WORTH * step_s]
         tied.sort(key=lambda i: -self.known[i].library_s)
-        tried = {i: failure(self.whole, self.plan([*candidates, i]), reference)[0] for i in tied[:MOST_ADDED]}
-        return {i: run for i, run in tried.items() if run is not None}
+        runs = {}
+        for i in tied[:MOST_ADDED]:
+            run, reason = failure(self.whole, self.plan([*candidates, i]), reference)
+            if run is None:
+                self.reasons[i] = f"alone it is about as fast, but it cannot be used in the function: {reason}"
+            else:
+                runs[i] = run
+        return runs
 
     def _that_help(
         self, candidates: Sequence[int], everything: Run, added: Mapping[int, Run], xla: Run, step_s: float
@@ -209,6 +216,11 @@ class _Tuning:
         """The plan of those that are kept, or of all, whichever is faster; XLA's where neither is beyond doubt."""
         if kept and kept != candidates:
             run, why = failure(self.whole, self.plan(kept), reference)
+            if run is None and (faster_alone := [i for i in kept if i in candidates]) != kept:
+                # Those that tie were tried with the candidates one at a time.
+                refused = f"alone it is about as fast, but together with others it cannot be used: {why}"
+                self.reasons |= dict.fromkeys(set(kept) - set(faster_alone), refused)
+                return self._decided(candidates, faster_alone, reference, runs, ablated)
             if run is None:
                 return self._without(runs["xla"], f"XLA answers everything: the plan cannot be used: {why}")
             runs = {**runs, "plan": run}
@@ -222,7 +234,7 @@ class _Tuning:
         between = f"{1 + margin.middle:.3f}x as fast as XLA alone ({1 + margin.low:.3f} to {1 + margin.high:.3f})"
         if not margin.low > 0:
             for i in kept:
-                self.reasons.setdefault(i, "alone it is faster, but the function is not faster beyond doubt")
+                self.reasons[i] = "alone it is no slower, but the function is not faster beyond doubt"
             figures = {v: times[v] for v in runs if v != "plan"}
             return self._with(self.plan(()), figures, f"XLA answers everything: the function would be {between}")
         chosen = candidates if best == "all" else kept

@@ -152,7 +152,8 @@ def prune(
         return best(np.arange(0), full(0.0), full(0.0), full(0))
     library_s = full(model.library_seconds(problem))
     if kernel.library:  # The model knows its programs as one.
-        return best(np.arange(len(points)), library_s, full(model.library_floor(problem)), full(0))
+        least_s = 0.0 if kernel.taken_apart else model.library_floor(problem)
+        return best(np.arange(len(points)), library_s, full(least_s), full(0))
     unchecked = {}
     if verified:
         reason = f"has not been checked on a device of architecture {hardware.architecture}"

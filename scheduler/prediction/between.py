@@ -180,7 +180,8 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Betw
         for entry in held.record.entries
         if entry.backend in asked.allowed
     }
-    gains, library = _Gains(asked, low, high, share), operation.library.backend
+    gains = _Gains(asked, low, high, share)
+    library = None if operation.library.taken_apart else operation.library.backend  # a tie goes to it
     gain, best = -math.inf, None
     # What was measured is the most that a schedule can gain here: most are left out before the model is asked.
     for point, entry in sorted(entries.items(), key=lambda item: gains.measured(item[0]), reverse=True):

@@ -108,7 +108,9 @@ def predict(
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
     near = _nearest(operation, problem, records)
     library = operation.library
-    best = choose(operation, library, problem, hardware, fitted, near)
+    # What was measured of it alone says nothing of what it does within a function where it is taken apart.
+    told = ({}, ()) if library.taken_apart else (fitted, near)
+    best = choose(operation, library, problem, hardware, *told)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
     library_s = best.predicted_s
     if (measured := _measured(operation, problem, hardware, records, allowed, library_s)) is not None:

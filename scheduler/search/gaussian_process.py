@@ -25,7 +25,7 @@ _THREADED = 2**28
 def predict(x: Array, y: Array, at: Array) -> tuple[Array, Array]:
     """Mean and standard deviation of the function at points `at`, after values `y` at points `x`."""
     level = y.mean()
-    lower = np.linalg.cholesky(_correlation(x, x) + _NOISE * np.eye(len(y)))
+    lower: Array = np.linalg.cholesky(_correlation(x, x) + _NOISE * np.eye(len(y))).astype(np.float64, copy=False)
     whitened = solve_triangular(lower, y - level, lower=True)
     cross = _solved(lower, _correlation(x, at))
     variance = max(float(whitened @ whitened) / len(y), 1e-12)
@@ -34,7 +34,7 @@ def predict(x: Array, y: Array, at: Array) -> tuple[Array, Array]:
 
 
 def _solved(lower: Array, right: Array) -> Array:
-    """The solution of ``lower @ solution = right``, by this thread alone where that takes milliseconds.
+    """The solution of ``lower @ solution = right``, by this thread alone where that takes tens of milliseconds at most.
 
     After each solution of many columns OpenBLAS's threads, one a core, spin for some 0.1 s, as if more were to come. A
     search solves so every 0.1 s, beside workers that compile: two of these on two cores got 70 % of their work done.

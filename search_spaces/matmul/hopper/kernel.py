@@ -178,7 +178,9 @@ def consume(cta: Cta) -> None:
     first_own = first_column + cta.rank * launch.out_n if reduction else first_column
     consumer = Consumer(cta, first_row, first_column, first_own, loads)
 
-    turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" else None
+    # Where each step is waited for, there is nothing to order: neither loop would take or give a turn.
+    waits = launch.tiling.untiled or (cta.scales is not None and cta.scales.scaling.by_steps)
+    turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" and not waits else None
 
     def compute(tile: Any, _: None) -> None:
         if launch.problem.fused:

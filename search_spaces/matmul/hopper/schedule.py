@@ -28,7 +28,7 @@ class HopperSchedule:
       epi_tile_n: columns of an epilogue subtile; it has 64 rows, or, with `swap_ab`, all of the warpgroup's.
       swap_ab: the tile is computed as ``c^T = b^T a^T``: n takes the 64 rows that wgmma multiplies at a time, m its
         columns, which come in eights. Few rows of `a` are then not padded to 64, and most of the pipeline holds `b`;
-        many fall into tiles that quantize into whole waves.
+        many fall into tiles that quantize into whole waves, or that one consumer in order holds.
       split_k: parts of k that different CTAs accumulate and leave in device memory; a reduction kernel adds them up,
         always in the same order.
       delay_release: steps whose wgmmas may still run while those of the next one start, 0 or 1: their stages are

@@ -121,7 +121,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "swap_ab is for all of m at once, or for tiles that quantize into even waves": lambda s: np.where(
                 s.swap_ab, (s.tile_m == whole_m) | (not few_rows), s.tile_m % WGMMA_ROWS == 0
             ),
-            "with swap_ab consumers cooperate along n, or with many rows along m, or are in ping-pong": lambda s: (
+            "with swap_ab consumers cooperate along n, or with many rows along m or in ordered ping-pong": lambda s: (
                 np.logical_not(s.swap_ab)
                 | (s.consumers == "cooperative_n")
                 | np.isin(s.consumers, ("one",) if few_rows else ("cooperative_m", "ordered_ping_pong"))

@@ -15,8 +15,8 @@ from search_spaces.matmul.problem import MatmulProblem
 MOST_RESULTS = 256 * 192
 # By which a tile of no power of two must beat those of powers of two, which suit swizzles and epilogue subtiles best.
 GAIN = 1.03
-# The same of one consumer in ordered ping-pong, which loses nothing at the end of a tile. There larger tiles are faster
-# also where waves are no more even: 128 x 192 on six of twelve products on an H200, 160 x 128 or 192 x 128 on three.
+# Tiles of ordered ping-pong alone: one consumer's, which loses nothing at the end of a tile, so that larger ones are
+# faster also where waves are no more even: 128 x 192 on six of twelve products on an H200, 160 x 128 on one.
 ORDERED = ((128, 192), (192, 128))
 ORDERED_COLUMNS = (160,)
 
