@@ -34,7 +34,7 @@ from scipy.stats import kendalltau
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
-from scheduler.functions.in_turns import turns_on
+from scheduler.functions.in_turns import sample, turns_on
 from scheduler.measure.runner import environment as measured
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import prune
@@ -61,6 +61,8 @@ KINDS = ("tile_m", "tile_n", "consumers", "cluster", "swap_ab")
 SETS = 3
 SAMPLE_S, SETTLE_S, REST_S = 0.2, 3.0, 0.05
 BURST_CALLS, BURSTS = 4, 5
+# Calls on their way at once: each takes far longer than the host is ever late.
+AHEAD = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -199,7 +201,7 @@ def _bursts(calls: Mapping[str, Call]) -> dict[str, list[float]]:
         for label in order.sample(list(calls), len(calls)):
             time.sleep(REST_S)
             if jax.default_backend() == "cpu":
-                taken[label].append(_wall(calls[label], 1))
+                taken[label].append(sample(calls[label], 1, AHEAD))
             else:
                 taken[label].append(statistics.median(jax_compat.device_seconds(calls[label], BURST_CALLS)))
     return taken
@@ -209,31 +211,19 @@ def _sustained(
     calls: Mapping[str, Call], rounds: int, joules: Callable[[], float] | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds and joules of a call in rounds without a rest, in another order each."""
-    sizes = {label: max(1, round(SAMPLE_S / _wall(call, 2))) for label, call in calls.items()}
+    sizes = {label: max(1, round(SAMPLE_S / sample(call, 2, AHEAD))) for label, call in calls.items()}
     taken: dict[str, list[float]] = {label: [] for label in calls}
     energy: dict[str, list[float]] = {label: [] for label in calls}
     order, until = random.Random(0), time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
-        _wall(next(iter(calls.values())), next(iter(sizes.values())))
+        sample(next(iter(calls.values())), next(iter(sizes.values())), AHEAD)
     for _ in range(rounds):
         for label in order.sample(list(calls), len(calls)):
             before = joules() if joules else 0.0
-            taken[label].append(_wall(calls[label], sizes[label]))
+            taken[label].append(sample(calls[label], sizes[label], AHEAD))
             if joules:
                 energy[label].append((joules() - before) / sizes[label])
     return taken, energy
-
-
-def _wall(call: Call, count: int) -> float:
-    """Seconds of each of so many calls, two of them on their way at a time."""
-    began = time.perf_counter()
-    before = call()
-    for _ in range(count - 1):
-        after = call()
-        jax.block_until_ready(before)
-        before = after
-    jax.block_until_ready(before)
-    return (time.perf_counter() - began) / count
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ class Result:
 def test_a_sample_waits_for_all_its_calls_and_the_device_for_the_first_alone(calls, ahead, monkeypatch):
     device = Device(0.004, launch=0.003)
     monkeypatch.setattr(in_turns, "time", device)
-    assert in_turns._sample(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
+    assert in_turns.sample(device.run, calls, ahead) == pytest.approx(0.004 + 0.003 / calls)
 
 
 def test_who_sleeps_longer_is_slower_beyond_doubt():

@@ -89,7 +89,7 @@ def compare(
         sizes = {label: _calls_and_ahead(run) for label, run in runs.items()}
 
         def one_round() -> dict[str, float]:
-            return {label: _sample(runs[label], *sizes[label]) for label in order.sample(list(runs), len(runs))}
+            return {label: sample(runs[label], *sizes[label]) for label in order.sample(list(runs), len(runs))}
 
         _settle(one_round, WARM_UP_SHARE * seconds)
         rounds: list[dict[str, float]] = []
@@ -148,12 +148,12 @@ def _calls_and_ahead(run: Callable[[], Any]) -> tuple[int, int]:
     """How many calls a sample has, and how many of them are on their way at once."""
     for _ in range(2):  # whatever is done in a first call only
         jax.block_until_ready(run())
-    took_s = _sample(run, 2, 2)
+    took_s = sample(run, 2, 2)
     ahead = min(max(math.ceil(QUEUED_S / took_s), FEWEST_AHEAD), MOST_AHEAD)
     return max(1, math.ceil(SAMPLE_S / took_s)), ahead
 
 
-def _sample(run: Callable[[], Any], calls: int, ahead: int) -> float:
+def sample(run: Callable[[], Any], calls: int, ahead: int) -> float:
     """Seconds of each of so many calls, one after the other."""
     running: collections.deque[Any] = collections.deque()
     started = time.perf_counter()
