@@ -9,9 +9,10 @@ import importlib.util
 import json
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tile_scheduler
 
@@ -149,22 +150,44 @@ def spelled(operation: str, canonical: str) -> str:
 
 def locate(operation: Operation[Any]) -> str | None:
     """The name under which another process can `load` this operation, or None (defined in a notebook, say)."""
-    return _held(lambda value: value is operation) or _held(
-        lambda value: isinstance(value, types.FunctionType) and vars(value).get("operation") is operation
-    )
+    place = _places.get(operation)
+    if place is None or run_by(place.value()) is not operation:
+        place = _held(lambda value: value is operation) or _held(
+            lambda value: isinstance(value, types.FunctionType) and vars(value).get("operation") is operation
+        )
+        if place is None:
+            return None
+        _places[operation] = place
+    return place.name
 
 
-def _held(wanted: Callable[[Any], bool]) -> str | None:
-    """The first place of a module that holds what is wanted; of a script only where no module does."""
-    script: str | None = None
+class _Place(NamedTuple):
+    """An attribute of a module of this process, and the name by which another process loads what it holds."""
+
+    module: str
+    attribute: str
+    name: str
+
+    def value(self) -> Any:
+        return getattr(sys.modules.get(self.module), self.attribute, None)
+
+
+# Where operations were found: runners ask of every candidate, and to look through all modules takes 10 ms.
+_places: weakref.WeakKeyDictionary[Operation[Any], _Place] = weakref.WeakKeyDictionary()
+
+
+def _held(wanted: Callable[[Any], bool]) -> _Place | None:
+    """The first place that holds what is wanted; in a script only where no module does."""
+    script: _Place | None = None
     for module_name, module in list(sys.modules.items()):
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if wanted(value):
                 file = getattr(module, "__file__", None)
                 if module_name not in SCRIPT and not module_name.startswith(LOADED_FILE):
-                    return f"{module_name}:{attribute}"
+                    return _Place(module_name, attribute, f"{module_name}:{attribute}")
                 # Only where no module holds it: loading a script runs it.
-                script = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
+                name = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
+                script = None if name is None else _Place(module_name, attribute, name)
     return script
 
 

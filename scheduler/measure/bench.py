@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -59,10 +60,17 @@ class Draw(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A candidate compiled: a function of buffers for its results, and of the operands; and how far off it may be."""
+    """A candidate compiled.
+
+    Attributes:
+      run: a function of buffers for its results, and of the operands.
+      tolerance: how far off it may be.
+      program: a library's, which XLA may compile in several ways, as a digest of its text; "" for all others.
+    """
 
     run: Compiled
     tolerance: Tolerance | tuple[Tolerance, ...]
+    program: str = ""
 
 
 class Bench:
@@ -158,6 +166,11 @@ class Bench:
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
+    def program(self, backend: str, schedule: Schedule) -> str:
+        """What tells a library's compiled program from another of the same candidate; "" where it has not run here."""
+        candidate = self._candidates.get(point_of(backend, schedule))
+        return "" if candidate is None else candidate.program
+
     def intact(self) -> bool:
         """Whether operands and reference are what they were: a candidate may have written where it should not."""
         fresh = self._drawn(self._problem, self._seed)
@@ -214,9 +227,10 @@ class Bench:
             # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
             self._announce("compile")
             try:
-                return _Candidate(lowered.compile(), tolerance)
+                compiled = lowered.compile()
             except BaseException as error:
                 return failed("compile", error)
+        return _Candidate(compiled, tolerance, _digest(compiled) if kernel.library else "")
 
     def _wrong(self, candidate: _Candidate, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
@@ -309,6 +323,14 @@ class Bench:
                 sets += [copies() for _ in range(needed - 1)]
                 jax.block_until_ready(sets)
         return sets
+
+
+def _digest(program: jax.stages.Compiled) -> str:
+    """Of a compiled program's text, which names the algorithms that XLA chose; "" where its backend has no text."""
+    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
+        if text := program.as_text():
+            return hashlib.sha256(text.encode()).hexdigest()
+    return ""
 
 
 def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:

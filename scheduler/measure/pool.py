@@ -42,13 +42,17 @@ from search_spaces.problem import Problem
 
 # XLA tries algorithms out while it compiles, and picks one in this process and another in the next: on an H200 its
 # product of 4096^3 in bfloat16 takes 170 us or 176. A library's time is that of so many processes, or of the first
-# three where these agree, as closely as two measurements of one program: they are the majority, whatever the others do.
+# three where these agree, on one program or on its time, as closely as two measurements tell: they are the majority,
+# whatever the others do.
 LIBRARY_COMPILATIONS, AGREEING_COMPILATIONS = 5, 3
 AGREEING = 0.01
-# But no other algorithm of XLA's makes up so many times the fastest candidate's time: one compilation tells that.
-BEYOND_REACH = 1.5
-# While the finalists of one problem are timed, by few workers, the others compile the next one's candidates.
-SEARCHES = 2
+# But no other algorithm of XLA's makes up so many times the fastest candidate's time: one compilation tells that. On 60
+# products, each compiled in five processes, the slowest took 1.02 times as long as the fastest in the median, 1.17 and
+# 1.46 in the two worst (`benchmarks/results/matmul-nvidia-h200.json`).
+BEYOND_REACH = 1.2
+# While the finalists of one problem are timed, by few workers, others compile the next one's candidates; and so they do
+# while all that are asked of one wait for its library, or for the programs that check its answers.
+SEARCHES = 3
 
 
 def start_runner(operation: Operation[Any], options: RunnerOptions | None = None) -> Runner:
@@ -191,7 +195,12 @@ class Pool:
 
     def confirm(self, task: Task) -> Failure | None:
         outcome = self._request(task, "confirm")
-        return outcome if isinstance(outcome, Failure) else None
+        if isinstance(outcome, Failure):
+            return outcome
+        # Other candidates are confirmed meanwhile; in the run-off everybody would wait for these compilations.
+        while self._next_to_compile(task) is not None and isinstance(self.measure(task, again=True), Measurement):
+            pass
+        return None
 
     def others(self) -> int:
         return self._gpu.others({pid for worker in self._workers if (pid := worker.pid) is not None})
@@ -230,7 +239,7 @@ class Pool:
                     if result.retryable:
                         continue
                 case Measurement(median_s=median_s):
-                    self._compiled.ran(task, worker, median_s)
+                    self._compiled.ran(task, worker, median_s, result.program)
                 case Failure() if do == "again" and self._compiled.others(task, worker):
                     self._compiled.fill(task)  # it may lack memory for the operands: those that have them go on
                     continue
@@ -244,10 +253,15 @@ class Pool:
             return None
         workers = self._division.preferred((task.operation, task.problem, task.l2))
         holders = [worker for worker in self._compiled.holders(task) if worker in workers]
-        if holders and do == "again" and task.operation.kernel(task.backend).library and self._compiled.want_more(task):
-            workers = [worker for worker in workers if worker not in holders]
-            return next(iter(workers), holders[0])
-        return holders[0] if holders else None
+        more = self._next_to_compile(task) if do == "again" else None
+        return more or next(iter(holders), None)
+
+    def _next_to_compile(self, task: Task) -> WorkerProcess | None:
+        """Who is to compile a library that others have compiled, as its time is that of several compilations."""
+        if not task.operation.kernel(task.backend).library or not self._compiled.want_more(task):
+            return None
+        workers = self._division.preferred((task.operation, task.problem, task.l2))
+        return next((worker for worker in workers if worker not in self._compiled.holders(task)), None)
 
     def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> Result:
         beside = tuple(
@@ -272,12 +286,12 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._holders: dict[Any, list[WorkerProcess]] = {}
-        self._first_s: dict[Any, list[float]] = {}
+        self._first: dict[Any, list[tuple[float, str]]] = {}  # times and programs of each one's first measurement
         self._full: set[Any] = set()
 
     def clear(self) -> None:
         self._holders.clear()
-        self._first_s.clear()
+        self._first.clear()
         self._full.clear()
 
     def holders(self, task: Task) -> list[WorkerProcess]:
@@ -288,13 +302,13 @@ class _Compiled:
         holders = self.holders(task)
         return bool(holders) and worker not in holders
 
-    def ran(self, task: Task, worker: WorkerProcess, seconds: float) -> None:
-        """Told that a worker has it and measured so much: the others are asked before it is again."""
+    def ran(self, task: Task, worker: WorkerProcess, seconds: float, program: str) -> None:
+        """Told that a worker has it, as which program, and measured so much: others are asked before it is again."""
         holders = self._holders.setdefault(_candidate(task), [])
         if worker in holders:
             holders.remove(worker)
         else:
-            self._first_s.setdefault(_candidate(task), []).append(seconds)
+            self._first.setdefault(_candidate(task), []).append((seconds, program))
         holders.append(worker)
 
     def fill(self, task: Task) -> None:
@@ -304,12 +318,14 @@ class _Compiled:
     def want_more(self, task: Task) -> bool:
         """Whether another worker can compile it, and may find what wins, or what is slower."""
         candidate = _candidate(task)
-        first_s = self._first_s.get(candidate, [])
-        if not first_s or candidate in self._full or len(first_s) >= LIBRARY_COMPILATIONS:
+        first = self._first.get(candidate, [])
+        if not first or candidate in self._full or len(first) >= LIBRARY_COMPILATIONS:
             return False
-        if len(first_s) >= AGREEING_COMPILATIONS and max(first_s) <= (1 + AGREEING) * min(first_s):
+        times_s, programs = [seconds for seconds, _ in first], {program for _, program in first}
+        agree = (len(programs) == 1 and programs != {""}) or max(times_s) <= (1 + AGREEING) * min(times_s)
+        if len(first) >= AGREEING_COMPILATIONS and agree:
             return False
-        return task.incumbent_s is None or first_s[0] <= BEYOND_REACH * task.incumbent_s
+        return task.incumbent_s is None or times_s[0] <= BEYOND_REACH * task.incumbent_s
 
 
 def _candidate(task: Task) -> Any:

@@ -88,11 +88,13 @@ class Answer:
       outcome: None where a candidate was confirmed.
       retryable: something else than the candidate may be at fault: it deserves another attempt in another process.
       fatal: why this process ends now and can serve no longer; "" where it goes on.
+      program: `Bench.program` of what was measured; "" where it was not.
     """
 
     outcome: Outcome | None
     retryable: bool = False
     fatal: str = ""
+    program: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ class RunnerOptions:
       compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
       run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate. Below
         `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
-      searches: how many problems worker processes take at once; None is two where a device's own clock times kernels,
+      searches: how many problems worker processes take at once; None is three where a device's own clock times kernels,
         whatever is compiled beside it, and one elsewhere.
       hardware: the chip, by its name as `hardware.find` takes it; where it is not here, its compiler tells how long
         candidates take (`ahead_of_time.AheadOfTime`). "" is the one that is here.
@@ -108,7 +108,10 @@ class Runner(Protocol):
         """Compiles, verifies and times one candidate; `again` only times it where it is still compiled. Blocks."""
 
     def confirm(self, task: Task) -> Failure | None:
-        """Why a measured candidate is wrong for other inputs or on the neighbour of the problem, or None. Blocks."""
+        """Why a measured candidate is wrong for other inputs or on the neighbour of the problem, or None. Blocks.
+
+        When it returns, the candidate is ready to be timed again.
+        """
 
     def others(self) -> int:
         """How many other processes are on the device now, as far as can be told."""

@@ -125,15 +125,23 @@ class _Measuring:
         self._benches = BenchesAtHand(self._made)
 
     def answer(self, request: Request) -> Answer:
+        program = ""
+
+        def asked(bench: Bench) -> Outcome | None:
+            nonlocal program
+            outcome = _asked(bench, request)
+            program = bench.program(request.backend, request.schedule)
+            return outcome
+
         try:
             what = Held(request.operation, request.problem, request.l2)
-            outcome = self._benches.ask(what, lambda bench: _asked(bench, request), beside=request.beside)
+            outcome = self._benches.ask(what, asked, beside=request.beside)
         except jax.errors.JaxRuntimeError as error:  # outside of any candidate's compilation or run
             lost = first_line(error)
             stage: Stage = "memory" if OUT_OF_MEMORY.search(lost) else "worker"
             return Answer(Failure(stage, lost), retryable=True, fatal=lost)
         if not isinstance(outcome, Failure):
-            return Answer(outcome)
+            return Answer(outcome, program=program)
         if OUT_OF_MEMORY.search(outcome.detail):
             return Answer(Failure("memory", outcome.detail), retryable=True, fatal=outcome.detail)
         if outcome.stage != "lower" and (why := self._device_error()):

@@ -40,12 +40,14 @@ class Result:
       retryable: something else than the candidate may be at fault.
       overrun: the step that did not end in time; "" where none did.
       lost: why the worker has no process any more; "" where it has one.
+      program: as in `protocol.Answer`.
     """
 
     outcome: Outcome | None
     retryable: bool = False
     overrun: str = ""
     lost: str = ""
+    program: str = ""
 
 
 class Main(Protocol):
@@ -161,8 +163,8 @@ class WorkerProcess:
         match reply:
             case protocol.Raised(text, trace):
                 raise CandidateFailed(text) from RemoteTrace(trace)
-            case protocol.Answer(outcome, retryable, fatal):
-                return Result(outcome, retryable, lost=self._replace() if fatal else "")
+            case protocol.Answer(outcome, retryable, fatal, program):
+                return Result(outcome, retryable, lost=self._replace() if fatal else "", program=program)
             case protocol.Defect(trace):
                 raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
         raise WorkerError(f"a worker answered a request with {reply}")

@@ -209,12 +209,13 @@ def _timed(
         if reason := illegal(operation.kernel(rival.backend), problem, runner.hardware, rival.schedule):
             return Failure("lower", reason)
         outcome = runner.measure(task(rival, repetitions))
-        wrong = runner.confirm(task(rival, repetitions)) if isinstance(outcome, Measurement) else None
+        # A library that is out of the winner's reach is compiled once, as in a search.
+        again = task(rival, repetitions, record.winner.measurement.median_s)
+        wrong = runner.confirm(again) if isinstance(outcome, Measurement) else None
         return wrong or outcome
 
     with Threads[str, Outcome](runner.capacity(operation, problem), runner.close) as threads:
         now = dict(threads.map(first, by_label))
-    # A library that is out of its reach is compiled once, as in a search.
     fastest_s = min((outcome.median_s for outcome in now.values() if isinstance(outcome, Measurement)), default=None)
     racing = []
     for label, rival in by_label.items():
