@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,8 +69,11 @@ def visible(gpus: Sequence[Gpu], **more: str) -> dict[str, str]:
     return {**os.environ, **seen, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float) -> Ran:
+def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float, cores: Collection[int] | None = None) -> Ran:
     """Runs ``tile-scheduler tune --job`` with `job` on all of `gpus`, and interrupts it after so many seconds.
+
+    Args:
+      cores: the CPU cores that it may use; None for all.
 
     Raises:
       SystemExit: it ended without a result.
@@ -82,7 +85,8 @@ def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float) -> Ran:
         began = time.perf_counter()
         with _watched(gpus) as busy:
             environment = visible(gpus, **{CACHE_VARIABLE: cache})
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            with _on(cores):
+                process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
             told, cut_off = _told(process, most_s)
         seconds = time.perf_counter() - began
     if cut_off and not told:  # before any problem was tuned
@@ -92,6 +96,20 @@ def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float) -> Ran:
     except (ValueError, KeyError):
         raise SystemExit(f"the job ended with {process.returncode} and no result: {told[-500:]!r}") from None
     return Ran(seconds, results, cut_off, busy)
+
+
+@contextlib.contextmanager
+def _on(cores: Collection[int] | None) -> Iterator[None]:
+    """What is started within it runs on these cores."""
+    if cores is None:
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def _told(process: subprocess.Popen[str], most_s: float) -> tuple[str, bool]:

@@ -9,8 +9,8 @@
 Of layers (layer_models.py) that XLA divides by the shardings of their arguments, the problems of one device are
 extracted and tuned by `tile-scheduler tune --devices all`; then both versions are timed in interleaved rounds of wall
 time under sustained load, by a process that chose nothing (sharded_layers.py). Ratios are the wall time of jnp over
-ours. The job is of problems that are drawn (drawn_problems.py); it is tuned on all GPUs and on the first one alone,
-each time from an empty cache.
+ours. The job is of problems that are drawn (drawn_problems.py); it is tuned on all GPUs and on the first one alone with
+its share of the host's cores, each time from an empty cache.
 """
 
 from __future__ import annotations
@@ -165,13 +165,17 @@ def job_row(name: str, gpus: Sequence[Gpu], options: argparse.Namespace) -> Row:
     kinds = drawn_problems.SMALL if options.small else drawn_problems.KINDS
     tasks = drawn_problems.drawn(options.problems, options.seed, kinds, options.budget)
     some = gpus if name == JOB_ON_ALL else gpus[:1]
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[: max(1, len(cores) * len(some) // max(1, len(gpus)))]
+    job = limited(job_of(tasks), options.budget)
     with tempfile.TemporaryDirectory() as empty:
-        ran = tune(limited(job_of(tasks), options.budget), some, str(Path(empty) / "cache.db"), 60 * options.minutes)
+        ran = tune(job, some, str(Path(empty) / "cache.db"), 60 * options.minutes, cores)
     recorded = [result["record"] for result in ran.results if "record" in result]
     if not recorded:
         raise SystemExit(f"{name} tuned no problem: {'; '.join(ran.failed) or 'there was no time'}")
     asked = {"problems": [str(task) for task in tasks], "budget": options.budget, "seed": options.seed}
-    return {"case": name, "gpus": len(some) or 1, **asked, **_told(ran), "hardware": recorded[0]["hardware"]}
+    where = {"gpus": len(some) or 1, "cores": len(cores)}
+    return {"case": name, **where, **asked, **_told(ran), "hardware": recorded[0]["hardware"]}
 
 
 def _told(ran: Ran) -> Row:
