@@ -15,7 +15,7 @@ from scheduler.core.progress import JobPace, Progress
 from scheduler.core.records import Failure
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import RunnerOptions
-from scheduler.search import jobs, places
+from scheduler.search import job_queue, jobs, places
 from scheduler.search.job_queue import Queue, Queued, expected_s
 from scheduler.search.places import Device
 from scheduler.search.task import Malformed, Task
@@ -334,12 +334,12 @@ def test_what_another_process_is_at_comes_after_all_others():
     one, two = queued(1), queued(2)
     queue.put([one, two])
     assert queue.take(here) is one
-    queue.put_aside(one)
+    queue.put_aside(one, here)
     assert queue.take(here) is two
-    queue.done(two)
+    queue.done(here)
     assert queue.take(here) is one  # once it is time to ask again
     assert one.busy == 1
-    queue.done(one)
+    queue.done(here)
     assert queue.take(here) is None
 
 
@@ -350,12 +350,58 @@ def test_what_was_lost_at_a_place_is_left_to_another_as_long_as_there_is_one():
     queue.lose(queue.take(here), here)
     assert queue.take(here) is two
     assert queue.take(there) is one
-    queue.lose(one, here)
-    assert queue.leave() == []
+    queue.lose(one, there)
+    assert queue.leave(there) == []
     assert queue.take(here) is one
     queue.lose(one, here)
-    queue.done(two)
-    assert queue.leave() == [one]
+    queue.done(here)
+    assert queue.leave(here) == [one]
+
+
+def open_place(searches=2):
+    one = place()
+    one.searches = searches
+    return one
+
+
+def taken_at_once(queue, where):
+    """What it takes without waiting for anybody; None where it leaves the next one to others."""
+    with queue._changed:
+        found = queue._next(queue._at[id(where)])
+    return found if found is None else queue.take(where)
+
+
+def test_a_place_takes_one_while_others_start_and_leaves_the_last_ones_to_those_that_have_fewer():
+    queue, here, there = Queue(2), open_place(), open_place()
+    each = [queued(number) for number in range(1, 6)]
+    queue.put(each)
+    assert queue.take(here) is each[0]
+    assert taken_at_once(queue, here) is None, "the other one is starting"
+    assert queue.take(there) is each[1]
+    assert taken_at_once(queue, here) is each[2]
+    assert taken_at_once(queue, there) is each[3]
+    queue.done(there)
+    queue.done(there)
+    assert taken_at_once(queue, here) is None, "the last one is for who has none"
+    assert taken_at_once(queue, there) is each[4]
+
+
+def test_who_does_not_start_is_waited_for_so_long_and_no_longer(monkeypatch):
+    queue, here = Queue(2), open_place()
+    each = [queued(1), queued(2)]
+    queue.put(each)
+    assert queue.take(here) is each[0]
+    assert taken_at_once(queue, here) is None
+    monkeypatch.setattr(job_queue, "STARTING_S", 0.0)
+    assert taken_at_once(queue, here) is each[1]
+
+
+def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():
+    queue, here, there = Queue(2), open_place(3), open_place(1)
+    each = [queued(number) for number in range(4)]
+    queue.put(each)
+    assert [queue.take(here), queue.take(there), queue.take(here)] == each[:3]
+    assert taken_at_once(queue, here) is each[3]
 
 
 def test_an_end_wakes_those_who_wait():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -16,6 +17,9 @@ from scheduler.search.task import Task
 
 # A problem that another process is at is asked for again after so long.
 AGAIN_S = 1.0
+# A place takes one problem and not several at once, as it may have lanes for, while others are still starting; for so
+# long.
+STARTING_S = 60.0
 # What a search takes beside its device: so long a trial, and one of the library alone some trials.
 TRIAL_S = 0.25
 LIBRARY_TRIALS = 3
@@ -44,6 +48,8 @@ class Queued:
 class Queue:
     """What waits, for threads of several places.
 
+    The problems are dealt out: a place with several under way leaves the last ones to places that have fewer.
+
     Args:
       places: how many there are.
     """
@@ -52,7 +58,8 @@ class Queue:
         self._changed = threading.Condition()
         self._places = places
         self._waiting: list[Queued] = []
-        self._under_way = 0
+        self._at: dict[int, _At] = {}  # by the identity of a place that has asked
+        self._began = time.monotonic()
         self._ended = False
 
     def put(self, searches: Iterable[Queued]) -> None:
@@ -67,32 +74,34 @@ class Queue:
         It is to be followed by `done`, `put_aside` or `lose`.
         """
         with self._changed:
-            while not self._ended and (self._waiting or self._under_way):
-                if (found := self._next(place)) is not None:
+            at = self._at.setdefault(id(place), _At(place))
+            while not self._ended and (self._waiting or any(each.under_way for each in self._at.values())):
+                if (found := self._next(at)) is not None:
                     self._waiting.remove(found)
-                    self._under_way += 1
+                    at.under_way += 1
                     return found
                 self._changed.wait(WAKE_S)
         return None
 
-    def done(self, search: Queued) -> None:
-        """It has ended."""
-        self._give_back()
+    def done(self, place: Place) -> None:
+        """What was under way at `place` has ended."""
+        self._give_back(place)
 
-    def put_aside(self, search: Queued) -> None:
+    def put_aside(self, search: Queued, place: Place) -> None:
         """Another process is at it: it is asked for again, after all others have begun."""
         search.busy += 1
         search.not_before_s = time.monotonic() + AGAIN_S
-        self._give_back(search, -1)
+        self._give_back(place, search, -1)
 
     def lose(self, search: Queued, place: Place) -> None:
         """`place` was lost while it was under way there: it is the next one for another."""
         search.lost_on = place
-        self._give_back(search, 0)
+        self._give_back(place, search, 0)
 
-    def leave(self) -> list[Queued]:
+    def leave(self, place: Place) -> list[Queued]:
         """A place is used no more; what waits still, where it was the last."""
         with self._changed:
+            self._at.pop(id(place), None)
             self._places -= 1
             self._changed.notify_all()
             if self._places:
@@ -106,19 +115,37 @@ class Queue:
             self._ended = True
             self._changed.notify_all()
 
-    def _give_back(self, search: Queued | None = None, at: int = 0) -> None:
+    def _give_back(self, place: Place, search: Queued | None = None, at: int = 0) -> None:
         with self._changed:
-            self._under_way -= 1
+            self._at[id(place)].under_way -= 1
             if search is not None:
                 self._waiting.insert(at if at >= 0 else len(self._waiting), search)
             self._changed.notify_all()
 
-    def _next(self, place: Place) -> Queued | None:
-        fitting = [search for search in self._waiting if search.lost_on is not place or self._places == 1]
+    def _next(self, at: _At) -> Queued | None:
+        fitting = [search for search in self._waiting if search.lost_on is not at.place or self._places == 1]
+        if at.under_way and len(fitting) <= self._left_to_others(at):
+            return None
         if free := [search for search in fitting if not search.busy]:
             return free[0]
         now = time.monotonic()
         return next((search for search in fitting if search.not_before_s <= now), None)
+
+    def _left_to_others(self, at: _At) -> float:
+        """How many problems places with fewer under way take, before this one is to have one more."""
+        others = [each for each in self._at.values() if each is not at]
+        starting = self._places - 1 - len(others)
+        if starting > 0 and time.monotonic() - self._began < STARTING_S:
+            return math.inf
+        return sum(max(0, min(at.under_way, each.place.searches) - each.under_way) for each in others)
+
+
+@dataclasses.dataclass(eq=False)
+class _At:
+    """A place, and how many problems are under way there."""
+
+    place: Place
+    under_way: int = 0
 
 
 def expected_s(task: Task, hardware: Hardware) -> float:

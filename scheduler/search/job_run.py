@@ -203,7 +203,7 @@ class JobRun:
             if self._hardware is None and len(self._refusals) == len(self._places):
                 raise error if len(self._places) == 1 else WorkerError("; ".join(self._refusals))
             self.events.put(Lost(place.name, str(error)))
-            left = self._queue.leave()
+            left = self._queue.leave(place)
             while left:
                 for search in left:
                     reason = f"no place is left to search it ({'; '.join(self._refusals)})"
@@ -220,10 +220,10 @@ class JobRun:
                 result = self._result(search, place)
             except PlaceLost as lost:
                 if search.lost_on is None:
-                    self._put_back(search, lambda search: self._queue.lose(search, place))
+                    self._put_back(search, place, self._queue.lose)
                 else:
                     both = f"{search.lost_on.name} was lost with its search, and then {place.name}: {lost}"
-                    self._end(search, Result(search.task, "failed", both, place.hardware))
+                    self._end(search, place, Result(search.task, "failed", both, place.hardware))
                 return str(lost)
             except CandidateFailed as first:
                 self._fail(first)
@@ -234,19 +234,19 @@ class JobRun:
                 self._fail(defect)
                 return ""
             if result is None:
-                self._put_back(search, self._queue.put_aside)
+                self._put_back(search, place, self._queue.put_aside)
             elif result == "late":
-                self._end(search, None)
+                self._end(search, place, None)
             else:
-                self._end(search, dataclasses.replace(result, elapsed_s=time.perf_counter() - started))
+                self._end(search, place, dataclasses.replace(result, elapsed_s=time.perf_counter() - started))
         return ""
 
-    def _put_back(self, search: Queued, put: Callable[[Queued], None]) -> None:
+    def _put_back(self, search: Queued, place: Place, put: Callable[[Queued, Place], None]) -> None:
         with self._lock:
             self._pace.put_back(search)
-        put(search)
+        put(search, place)
 
-    def _end(self, search: Queued, result: Result | None) -> None:
+    def _end(self, search: Queued, place: Place, result: Result | None) -> None:
         with self._lock:
             if result is None:
                 self._pace.end(search, searched=False)
@@ -254,7 +254,7 @@ class JobRun:
             else:
                 self._tell(result, search)
             self._put(sort=len(self._places) > 1)
-        self._queue.done(search)
+        self._queue.done(place)
 
     def _result(self, search: Queued, place: Place) -> Result | Literal["late"] | None:
         """What became of it; None where another process is at it, and "late" where no time is left for it."""
