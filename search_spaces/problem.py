@@ -108,6 +108,11 @@ class Problem(abc.ABC):
         return self.bytes_moved
 
     @property
+    def library_bytes_unsure(self) -> float:
+        """What XLA's implementation moves besides or does not, in bytes: nobody can tell before it was compiled."""
+        return 0.0
+
+    @property
     def arithmetic(self) -> str:
         """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
         return str(self.operands()[0].dtype)

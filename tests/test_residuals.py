@@ -11,6 +11,7 @@ from scheduler.core import codec
 from scheduler.core.records import Calibration, Measurement, Observation, Trial, variant_of
 from scheduler.model.calibration import calibrate
 from scheduler.model.constants import calibrations, residuals_of
+from scheduler.model.cost import CostModel
 from scheduler.model.residuals import LEAST, Covariance, Place, Residuals, fitted
 from scheduler.prediction.predict import SURE, predict
 from search_spaces.matmul import MATMUL, MatmulProblem
@@ -173,3 +174,17 @@ def test_the_shipped_constants_know_today_s_kernels_and_answer_what_was_slower_t
     assert residuals_of(MATMUL, KERNEL, found).errors
     told = predict(MATMUL, MatmulProblem(200, 4096, 4096), H200, shared_only=True)
     assert told.backend == "xla" or told.schedule.get("cluster") != "split_k"
+
+
+def test_a_residual_that_the_library_may_add_itself_makes_its_time_unsure():
+    model = CostModel(H200)
+    alone, activated = (MatmulProblem(4096, 4096, 4096, residual="bfloat16", activation=name) for name in ("", "gelu"))
+    plain = MatmulProblem(4096, 4096, 4096)
+    assert model.library_spread(plain) == model.library_spread(activated) == 0.0
+    epilogue_s = model.library_seconds(activated) - model.library_seconds(alone)
+    assert math.exp(model.library_spread(alone)) == pytest.approx(
+        1 + epilogue_s / model.library_seconds(alone), rel=0.05
+    )
+    fitted = {"xla": calibration("xla", 1.3), "mosaic_gpu": calibration("mosaic_gpu", 1.0)}
+    sure, unsure = (predict(MATMUL, problem, H200, fitted=fitted).faster for problem in (plain, alone))
+    assert unsure < sure

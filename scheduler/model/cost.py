@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -172,6 +173,11 @@ class CostModel:
         between = (problem.library_bytes_moved - problem.bytes_moved) / hbm_rate
         following = between + c.launch_share * h.launch_s if between else 0.0
         return c.library_scale * (overlapped + following + c.library_s)
+
+    def library_spread(self, problem: Problem) -> float:
+        """How far, in log time, XLA may be off that for what it moves or does not (`Problem.library_bytes_unsure`)."""
+        unsure_s = problem.library_bytes_unsure / (self.in_force.library_e_hbm * self.hardware.hbm_bytes_per_s)
+        return math.log1p(unsure_s / self.library_seconds(problem)) if unsure_s else 0.0
 
     def _analyse(self, footprint: Footprint) -> tuple[dict[str, Array], dict[str, Array], Array]:
         """What overlaps in a step [full waves or the last, schedule], what adds up [schedule], and the steps of each.

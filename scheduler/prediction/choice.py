@@ -78,6 +78,8 @@ def choose(
         return f"nothing left of {pruned.size}: {counted(pruned.dropped)}"
     residuals = residuals_of(operation, kernel, fitted)
     error, deviation = residuals.at(Place(problem, float(pruned.predicted_s[0])))
+    if kernel.library:
+        deviation = math.hypot(deviation, model.library_spread(problem))
     told = (_told(kernel, neighbour, hardware, model) for neighbour in near)
     closest = next((one for one in told if one is not None), None)
     schedule: Schedule | None = None

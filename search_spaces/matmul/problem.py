@@ -285,12 +285,21 @@ class MatmulProblem(Problem):
     def library_bytes_moved(self) -> float:
         """One kernel writes accumulators for another, which does the epilogue; or a product, which is cut by copies.
 
-        A residual alone cuBLAS may add itself (its beta): with one, XLA took as long on an H200 as without, or longer
-        by all of that.
+        A residual alone cuBLAS may add itself (its beta).
         """
         if self.bias or self.activation:
-            return self.bytes_moved + 2.0 * jnp.dtype(self.acc_dtype).itemsize * self.batch * self.m * self.n
+            return self.bytes_moved + self._accumulators_moved
         return self.bytes_moved + 2.0 * (nbytes(self.whole) if self.split_sizes else 0)
+
+    @property
+    def library_bytes_unsure(self) -> float:
+        """With a residual alone XLA took as long on an H200 as without, or longer by an epilogue of its own."""
+        return self._accumulators_moved if self.residual and not (self.bias or self.activation) else 0.0
+
+    @property
+    def _accumulators_moved(self) -> float:
+        """Bytes of all that are written by one kernel and read by the next."""
+        return 2.0 * jnp.dtype(self.acc_dtype).itemsize * self.batch * self.m * self.n
 
     @property
     def arithmetic(self) -> str:
