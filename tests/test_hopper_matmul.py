@@ -207,6 +207,27 @@ PRODUCTS = {  # name: problem, schedule, cores
         | {"delay_release": 1},
         2,
     ),
+    "rows that TMA cannot address, delay_release": (
+        MatmulProblem(133, 197, 331, bias="bfloat16"),
+        {"delay_release": 1, "stages": 3},
+        2,
+    ),
+    "rows that TMA cannot address, delay_release, one step": (MatmulProblem(70, 83, 43), {"delay_release": 1}, 1),
+    "integers in rows that TMA cannot address, delay_release": (
+        MatmulProblem(67, 73, 620, dtype="int8", out_dtype="int32", transpose_b=True),
+        {"delay_release": 1, "tile_m": 64, "tile_n": 64, "tile_k": 128, "epi_tile_n": 32, "consumers": "one"},
+        2,
+    ),
+    "rows that TMA cannot address, ordered ping-pong, bias and residual": (
+        MatmulProblem(133, 325, 330, bias="bfloat16", residual="bfloat16"),
+        {"consumers": "ordered_ping_pong", "tile_m": 64, "tile_n": 128, "stages": 3, "delay_release": 1},
+        1,
+    ),
+    "rows that TMA cannot address, ordered ping-pong, swap_ab, transposed": (
+        MatmulProblem(329, 260, 190, transpose_a=True, transpose_b=True),
+        {"consumers": "ordered_ping_pong", "tile_m": 160, "tile_n": 128, "swap_ab": True, "delay_release": 1},
+        2,
+    ),
     "activation, residual in rows of 208 bytes": (
         MatmulProblem(64, 104, 64, activation="silu", residual="bfloat16"),
         {"tile_m": 64, "consumers": "one"},
@@ -281,6 +302,11 @@ RACES = {
         MatmulProblem(256, 384, 128),
         {"consumers": "ping_pong", "tile_m": 64, "stages": 5, "delay_release": 1, "cluster": "n"},
         2,
+    ),
+    "rows that TMA cannot address, ordered ping-pong, stages used again": (
+        MatmulProblem(190, 189, 320),
+        {"consumers": "ordered_ping_pong", "tile_m": 64, "tile_n": 64, "stages": 3, "delay_release": 1},
+        4,
     ),
     "ping-pong, bias and residual": (
         MatmulProblem(128, 128, 128, bias="bfloat16", activation="relu", residual="bfloat16"),

@@ -178,8 +178,8 @@ def consume(cta: Cta) -> None:
     first_own = first_column + cta.rank * launch.out_n if reduction else first_column
     consumer = Consumer(cta, first_row, first_column, first_own, loads)
 
-    # Where each step is waited for, there is nothing to order: neither loop would take or give a turn.
-    waits = launch.tiling.untiled or (cta.scales is not None and cta.scales.scaling.by_steps)
+    # Where each step is waited for, there is nothing to order.
+    waits = cta.scales is not None and cta.scales.scaling.by_steps
     turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" and not waits else None
 
     def compute(tile: Any, _: None) -> None:

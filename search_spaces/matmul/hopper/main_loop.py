@@ -30,8 +30,8 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
     def stage_of(k_step: Any) -> Any:
         return pipeline.stage(tile * t.steps + k_step)
 
-    def start(stage: Any, accs: Any) -> Any:
-        """The accumulators to go on with: new ones, or `accs` themselves, references to those in place."""
+    def start(stage: Any, references: Any, values: Any) -> Any:
+        """Adds to accumulators in place, or to `values`, of which it returns the new ones: the next step's."""
         parts = [
             (
                 cta.a.part(factor, stage, *((whole, rows) if p.transpose_a else (rows, whole))),
@@ -40,50 +40,41 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
             for factor in range(count)
         ]
         pipeline.consumer_wait(tile, stage)
-        if untiled:
-            transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
-            return tuple(
-                untiled_swizzled.wgmma(acc, a, b, cta.a.tile.swizzle, **transposes)
-                for acc, (a, b) in zip(accs, parts, strict=True)
-            )
-        for acc, (a, b) in zip(accs, parts, strict=True):
+        for acc, (a, b) in zip(references, parts, strict=not untiled):
             plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
-        return accs
+        transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
+        return tuple(
+            untiled_swizzled.wgmma(acc, a, b, cta.a.tile.swizzle, **transposes)
+            for acc, (a, b) in zip(values, parts, strict=untiled)
+        )
 
     def release(stage: Any, pending: int) -> None:
         """Empties a stage when no more than so many steps, all later ones, are `pending`."""
         plgpu.wgmma_wait(pending * count)
         pipeline.consumer_release(stage)
 
-    def step(k_step: Any, accs: Any) -> Any:
-        stage = stage_of(k_step)
-        accs = start(stage, accs)
-        release(stage_of(k_step - delay) if delay else stage, delay)
-        return accs
+    def steps(*references: Any, values: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, ...]:
+        def step(k_step: Any, values: Any) -> Any:
+            stage = stage_of(k_step)
+            values = start(stage, references, values)
+            release(stage_of(k_step - delay) if delay else stage, delay)
+            return values
 
-    def in_place(*accs: Any) -> tuple[jax.Array, ...]:
         if turns is not None:
             turns.take()
         for k_step in range(delay):
-            start(stage_of(k_step), accs)
-
-        def step_in_place(k_step: Any, _: None) -> None:
-            step(k_step, accs)
-
-        lax.fori_loop(delay, t.steps, step_in_place, None)
+            values = start(stage_of(k_step), references, values)
+        values = lax.fori_loop(delay, t.steps, step, values)
         if turns is not None:
             turns.give()
         for k_step in range(t.steps - delay, t.steps):
             release(stage_of(k_step), 0)
-        return tuple(acc[...] for acc in accs)
+        return (*(acc[...] for acc in references), *map(untiled_swizzled.settled, values))
 
     shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
-    if untiled:  # Each step is waited for: the next step could not see that wgmmas are pending.
-        accs = tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count))
-        accs = lax.fori_loop(0, t.steps, step, accs)
-    else:
-        accs = pl.run_scoped(in_place, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
-    return accs
+    if untiled:
+        return steps(values=tuple(untiled_swizzled.zeros(shape, accumulators) for _ in range(count)))
+    return pl.run_scoped(steps, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
 
 
 def scaled_main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> jax.Array:

@@ -91,12 +91,11 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         if not (swap_ab and few_rows)
     ]
     several_waves = p.batch * cdiv(p.m, 128) * cdiv(p.n, 128) > cores
-    in_order = ordered(p, factors) if several_waves and not untiled(p) else []
+    in_order = ordered(p, factors) if several_waves else []
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
-    synchronous = untiled(p)
-    # Where each step is waited for, tensor cores are kept busy by whoever has a stage.
-    in_turn = PING_PONG[1:] if synchronous else PING_PONG
+    # In the untiled layout whoever has a stage may also keep the tensor cores busy while the other waits for its own.
+    waits = untiled(p)
     # A residual's subtiles take as much space again as the result's: narrow ones leave it to one more stage.
     least_subtile_bytes, subtile_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
 
@@ -104,7 +103,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         HopperSchedule,
         choices={
             "epi_tile_n": (64, 128, 32, 16) if idle_cores or factors > 1 else (64, 128, 32),
-            "consumers": ("cooperative_m", "cooperative_n", *in_turn, *(("one",) if idle_cores or few_rows else ())),
+            "consumers": ("cooperative_m", "cooperative_n", *PING_PONG, *(("one",) if idle_cores or few_rows else ())),
             "swap_ab": (False, True) if few_rows or any(swap_ab for *_, swap_ab in (*even, *in_order)) else (False,),
             "tile_m": _distinct(*tile_m, *(m for m, *_ in (*even, *in_order)), *((whole_m,) if few_rows else ())),
             "tile_n": _distinct(*tile_n, *(n for _, n, *_ in (*even, *in_order)), *((32,) if idle_cores else ())),
@@ -114,7 +113,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "stages": (4, 3, 5, 6, 2, 8, 12),
             "grid_minor_dim": ("n",) if idle_cores else ("n", "m"),
             "grid_tile_width": (1,) if idle_cores else (8, 4, 16, 1),
-            "delay_release": (0,) if synchronous else (0, 1),
+            "delay_release": (0, 1),
         },
         rules={
             "each consumer multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % WGMMA_ROWS == 0),
@@ -174,7 +173,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "delay_release is for one consumer a tile, or for the only wave": lambda s: np.where(
                 s.delay_release == 1,
                 np.isin(s.consumers, ("one", *PING_PONG)) | (s.stages >= LONG_PIPELINE) & (waves(s) == 1),
-                np.logical_not(np.isin(s.consumers, PING_PONG)) | synchronous,
+                np.logical_not(np.isin(s.consumers, PING_PONG)) | waits & (s.consumers == "ping_pong"),
             ),
             "delay_release takes two steps or more, and keeps one stage of three or more": lambda s: (
                 (s.delay_release == 0) | (steps_of_tile(s) > 1) & (s.stages > 2)
