@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -481,6 +482,22 @@ def test_it_is_located_by_the_function_and_loaded_by_its_name():
     assert load(f"{ROOT / 'examples' / 'autotuned_kernel.py'}:product").name == "autotuned_kernel.product"
     with pytest.raises(ValueError, match="is a function, not an Operation, nor a function that runs one"):
         load("own_kernels:linear_reference")
+
+
+def test_where_an_operation_was_found_is_remembered_as_long_as_it_is_there(monkeypatch):
+    module = types.ModuleType("holds_it")
+    monkeypatch.setitem(sys.modules, "holds_it", module)
+    operation = added(name="moving").operation
+    assert locate(operation) is None
+    module.here = operation
+    assert locate(operation) == "holds_it:here"
+    with monkeypatch.context() as looked:
+        looked.setattr("search_spaces._held", lambda wanted: pytest.fail("it looks through all modules again"))
+        assert locate(operation) == "holds_it:here"
+    module.there = module.__dict__.pop("here")
+    assert locate(operation) == "holds_it:there"
+    del module.there
+    assert locate(operation) is None
 
 
 def test_a_function_of_a_function_works_in_this_process_and_no_worker_can_load_it():

@@ -184,6 +184,19 @@ def test_the_library_compiles_in_its_turn_and_has_as_long_as_a_compilation_may_t
     assert steps[4:] == ["wait", "run"] * 2, "to verify it, and to time it"
 
 
+def test_a_librarys_program_is_told_by_its_text_and_no_other_candidates():
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU)
+    assert bench.program("xla", {}) == ""
+    assert isinstance(bench.measure("xla", {}, 3), Measurement)
+    assert isinstance(measure(bench, "right"), Measurement)
+    again, other = (Bench(DECEIVING, ShiftedProblem(length), CPU) for length in (LENGTH, LENGTH + 2))
+    for each in (again, other):
+        assert isinstance(each.measure("xla", {}, 3), Measurement)
+    assert bench.program("xla", {}) == again.program("xla", {}) != ""
+    assert bench.program("xla", {}) != other.program("xla", {})
+    assert bench.program("deceiver", {"behave": "right"}) == ""
+
+
 def test_a_result_of_another_dtype_is_wrong_and_told_before_it_is_compiled(bench):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a buffer that was donated for nothing

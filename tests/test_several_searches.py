@@ -122,6 +122,19 @@ def test_a_library_that_is_out_of_reach_is_compiled_once_for_a_record_that_is_ve
     assert builds(log)[problem.n, "library"] == 1
 
 
+def test_a_library_is_compiled_in_further_processes_while_it_is_confirmed_and_by_none_in_the_run_off(pool, log):
+    problem = logged(log, 208)
+    with pool.holding(*what(problem)):
+        assert isinstance(pool.measure(library(problem)), Measurement)
+        assert builds(log)[problem.n, "library"] == 1
+        assert pool.confirm(library(problem)) is None
+        compiled = builds(log)[problem.n, "library"]
+        assert compiled == min(WORKERS, AGREEING_COMPILATIONS)
+        for _ in range(4):
+            assert isinstance(pool.measure(library(problem), again=True), Measurement)
+        assert builds(log)[problem.n, "library"] == compiled
+
+
 def stored(problem, operation=LOGGED):
     """A record of it, of another day."""
     entries = [

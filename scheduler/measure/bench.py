@@ -6,6 +6,7 @@ import collections
 import contextlib
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -325,11 +326,17 @@ class Bench:
         return sets
 
 
+# What says, in a compiled program's text, from which lines of Python it comes: tables, and what names their rows.
+_SOURCE = re.compile(
+    r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*|,? ?metadata=\{[^}]*\}", re.MULTILINE
+)
+
+
 def _digest(program: jax.stages.Compiled) -> str:
     """Of a compiled program's text, which names the algorithms that XLA chose; "" where its backend has no text."""
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
         if text := program.as_text():
-            return hashlib.sha256(text.encode()).hexdigest()
+            return hashlib.sha256(_SOURCE.sub("", text).encode()).hexdigest()
     return ""
 
 
