@@ -156,6 +156,11 @@ PRODUCTS = {  # name: problem, schedule, cores
         | {"delay_release": 1},
         1,
     ),
+    "halves that start nowhere, ordered ping-pong": (
+        GatedMatmulProblem(197, 141, 330, bias="bfloat16"),
+        {"consumers": "ordered_ping_pong", "tile_m": 64, "tile_n": 64, "stages": 3, "delay_release": 1},
+        1,
+    ),
     "cluster along m": (GatedMatmulProblem(256, 128, 128), {"cluster": "m", "tile_n": 64}, 4),
     "cluster along n": (GatedMatmulProblem(200, 256, 128), {"cluster": "n", "tile_n": 64}, 4),
     "split-K, bias": (

@@ -48,6 +48,11 @@ CASES = {  # name: the problem, and fields of the schedule that differ from the 
         },
     ),
     "1000 rows of 1000 columns, untiled": ({"m": 1000, "n": 1000, "k": 1000}, {}),
+    "5000 rows of 3000 columns, untiled, ordered ping-pong": (
+        {"m": 5000, "n": 3000, "k": 7000, "pair": True},
+        {"tile_m": 64, "tile_n": 128, "consumers": "ordered_ping_pong", "stages": 4, "tile_k": 64, "delay_release": 1}
+        | {"swap_ab": False, "cluster": "none", "split_k": 1, "epi_tile_n": 64},
+    ),
 }
 
 

@@ -42,10 +42,10 @@ def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
 def wgmma(
     acc: jax.Array, a: Any, b: Any, swizzle: int, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> jax.Array:
-    """Starts ``acc + a b``, of operands in shared memory: wait for it with `plgpu.wgmma_wait`.
+    """Starts ``acc + a b``, of operands in shared memory: wait for it before any other work on it (`in_flight.wait`).
 
     Args:
-      acc: from `zeros`, or from the last call, which may be under way still; no other work on it may come in between.
+      acc: from `zeros`, or from the last call, which may be in flight; no other work on it may come in between.
       a, b: rows of their boxes are those of ``[m, k]`` and ``[k, n]``, or of ``[k, m]`` and ``[n, k]`` if transposed.
       swizzle: bytes of a row of both.
     """
@@ -75,21 +75,6 @@ def wgmma(
 
     started: jax.Array = start(acc, a, b)
     return started
-
-
-def settled(acc: jax.Array) -> jax.Array:
-    """Accumulators that may be worked on once `plgpu.wgmma_wait` was called: no such work moves ahead of that."""
-
-    @mosaic_gpu_code(
-        lambda acc: acc,
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def after(_: Any, acc: Any) -> Any:
-        return mgpu.optimization_barrier(acc)
-
-    value: jax.Array = after(acc)
-    return value
 
 
 def load(tile: Any, swizzle: int, *, transposed: bool) -> jax.Array:

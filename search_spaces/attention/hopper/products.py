@@ -1,7 +1,7 @@
-"""Products on tensor cores that stay in flight: started, and waited for by number, with whatever else in between.
+"""Products on tensor cores that stay in flight: started, and waited for (hopper/in_flight.py) with others in between.
 
 `plgpu.wgmma` keeps accumulators in references, which one step of a loop cannot hand, still in flight, to the next.
-Here they are values. A loop may carry those in flight; nothing may compute with them before `wait` has returned them.
+Here they are values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 def start(
     acc: jax.Array | None, a: Any, b: Any, *, columns: int, transforms: Any, transpose_a: bool, transpose_b: bool
 ) -> jax.Array:
-    """Starts ``acc + a b``, float32 of 64 rows: `wait` for it.
+    """Starts ``acc + a b``, float32 of 64 rows: wait for it (`in_flight.wait`).
 
     Args:
       acc: an earlier result, in flight or not, that nothing has computed with since; None is zeros.
@@ -79,26 +79,6 @@ def start(
     return started
 
 
-def wait(groups: int, *accumulators: jax.Array) -> Any:
-    """Waits until at most the last `groups` products are in flight; returns those accumulators, now to compute with."""
-    layout = plgpu.Layout.WGMMA
-
-    @mosaic_gpu_code(
-        lambda *values: values if len(values) != 1 else values[0],
-        arg_types=(layout,) * len(accumulators),
-        return_type=tuple(plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout) for x in accumulators)
-        if len(accumulators) != 1
-        else plgpu.ShapeDtypeStruct(accumulators[0].shape, accumulators[0].dtype, layout=layout),
-    )
-    def finish(_: Any, *values: Any) -> Any:
-        ptx(f"wgmma.wait_group.sync.aligned {groups};")
-        if not values:
-            return ()
-        return mgpu.optimization_barrier(*values)
-
-    return finish(*accumulators)
-
-
 def own_index(index: Any) -> Any:
     """`index`, the number of the calling warpgroup, found anew each time.
 
@@ -120,7 +100,7 @@ def own_index(index: Any) -> Any:
 
 
 def end_basic_block(index: Any) -> None:
-    """Keeps ptxas from moving what comes before, exponentials say, behind a `wait` that comes after.
+    """Keeps ptxas from moving what comes before, exponentials say, behind a wait that comes after.
 
     A branch that is never taken, which ptxas cannot know.
 
