@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +20,7 @@ from scheduler.measure import buffers, timer
 from scheduler.measure.blame import blamed, first_line
 from scheduler.measure.checks import Checks, Compiled, Results, compiled_checks
 from scheduler.measure.lowered import asked_onchip_bytes
+from scheduler.measure.program_text import digest
 from scheduler.measure.verification import Rows, compared_elements, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal, onchip_bytes
@@ -97,7 +96,7 @@ class Bench:
         announce: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
-        self._exclusive, self._announce = exclusive, announce
+        self._exclusive, self._announce, self._in_turn = exclusive, announce, False
         self._clock, self._l2 = condition(problem, hardware, l2)
         # What is compiled here is not compiled later, while other processes wait for their turns.
         timer.attach(self._clock)
@@ -133,10 +132,11 @@ class Bench:
         candidate = self._build(kernel, self._problem, schedule, raising=raising)
         if isinstance(candidate, Failure):
             return candidate
-        if wrong := self._wrong(candidate, self._problem, self._draw):
-            return Failure("verify", wrong)
-        self._candidates[point_of(backend, schedule)] = candidate
-        return self._time(candidate, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
+        with self._turn():  # one for both: others' turns may be XLA's compilations, of a second
+            if wrong := self._wrong(candidate, self._problem, self._draw):
+                return Failure("verify", wrong)
+            self._candidates[point_of(backend, schedule)] = candidate
+            return self._time(candidate, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
         """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
@@ -231,7 +231,7 @@ class Bench:
                 compiled = lowered.compile()
             except BaseException as error:
                 return failed("compile", error)
-        return _Candidate(compiled, tolerance, _digest(compiled) if kernel.library else "")
+        return _Candidate(compiled, tolerance, digest(compiled) if kernel.library else "")
 
     def _wrong(self, candidate: _Candidate, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
@@ -285,10 +285,18 @@ class Bench:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
+        """A turn on the device, or the one that is this bench's already."""
+        if self._in_turn:
+            yield
+            return
         self._announce("wait")
         with self._exclusive():
             self._announce("run")
-            yield
+            self._in_turn = True
+            try:
+                yield
+            finally:
+                self._in_turn = False
 
     @contextlib.contextmanager
     def _preparing(self) -> Iterator[None]:
@@ -324,20 +332,6 @@ class Bench:
                 sets += [copies() for _ in range(needed - 1)]
                 jax.block_until_ready(sets)
         return sets
-
-
-# What says, in a compiled program's text, from which lines of Python it comes: tables, and what names their rows.
-_SOURCE = re.compile(
-    r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*|,? ?metadata=\{[^}]*\}", re.MULTILINE
-)
-
-
-def _digest(program: jax.stages.Compiled) -> str:
-    """Of a compiled program's text, which names the algorithms that XLA chose; "" where its backend has no text."""
-    with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):
-        if text := program.as_text():
-            return hashlib.sha256(_SOURCE.sub("", text).encode()).hexdigest()
-    return ""
 
 
 def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:

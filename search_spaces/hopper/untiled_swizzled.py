@@ -42,7 +42,7 @@ def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
 def wgmma(
     acc: jax.Array, a: Any, b: Any, swizzle: int, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> jax.Array:
-    """Starts ``acc + a b``, of operands in shared memory: wait for it before any other work on it (`in_flight.wait`).
+    """Starts ``acc + a b``, of operands in shared memory: wait for it before any other work on it (`wgmma_async.wait`).
 
     Args:
       acc: from `zeros`, or from the last call, which may be in flight; no other work on it may come in between.

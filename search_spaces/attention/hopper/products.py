@@ -1,4 +1,4 @@
-"""Products on tensor cores that stay in flight: started, and waited for (hopper/in_flight.py) with others in between.
+"""Products on tensor cores that stay in flight: started, and waited for (hopper/wgmma_async.py) with others in between.
 
 `plgpu.wgmma` keeps accumulators in references, which one step of a loop cannot hand, still in flight, to the next.
 Here they are values.
@@ -30,7 +30,7 @@ _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 def start(
     acc: jax.Array | None, a: Any, b: Any, *, columns: int, transforms: Any, transpose_a: bool, transpose_b: bool
 ) -> jax.Array:
-    """Starts ``acc + a b``, float32 of 64 rows: wait for it (`in_flight.wait`).
+    """Starts ``acc + a b``, float32 of 64 rows: wait for it (`wgmma_async.wait`).
 
     Args:
       acc: an earlier result, in flight or not, that nothing has computed with since; None is zeros.

@@ -25,7 +25,7 @@ from search_spaces.attention.hopper.visibility import visible
 from search_spaces.flash_attention.hopper.cta import Cta
 from search_spaces.flash_attention.hopper.softmax import RowState, over_columns
 from search_spaces.flash_attention.hopper.tile_order import Tile
-from search_spaces.hopper import in_flight
+from search_spaces.hopper import wgmma_async
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.named_barriers import Turns, synchronize_warpgroup
 from search_spaces.jax_compat import plgpu
@@ -149,7 +149,7 @@ class Consumer:
     def wait_for_logits(self, started: Any, pending: int) -> Any:
         """The products, when at most so many groups that were started later are in flight."""
         if self.cta.t.untiled:
-            return in_flight.wait(pending, started)
+            return wgmma_async.wait(pending, started)
         return plgpu.wgmma_accumulator_load(started, wait_n=pending) if pending else started[...]
 
     def start_product_of_values(self, o: Any, p: Any, step: Any) -> Any:

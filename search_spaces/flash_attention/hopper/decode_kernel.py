@@ -31,7 +31,7 @@ from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
 from search_spaces.flash_attention.hopper.decode_mask import mask_columns
 from search_spaces.flash_attention.hopper.decode_plan import CONSUMER_REGISTERS, PRODUCER_REGISTERS, DecodePlan
-from search_spaces.hopper import in_flight
+from search_spaces.hopper import wgmma_async
 from search_spaces.hopper.limits import WARP, WGMMA_ROWS
 from search_spaces.hopper.pipeline import Pipeline
 from search_spaces.jax_compat import interprets, plgpu
@@ -280,7 +280,7 @@ def _logits(plan: DecodePlan, q: Any, k: Any) -> jax.Array:
         started = products.start(
             None, q, k, columns=plan.block_kv, transforms=transforms, transpose_a=False, transpose_b=True
         )
-        return in_flight.wait(0, started)
+        return wgmma_async.wait(0, started)
     found: jax.Array = pl.run_scoped(
         lambda acc: _product(acc, q, k.T), plgpu.ACC((WGMMA_ROWS, plan.block_kv), jnp.float32)
     )

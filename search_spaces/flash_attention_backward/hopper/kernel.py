@@ -31,7 +31,7 @@ from search_spaces.attention.hopper import products, rows_of_heads
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
-from search_spaces.hopper import in_flight
+from search_spaces.hopper import wgmma_async
 from search_spaces.hopper.limits import WARPGROUP, WGMMA_ROWS
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
@@ -171,8 +171,8 @@ class Cta:
         s = self._start_s(wg, first)
         plgpu.barrier_wait(smem["v_full"].at[wg])
         dp = self._start_dp(wg, first)
-        p_and_slope = self._probabilities(wg, first, in_flight.wait(1, s))
-        carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, in_flight.wait(0, dp))
+        p_and_slope = self._probabilities(wg, first, wgmma_async.wait(1, s))
+        carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, wgmma_async.wait(0, dp))
         last = self.blocks.end - 1
         carry = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
         dk = self._step(wg, last, carry, last=True)
@@ -227,25 +227,25 @@ class Cta:
         )
         unfinished = 2 if overlap else 1
         if last or separate:
-            dv, *dq = _several(in_flight.wait(unfinished, dv, *dq))
+            dv, *dq = _several(wgmma_async.wait(unfinished, dv, *dq))
         else:
-            dq = _several(in_flight.wait(unfinished, *dq))
+            dq = _several(wgmma_async.wait(unfinished, *dq))
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         if not separate:
             self._store_dq(own, step, *dq)
         if last:  # While dk is multiplied.
             self._store("v", own, dv)
-            dk = in_flight.wait(0, dk)
+            dk = wgmma_async.wait(0, dk)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             return dk
         if not overlap:
-            dk, dv = in_flight.wait(0, dk, dv)
+            dk, dv = wgmma_async.wait(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             s = self._start_s(own, step + 1)
         dp = self._start_dp(own, step + 1)
-        p_and_slope = self._probabilities(own, step + 1, in_flight.wait(2 if overlap else 1, s))
+        p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(2 if overlap else 1, s))
         products.end_basic_block(own)
-        dk, dv, dp = in_flight.wait(0, dk, dv, dp)
+        dk, dv, dp = wgmma_async.wait(0, dk, dv, dp)
         if overlap:
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
         return dk, dv, *p_and_slope, dp

@@ -29,7 +29,7 @@ from search_spaces.flash_attention_backward.hopper.kernel import (
     zeros,
 )
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, DqPlan
-from search_spaces.hopper import in_flight
+from search_spaces.hopper import wgmma_async
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import load, plgpu
 
@@ -186,10 +186,10 @@ class Cta:
         plgpu.barrier_wait(full)
 
         first, last = self.keys.first, self.keys.end - 1
-        carry = (zeros(p.head_dim), *in_flight.wait(0, *self._start(wg, first)))
+        carry = (zeros(p.head_dim), *wgmma_async.wait(0, *self._start(wg, first)))
         plgpu.barrier_arrive(smem["v_empty"].at[self._stage(first)])
         dq, s, dp = lax.fori_loop(first, last, lambda i, x: self._step(wg, i, x), carry)
-        dq = in_flight.wait(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
+        dq = wgmma_async.wait(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
         plgpu.barrier_arrive(smem["k_empty"].at[self._stage(last)])
         tile = self.plan.tile("q", WGMMA_ROWS)
         tile.store(smem["q"].at[wg], (dq * self.scale).astype(p.dtype), transposed=False)
@@ -203,7 +203,7 @@ class Cta:
         dq, s, dp = carry
         dq = self._start_dq(dq, self._ds(own, block, s, dp), block)
         s, dp = self._start(own, block + 1)
-        dq, s, dp = in_flight.wait(0, dq, s, dp)
+        dq, s, dp = wgmma_async.wait(0, dq, s, dp)
         plgpu.barrier_arrive(self.smem["k_empty"].at[self._stage(block)])
         plgpu.barrier_arrive(self.smem["v_empty"].at[self._stage(block + 1)])
         return dq, s, dp

@@ -32,7 +32,7 @@ from search_spaces.flash_attention_backward.hopper.kernel import (
 )
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS
 from search_spaces.flash_attention_backward.hopper.wide_plan import BLOCK_KV, BLOCK_Q, WidePlan
-from search_spaces.hopper import in_flight
+from search_spaces.hopper import wgmma_async
 from search_spaces.hopper.smem_layout import SmemTile
 from search_spaces.jax_compat import interprets, load, plgpu
 
@@ -81,10 +81,10 @@ class WideCta(Cta):
 
         first, last = self.blocks.start, self.blocks.end - 1
         s, dp = self._start_s(wg, first), self._start_dp(wg, first)
-        p_and_slope = self._probabilities(wg, first, in_flight.wait(1, s))
+        p_and_slope = self._probabilities(wg, first, wgmma_async.wait(1, s))
         carry = tuple(zeros(columns) for columns in plan.own_columns)
         carry = lax.fori_loop(
-            first, last, lambda i, x: self._step(wg, i, x), (*carry, *p_and_slope, in_flight.wait(0, dp))
+            first, last, lambda i, x: self._step(wg, i, x), (*carry, *p_and_slope, wgmma_async.wait(0, dp))
         )
         dk, dv = self._step(wg, last, carry, last=True)
 
@@ -116,35 +116,35 @@ class WideCta(Cta):
         dv = self._start_gradient(own, dv, smem["p"].at[ds_stage], "d_out", do_stage)
         parts = plan.own_columns[0] // plan.dq_columns
         dq = self._start_dq_part(own, ds_stage, 0)
-        in_flight.wait(1)
+        wgmma_async.wait(1)
         plgpu.barrier_arrive(smem["d_out_empty"].at[do_stage])
         s: Any = self._start_s(own, step + 1) if overlap else None
         for part in range(1, parts):
-            dq = in_flight.wait(1 if overlap and part == 1 else 0, dq)
+            dq = wgmma_async.wait(1 if overlap and part == 1 else 0, dq)
             self._store_dq_part(own, step, part - 1, dq)
             dq = self._start_dq_part(own, ds_stage, part)
         dk = self._start_gradient(own, dk, smem["ds"].at[ds_stage], "q", q_stage)
         if overlap and parts > 1:
-            p_and_slope = self._probabilities(own, step + 1, in_flight.wait(2, s))
+            p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(2, s))
             products.end_basic_block(own)
-        dq = in_flight.wait(2 if overlap and parts == 1 else 1, dq)
+        dq = wgmma_async.wait(2 if overlap and parts == 1 else 1, dq)
         self._store_dq_part(own, step, parts - 1, dq)
         if last:
-            dk, dv = in_flight.wait(0, dk, dv)
+            dk, dv = wgmma_async.wait(0, dk, dv)
             plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
             return dk, dv
         if not overlap:
             s = self._start_s(own, step + 1)
         elif parts == 1:
-            p_and_slope = self._probabilities(own, step + 1, in_flight.wait(1, s))
+            p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(1, s))
             products.end_basic_block(own)
         dp = self._start_dp(own, step + 1)
-        in_flight.wait(1 if overlap else 2)  # for dk
+        wgmma_async.wait(1 if overlap else 2)  # for dk
         plgpu.barrier_arrive(smem["q_empty"].at[q_stage])
         if not overlap:
-            p_and_slope = self._probabilities(own, step + 1, in_flight.wait(1, s))
+            p_and_slope = self._probabilities(own, step + 1, wgmma_async.wait(1, s))
             products.end_basic_block(own)
-        dk, dv, dp = in_flight.wait(0, dk, dv, dp)
+        dk, dv, dp = wgmma_async.wait(0, dk, dv, dp)
         return dk, dv, *p_and_slope, dp
 
     def _share(self, own: Any, step: Any, probability: Any, slope: Any, dp: Any) -> None:

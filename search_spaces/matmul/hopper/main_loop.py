@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.hopper import in_flight, untiled_swizzled
+from search_spaces.hopper import untiled_swizzled, wgmma_async
 from search_spaces.hopper.named_barriers import Turns
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.cta import Consumer
@@ -69,7 +69,7 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
             turns.give()
         for k_step in range(t.steps - delay, t.steps):
             release(stage_of(k_step), 0)
-        return tuple(in_flight.wait(0, acc) for acc in values) if untiled else tuple(acc[...] for acc in references)
+        return tuple(wgmma_async.wait(0, acc) for acc in values) if untiled else tuple(acc[...] for acc in references)
 
     shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
     if untiled:
@@ -98,7 +98,7 @@ def scaled_main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) 
         if untiled:
             zeros = untiled_swizzled.zeros(shape, p.acc_dtype)
             acc = untiled_swizzled.wgmma(zeros, a, b, cta.a.tile.swizzle, transpose_b=True)
-            done: jax.Array = in_flight.wait(0, acc)
+            done: jax.Array = wgmma_async.wait(0, acc)
             return done
 
         def in_place(acc: Any) -> jax.Array:
