@@ -9,7 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,19 @@ def sound(said: str) -> bool:
     """Whether ptxas spilled nothing, and had no product wait for the one before."""
     spilled_nothing = "0 bytes spill stores, 0 bytes spill loads" in said
     return spilled_nothing and "serialized" not in said and "insufficient registers" not in said
+
+
+def compile_changed(kernel: Any, problem: Any, changed: Mapping[str, Any]) -> None:
+    """Of a legal schedule: the model's first choice, but for some fields."""
+    from scheduler.core import hardware
+    from scheduler.model.cost import CostModel
+    from scheduler.model.pruning import prune
+
+    h200 = hardware.find("NVIDIA H200")
+    space = kernel.space(problem, h200.target)
+    one = space.decode(prune(kernel, problem, h200, CostModel(h200)).candidates()[0].schedule | changed)
+    assert not space.broken(one)
+    compile_for_h200(lambda *args: kernel.run(problem, one, h200.target, *args), problem.operands())
 
 
 def compile_for_h200(run: Callable[..., Any], operands: Any) -> None:

@@ -94,8 +94,6 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
     in_order = ordered(p, factors) if several_waves else []
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
-    # In the untiled layout whoever has a stage may also keep the tensor cores busy while the other waits for its own.
-    waits = untiled(p)
     # A residual's subtiles take as much space again as the result's: narrow ones leave it to one more stage.
     least_subtile_bytes, subtile_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
 
@@ -170,10 +168,11 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "ping-pong is for CTAs that compute several tiles": lambda s: (
                 np.logical_not(np.isin(s.consumers, PING_PONG)) | (waves(s) > 1)
             ),
+            # In the untiled layout whoever has a stage may also keep the tensor cores busy while the other waits.
             "delay_release is for one consumer a tile, or for the only wave": lambda s: np.where(
                 s.delay_release == 1,
                 np.isin(s.consumers, ("one", *PING_PONG)) | (s.stages >= LONG_PIPELINE) & (waves(s) == 1),
-                np.logical_not(np.isin(s.consumers, PING_PONG)) | waits & (s.consumers == "ping_pong"),
+                np.logical_not(np.isin(s.consumers, PING_PONG)) | untiled(p) & (s.consumers == "ping_pong"),
             ),
             "delay_release takes two steps or more, and keeps one stage of three or more": lambda s: (
                 (s.delay_release == 0) | (steps_of_tile(s) > 1) & (s.stages > 2)
