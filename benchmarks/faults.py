@@ -30,10 +30,10 @@ from rich.table import Table
 from scheduler.core.hardware import GIB
 from scheduler.core.progress import Progress
 from scheduler.core.records import Failure, Trial
-from scheduler.measure.bench import needed_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import ALLOCATOR_RETRY_S, RUN_LIMIT_S
 from scheduler.measure.pool import Pool
+from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import Failure
-from scheduler.measure.bench import least_bytes, needed_bytes
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
+from scheduler.measure.rotation import least_bytes, needed_bytes
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search import jobs
 from scheduler.store.store import Store

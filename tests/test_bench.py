@@ -178,10 +178,29 @@ def test_the_library_is_not_asked_about_the_neighbour():
 def test_the_library_compiles_in_its_turn_and_has_as_long_as_a_compilation_may_take():
     steps = []
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, announce=steps.append)
+    assert isinstance(measure(bench, "right"), Measurement)
     steps.clear()
     assert isinstance(bench.measure("xla", {}, 3), Measurement)
     assert steps[:4] == ["lower", "wait", "run", "compile"]
     assert steps[4:] == ["wait", "run"], "to verify it, and to time it"
+
+
+@pytest.mark.parametrize(
+    ("backend", "schedule", "order"),
+    [("xla", {}, ["prepare", "lower", "compile"]), ("deceiver", {"behave": "right"}, ["lower", "compile", "prepare"])],
+)
+def test_operands_are_drawn_before_a_library_is_built_and_after_another_candidate_is(backend, schedule, order):
+    steps = []
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, announce=steps.append)
+    assert steps == []
+    assert isinstance(bench.measure(backend, schedule, 3), Measurement)
+    assert sorted(order, key=steps.index) == order
+
+
+def test_a_candidate_that_cannot_be_built_needs_no_operands():
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU)
+    assert measure(bench, "narrow").stage == "verify"
+    assert "_draw" not in vars(bench)
 
 
 def test_a_librarys_program_is_told_by_its_text_and_no_other_candidates():

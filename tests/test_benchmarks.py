@@ -15,7 +15,7 @@ from invented import Alone
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Environment, Failure, Measurement
-from scheduler.measure.bench import condition
+from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.model.cost import CostModel

@@ -14,9 +14,10 @@ from scheduler.core.errors import NoCandidate, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import verification
-from scheduler.measure.bench import Bench, least_bytes, needed_bytes
+from scheduler.measure.bench import Bench
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool
+from scheduler.measure.rotation import least_bytes, needed_bytes
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
 from scheduler.search.tuner import tune
@@ -90,8 +91,8 @@ def test_of_a_large_result_a_wrong_tile_and_a_row_that_was_not_written_are_found
 def test_a_bench_of_a_large_result_keeps_a_small_reference_and_measures():
     problem = MatmulProblem(256, 64, 16, dtype="float32")
     bench = Bench(MATMUL, problem, CPU)
-    assert bench._draw.expected[0].shape == (8, 64)
     assert isinstance(bench.measure("xla", {}, 2), Measurement)
+    assert bench._draw.expected[0].shape == (8, 64)
     assert bench.confirm("xla", {}) is None
 
 

@@ -15,7 +15,7 @@ import scheduler
 from scheduler import tuned, tuned_softmax
 from scheduler.core.hardware import CPU
 from scheduler.measure import bench as benches
-from scheduler.measure import buffers, verification
+from scheduler.measure import buffers, rotation, verification
 from scheduler.measure.bench import Bench
 from scheduler.store.store import Store, default_url
 from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space, Tolerance, load
@@ -275,8 +275,8 @@ def test_buffers_for_all_results_are_poisoned_and_written_over():
 def test_memory_and_traffic_count_every_result():
     pair, single = PairProblem(2**20), DoubleProblem(2**20)
     assert pair.bytes_moved == single.bytes_moved + 2 * 2
-    assert benches.least_bytes(pair) == benches.least_bytes(single) + 2 * 2
-    assert benches.needed_bytes(pair, CPU) > benches.needed_bytes(single, CPU)
+    assert rotation.least_bytes(pair) == rotation.least_bytes(single) + 2 * 2
+    assert rotation.needed_bytes(pair, CPU) > rotation.needed_bytes(single, CPU)
     library = PAIR.library.footprint(pair, Columns.of([Library()]), CPU.target)
     assert float(library.tile.bytes_written[0]) == 4 * 2**20 + 4
     with pytest.raises(ValueError, match="which no memory holds"):

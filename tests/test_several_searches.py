@@ -12,10 +12,10 @@ from scheduler.core.errors import WorkerError
 from scheduler.core.hardware import CPU, GIB
 from scheduler.core.identity import key_of
 from scheduler.core.records import Entry, Environment, Failure, Measurement, Record
-from scheduler.measure.bench import needed_bytes
 from scheduler.measure.benches_at_hand import BenchesAtHand
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import AGREEING, AGREEING_COMPILATIONS, LIBRARY_COMPILATIONS, Pool, _Compiled
+from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
 from scheduler.search.reverify import reverify
 from scheduler.search.tuner import tune

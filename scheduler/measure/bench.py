@@ -1,10 +1,9 @@
-"""Compile, verify and time candidates of one problem in this process, in memory that is known before."""
+"""Compile, verify and time candidates of one problem in this process."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,41 +13,31 @@ import jax.numpy as jnp
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Point, label_of, point_of
-from scheduler.core.records import L2, Clock, Failure, Measurement, Outcome, Schedule, Stage
+from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.core.threads import is_interrupt
 from scheduler.measure import buffers, timer
 from scheduler.measure.blame import blamed, first_line
 from scheduler.measure.checks import Checks, Compiled, Results, compiled_checks
 from scheduler.measure.lowered import asked_onchip_bytes
 from scheduler.measure.program_text import digest
-from scheduler.measure.verification import Rows, compared_elements, mismatches
+from scheduler.measure.rotation import condition, rotating_results, rotating_sets
+from scheduler.measure.verification import Rows, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal, onchip_bytes
-from scheduler.model.traffic import L2_RESIDENT
 from search_spaces import jax_compat, reference_programs
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import SLAB, Problem, Tolerance, as_tuple, nbytes
+from search_spaces.problem import Problem, Tolerance, as_tuple
 
 # What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
 
-# Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
-# the cache, as the model has it.
-MOST_SETS = round(2 / L2_RESIDENT)
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
 # No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
 BELIEVED = 0.9
 # What is too fast to be true is measured again with so many times the repetitions.
 DOUBTED = 3
-# What libraries and kernels may use beside operands and results: workspaces, padded copies, parts of a reduction.
-SCRATCH_BYTES = 2**28
-# An allocator that grows by doubling its regions leaves part of them unused.
-FRAGMENTED = 1.25
-# XLA's autotuner guards each of its buffers on both sides (RedzoneAllocator, kDefaultRedzoneSize): what is a power of
-# two does not fit into a region of that size.
-REDZONE_BYTES = 2 * 2**23
 
 
 class Draw(NamedTuple):
@@ -101,8 +90,8 @@ class Bench:
         # What is compiled here is not compiled later, while other processes wait for their turns.
         timer.attach(self._clock)
         self._checks: dict[Problem, Checks] = {}
-        self._draw = self._drawn(problem, seed)
-        self._sets = self._rotation()
+        self._draw: Draw
+        self._sets: list[tuple[jax.Array, ...]] = []
         # Operands in a cache may come faster than memory gives them; no time at all is never right.
         bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
@@ -129,9 +118,14 @@ class Bench:
           CandidateFailed: from what the candidate raised, where that was asked for.
         """
         kernel = self._operation.kernel(backend)
+        # Of processes that come to a problem together the one that has the library, which is compiled in a turn on the
+        # device, compiles what checks them all; the others build candidates meanwhile.
+        if kernel.library:
+            self._prepare()
         candidate = self._build(kernel, self._problem, schedule, raising=raising)
         if isinstance(candidate, Failure):
             return candidate
+        self._prepare()
         with self._turn():  # one for both: others' turns may be XLA's compilations, of a second
             if wrong := self._wrong(candidate, self._problem, self._draw):
                 return Failure("verify", wrong)
@@ -174,6 +168,7 @@ class Bench:
 
     def intact(self) -> bool:
         """Whether operands and reference are what they were: a candidate may have written where it should not."""
+        self._prepare()
         fresh = self._drawn(self._problem, self._seed)
         with self._turn():
             return all(
@@ -265,7 +260,7 @@ class Bench:
 
         with self._turn():
             # Results rotate as operands do. A call that fails takes its buffer along.
-            while len(self._results) < _rotating_results(self._problem, self._hardware, len(self._sets)):
+            while len(self._results) < rotating_results(self._problem, self._hardware, len(self._sets)):
                 self._results.append(self._checks[self._problem].poison())
             try:
                 measured = timed(repetitions, slow_s)
@@ -322,73 +317,22 @@ class Bench:
         with self._turn():
             return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
 
+    def _prepare(self) -> None:
+        """Operands and what they come to, before a turn on the device: what is compiled for these is not within."""
+        if not self._sets:
+            self._draw = self._drawn(self._problem, self._seed)
+            self._sets = self._rotation()
+
     def _rotation(self) -> list[tuple[jax.Array, ...]]:
         """The inputs, and, for a cold cache, as many copies as make a rotation through them miss the last-level one."""
         sets = [self._draw.inputs]
         if self._l2 == "cold":
-            needed = _rotating_sets(self._problem, self._hardware)
+            needed = rotating_sets(self._problem, self._hardware)
             copies = buffers.copying(self._draw.inputs)
             with self._turn():
                 sets += [copies() for _ in range(needed - 1)]
                 jax.block_until_ready(sets)
         return sets
-
-
-def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:
-    """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
-    exceeds = _operand_bytes(problem) * _rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
-    return (
-        hardware.abilities.clock,
-        "cold" if l2 == "cold" and hardware.abilities.cold and exceeds else "warm",
-    )
-
-
-def _rotating_sets(problem: Problem, hardware: Hardware) -> int:
-    """How many copies of the operands make a rotation through them miss the last-level cache, as far as it pays."""
-    return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / _operand_bytes(problem)) + 1)
-
-
-def _rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
-    """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
-    return 1 if _result_bytes(problem) > 2 * hardware.l2_bytes else max(2, sets)
-
-
-def least_bytes(problem: Problem) -> int:
-    """Device memory without which `problem` cannot run at all: its operands and its results."""
-    return _operand_bytes(problem) + _result_bytes(problem)
-
-
-def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
-    """Device memory that a bench of `problem` takes at most, an estimate from above.
-
-    It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
-    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA's
-    autotuner compares algorithms for its own program, there are no results but two of its own, and its own operands,
-    which take less than that second draw.
-    """
-    sets = _rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
-    operands, result = _operand_bytes(problem), _result_bytes(problem)
-    elements = [math.prod(x.shape) for x in problem.operands()]
-    compared = 4 * compared_elements(problem)
-    # Of a slab: random bits, their halves, and float32 numbers.
-    drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
-    each = [nbytes(x) for x in problem.results()]
-    rotating = sum(map(_region, each)) + max(1, _rotating_results(problem, hardware, sets) - 1) * result
-    autotuned = 2 * sum(_region(size + REDZONE_BYTES) for size in each)
-    return round(FRAGMENTED * (sets * operands + drawn + 3 * compared)) + max(rotating, autotuned) + SCRATCH_BYTES
-
-
-def _region(size: int) -> int:
-    """Bytes of the region that XLA's allocator (BFCAllocator::Extend) makes for an array of `size`: a power of two."""
-    return 2 ** math.ceil(math.log2(max(size, 1)))
-
-
-def _operand_bytes(problem: Problem) -> int:
-    return sum(map(nbytes, problem.operands()))
-
-
-def _result_bytes(problem: Problem) -> int:
-    return sum(map(nbytes, problem.results()))
 
 
 def _described(results: Sequence[Any]) -> str:

@@ -12,9 +12,10 @@ from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.records import L2, Environment, Failure, Outcome, Schedule
-from scheduler.measure.bench import Bench, least_bytes
+from scheduler.measure.bench import Bench
 from scheduler.measure.benches_at_hand import BenchesAtHand
 from scheduler.measure.gpu import Gpu
+from scheduler.measure.rotation import least_bytes
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 

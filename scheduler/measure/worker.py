@@ -38,6 +38,7 @@ from scheduler.measure.protocol import (
 from scheduler.measure.subprocess_pipe import die_with_parent
 from search_spaces import load
 from search_spaces.kernel import Target
+from search_spaces.lowering_compat import infer_layouts_sooner
 from search_spaces.reference_programs import shared_in
 
 # How XLA and CUDA call it when no memory is left on the device.
@@ -67,6 +68,7 @@ def main() -> None:
 def _on_device(hello: Hello, announce: Callable[[Step], None]) -> Service:
     # By its name: among several platforms JAX passes over one that does not start.
     target = chips.target_of(jax.devices(hello.platform)[0])
+    infer_layouts_sooner()
     return _Measuring(target, Gpu("", hello.uuid, "", 0, bus=hello.bus), announce)
 
 

@@ -16,9 +16,9 @@ from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import L2, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
-from scheduler.measure.bench import condition
 from scheduler.measure.pool import start_runner
 from scheduler.measure.reduced import smaller
+from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
