@@ -1,7 +1,7 @@
 """Several GPUs of one host: layers divided over them on tuned calls beside plain jnp, and a job tuned on all of them.
 
     python benchmarks/many_gpus.py --only tensor_parallel --minutes 2     # measures these, and keeps their rows
-    python benchmarks/many_gpus.py --only job --problems 8 --minutes 5    # job_all, and job_one
+    python benchmarks/many_gpus.py --only job --problems 8 --minutes 5    # job_all, and job_one, which needs one GPU
     python benchmarks/many_gpus.py --report                               # writes the result of the rows that there are
     python benchmarks/many_gpus.py                                        # measures what is left, and writes the result
     python benchmarks/many_gpus.py --small                                # on few GPUs, or on a CPU's made-up devices
@@ -70,14 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     gpus = visible_gpus()[: options.gpus]
-    if not options.small and len(gpus) < 2:
-        parser.error(f"at least two GPUs are wanted, and {len(gpus)} can be used; --small rehearses on a CPU's devices")
+    only = tuple(name for name in options.only.split(",") if name)
+    if not options.small and len(gpus) < (1 if only == (JOB_ON_ONE,) else 2):
+        parser.error(
+            f"at least two GPUs are wanted, and {len(gpus)} can be used; --only {JOB_ON_ONE} needs one, --small rehearses "
+            "on a CPU's devices"
+        )
     options.budget = options.budget or (SMALL_BUDGET if options.small else 64)
     devices = len(gpus) or options.gpus or DEVICES_OF_CPU
     layers = {one.name: one for one in sharded_layers.cases(devices, options.small)}
     # What is slow the first time, such as reading the packages from disk, is against all GPUs.
     names = (*layers, JOB_ON_ALL, JOB_ON_ONE)
-    only = tuple(name for name in options.only.split(",") if name)
     if unknown := [name for name in only if not any(each.startswith(name) for each in names)]:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(names)}")
 

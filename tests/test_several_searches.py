@@ -200,21 +200,45 @@ def test_a_finalists_worker_compiles_nothing_of_another_problem_until_its_own_is
         assert pool._division._owners == {}
 
 
-def test_workers_are_the_oldest_problems_first(pool, log):
-    """Whose search so ends first, so that the next one's candidates compile while its finalists are timed."""
+def test_each_problem_has_its_part_of_the_workers_and_the_oldest_what_is_left(pool, log):
     old, young = logged(log, 128), logged(log, 136)
     division = pool._division
     with pool.holding(*what(old)), pool.holding(*what(young)), ThreadPoolExecutor(8) as threads:
         with contextlib.ExitStack() as taken:
             for _ in range(WORKERS):
                 taken.enter_context(division.worker(what(old)))
-            asked = [threads.submit(pool.measure, task(young, tile)) for tile in (1, 2)]
-            wait_for(lambda: len(division._waiting) == 2)
-            asked += [threads.submit(pool.measure, task(old, tile)) for tile in (1, 2, 4)]
+            asked = [threads.submit(pool.measure, task(old, tile)) for tile in (1, 2, 4, 8)]
+            wait_for(lambda: len(division._waiting) == 4)
+            asked.append(threads.submit(pool.measure, task(young)))
             wait_for(lambda: len(division._waiting) == 5)
         assert all(isinstance(each.result(), Measurement) for each in asked)
     order = [n for n, _, tile in told(log) if tile != "reference"]
-    assert set(order[:WORKERS]) == {old.n}
+    assert young.n in order[:WORKERS], "though it came last"
+    assert order.count(old.n) == 4
+
+
+def test_a_worker_takes_what_it_has_a_bench_of_before_what_is_older(pool, log):
+    old, young = logged(log, 137), logged(log, 138)
+    division = pool._division
+    with pool.holding(*what(old)), pool.holding(*what(young)), contextlib.ExitStack() as taken:
+        with division.worker(what(young)) as (own, _):
+            others = [taken.enter_context(division.worker(what(old))) for _ in range(WORKERS - 1)]
+        order = []
+
+        def took(problem):
+            with division.worker(what(problem)) as (worker, _):
+                order.append(problem)
+                return worker
+
+        with ThreadPoolExecutor(2) as threads, division.worker(what(young)) as (again, _):
+            assert again is own
+            elder = threads.submit(took, old)
+            wait_for(lambda: len(division._waiting) == 1)
+            asked = [elder, threads.submit(took, young)]
+            wait_for(lambda: len(division._waiting) == 2)
+            division._busy[others[0][0]] = what(young)  # both have less than their part
+        assert [each.result() for each in asked] == [own, own]
+        assert order == [young, old]
 
 
 def test_what_lacks_memory_beside_another_problem_does_not_make_that_one_fail(pool, log, tmp_path):

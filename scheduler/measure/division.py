@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,13 +78,17 @@ class _Waiting:
     certain: WorkerProcess | None = None
 
 
+Rank = Callable[[WorkerProcess, _Waiting], tuple[bool, bool, bool, int, int]]
+
+
 class Division:
     """The workers that are up, among which the memory is divided now, and the problems that are held.
 
     Problems are held together that as many workers hold, and a share has the memory for; others wait, in the order in
-    which they came. The workers are the first one's as long as it asks: the next gets what that leaves. Who asks a
-    certain worker (the finalists are timed where they were compiled) has it for its problem until that is no longer
-    held, so that no timing waits for another problem's compilations.
+    which they came. Each has its part of the workers, and what others leave of theirs; of those that have theirs, a
+    worker takes one that it has a bench of, then the oldest: a bench takes as long to make as a candidate or two. Who
+    asks a certain worker (the finalists are timed where they were compiled) has it for its problem until that is no
+    longer held, so that no timing waits for another problem's compilations.
 
     Args:
       workers: all there may be.
@@ -112,7 +117,7 @@ class Division:
         self._numbers = itertools.count()
         self._count = 0  # among how many workers the memory is divided
         self._wanted = 0  # among how many it is to be, while something is held
-        self._busy: set[WorkerProcess] = set()
+        self._busy: dict[WorkerProcess, What] = {}
         self._owners: dict[WorkerProcess, What] = {}
         self._asked: collections.defaultdict[WorkerProcess, set[What]] = collections.defaultdict(set)
         self.living: set[WorkerProcess] = set()
@@ -146,6 +151,8 @@ class Division:
             self._held[what] -= 1
             if not self._held[what]:
                 del self._held[what]
+                for asked in self._asked.values():
+                    asked.discard(what)
                 self._owners = {worker: owner for worker, owner in self._owners.items() if owner != what}
             self._released.notify_all()
             self._wake()
@@ -174,7 +181,7 @@ class Division:
             try:
                 while (found := self._found(mine, certain)) is None:
                     mine.ready.wait(RECHECK_S)
-                self._busy.add(found)
+                self._busy[found] = what
                 self._asked[found].add(what)
                 count = self._count
             finally:
@@ -184,7 +191,7 @@ class Division:
             yield found, count
         finally:
             with self._lock:
-                self._busy.discard(found)
+                del self._busy[found]
                 self._wake()
 
     def preferred(self, what: What) -> list[WorkerProcess]:
@@ -225,7 +232,8 @@ class Division:
         if mine.certain is not None:
             self._owners.setdefault(mine.certain, mine.what)
             return None if mine.certain in self._busy else mine.certain
-        return next((worker for worker in self.preferred(mine.what) if self._may_take(worker, mine)), None)
+        rank = self._ranks()
+        return next((worker for worker in self.preferred(mine.what) if self._may_take(worker, mine, rank)), None)
 
     def _among(self) -> int:
         """Among how many workers the memory is to be divided.
@@ -245,26 +253,36 @@ class Division:
             for waiting in (alone or self._waiting)[:1]:
                 waiting.ready.notify()
             return
-        free = [worker for worker in self._workers if worker in self.living and worker not in self._busy]
-        for waiting in sorted(self._waiting, key=self._rank):
-            serving = (w for w in free if waiting.certain in (None, w) and self._serves(w, waiting))
-            if (worker := next(serving, None)) is not None:
-                free.remove(worker)
-                waiting.ready.notify()
+        asleep, rank = list(self._waiting), self._ranks()
+        for worker in self._workers:
+            if worker in self.living and worker not in self._busy:
+                serving = (w for w in asleep if w.certain in (None, worker) and self._serves(worker, w))
+                if (first := min(serving, key=functools.partial(rank, worker), default=None)) is not None:
+                    asleep.remove(first)
+                    first.ready.notify()
 
-    def _rank(self, waiting: _Waiting) -> tuple[bool, int, int]:
-        return waiting.certain is None, list(self._held).index(waiting.what), waiting.number
+    def _ranks(self) -> Rank:
+        """In which order a worker takes requests, by what is held and under way now."""
+        under_way, ages = collections.Counter(self._busy.values()), {what: age for age, what in enumerate(self._held)}
+        part = -(-len(self.living) // max(1, len(ages)))
+
+        def rank(worker: WorkerProcess, waiting: _Waiting) -> tuple[bool, bool, bool, int, int]:
+            what = waiting.what
+            new = what not in self._asked[worker]
+            return waiting.certain is None, under_way[what] >= part, new, ages[what], waiting.number
+
+        return rank
 
     def _serves(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
         return waiting.certain is worker or self._owners.get(worker, waiting.what) == waiting.what
 
-    def _may_take(self, worker: WorkerProcess, mine: _Waiting) -> bool:
+    def _may_take(self, worker: WorkerProcess, mine: _Waiting, rank: Rank) -> bool:
         if worker in self._busy or not self._serves(worker, mine):
             return False
         if mine.alone:  # for which all others wait
             return True
-        before = (other for other in self._waiting if other.certain is None and self._rank(other) < self._rank(mine))
-        return not any(self._serves(worker, other) for other in before)
+        others = (other for other in self._waiting if other.certain is None and self._serves(worker, other))
+        return all(rank(worker, mine) <= rank(worker, other) for other in others)
 
     def _divide(self, count: int) -> None:
         """Starts `count` workers in place of those there are, each with its share of the memory."""

@@ -186,21 +186,22 @@ class _Tuning:
         self._refuse_to_replace_measured()
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
-        known, near = self._known(), self._near()
-        self.candidates = collect(
-            self.operation,
-            self.problem,
-            self.runner,
-            allowed=allowed,
-            budget=self.budget,
-            known=known,
-            near=near,
-            first=first,
-        )
-        self.trials = Trials(
-            self.key, self.runner.environment, self.candidates.of, known, self.keeping, first_error=self.first_error
-        )
+        # It is held before it is planned, so that problems are held in the order in which they come.
         with self.runner.holding(self.operation, self.problem, self.l2, to_itself=seconds is not None):
+            known, near = self._known(), self._near()
+            self.candidates = collect(
+                self.operation,
+                self.problem,
+                self.runner,
+                allowed=allowed,
+                budget=self.budget,
+                known=known,
+                near=near,
+                first=first,
+            )
+            self.trials = Trials(
+                self.key, self.runner.environment, self.candidates.of, known, self.keeping, first_error=self.first_error
+            )
             self._search(seconds, seed, progress)
             chosen = finalists(self.trials, self._confirm, self.runner)
             if not chosen:
