@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     only = tuple(name for name in options.only.split(",") if name)
     if not options.small and len(gpus) < (1 if only == (JOB_ON_ONE,) else 2):
         parser.error(
-            f"at least two GPUs are wanted, and {len(gpus)} can be used; --only {JOB_ON_ONE} needs one, --small rehearses "
-            "on a CPU's devices"
+            f"at least two GPUs are wanted, and {len(gpus)} can be used; --only {JOB_ON_ONE} needs one, and --small "
+            "rehearses on a CPU's devices"
         )
     options.budget = options.budget or (SMALL_BUDGET if options.small else 64)
     devices = len(gpus) or options.gpus or DEVICES_OF_CPU
