@@ -69,13 +69,14 @@ class Shares:
 
 @dataclasses.dataclass(eq=False)
 class _Waiting:
-    """A request that waits for a worker, the only one where it is `alone`, or for a certain one."""
+    """A request that waits for a worker, the only one where it is `alone`, or for a certain one, maybe for good."""
 
     what: What
     number: int
     alone: bool
     ready: threading.Condition
     certain: WorkerProcess | None = None
+    claims: bool = False
 
 
 Rank = Callable[[WorkerProcess, _Waiting], tuple[bool, bool, bool, int, int]]
@@ -87,8 +88,8 @@ class Division:
     Problems are held together that as many workers hold, and a share has the memory for; others wait, in the order in
     which they came. Each has its part of the workers, and what others leave of theirs; of those that have theirs, a
     worker takes one that it has a bench of, then the oldest: a bench takes as long to make as a candidate or two. Who
-    asks a certain worker (the finalists are timed where they were compiled) has it for its problem until that is no
-    longer held, so that no timing waits for another problem's compilations.
+    claims a certain worker (finalists race where they were compiled) has it for its problem until that is no longer
+    held, so that no timing waits for another problem's compilations.
 
     Args:
       workers: all there may be.
@@ -163,19 +164,25 @@ class Division:
 
     @contextlib.contextmanager
     def worker(
-        self, what: What, *, certain: Callable[[], WorkerProcess | None] = lambda: None, alone: bool = False
+        self,
+        what: What,
+        *,
+        certain: Callable[[], WorkerProcess | None] = lambda: None,
+        claims: bool = False,
+        alone: bool = False,
     ) -> Iterator[tuple[WorkerProcess, int]]:
         """A worker to be asked of `what`, which is held, and among how many the memory is divided. Waits for it.
 
         Args:
           certain: which worker it must be, or None. Asked more than once: what it names may be lost in the meantime.
+          claims: that one is its problem's alone from then on.
           alone: with the whole memory to itself. Who waits for that is waited for by the others.
 
         Raises:
           DeviceLost: no worker starts; or all were lost, and none could be started in the place of the last.
         """
         with self._lock:
-            mine = _Waiting(what, next(self._numbers), alone, threading.Condition(self._lock))
+            mine = _Waiting(what, next(self._numbers), alone, threading.Condition(self._lock), claims=claims)
             self._waiting.append(mine)
             found = None
             try:
@@ -230,7 +237,8 @@ class Division:
             raise DeviceLost("the worker processes were lost, and the device takes no new ones")
         mine.certain = certain()
         if mine.certain is not None:
-            self._owners.setdefault(mine.certain, mine.what)
+            if mine.claims:
+                self._owners.setdefault(mine.certain, mine.what)
             return None if mine.certain in self._busy else mine.certain
         rank = self._ranks()
         return next((worker for worker in self.preferred(mine.what) if self._may_take(worker, mine, rank)), None)

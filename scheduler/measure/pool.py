@@ -188,7 +188,7 @@ class Pool:
             self._division.release(what)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        outcome = self._request(task, "again" if again else "measure")
+        outcome = self._request(task, "again" if again else "measure", claims=again)
         assert outcome is not None
         if isinstance(outcome, Measurement):
             self._limits.saw(task, outcome)
@@ -199,7 +199,7 @@ class Pool:
         if isinstance(outcome, Failure):
             return outcome
         # Other candidates are confirmed meanwhile; in the run-off everybody would wait for these compilations.
-        while self._next_to_compile(task) is not None and isinstance(self.measure(task, again=True), Measurement):
+        while self._next_to_compile(task) is not None and isinstance(self._request(task, "again"), Measurement):
             pass
         return None
 
@@ -212,12 +212,12 @@ class Pool:
         self._children.shut_down()
         self._programs.cleanup()
 
-    def _request(self, task: Task, do: Do) -> Outcome | None:
+    def _request(self, task: Task, do: Do, *, claims: bool = False) -> Outcome | None:
         what = task.operation, task.problem, task.l2
         self.capacity(*what)
         self._division.hold(what)
         try:
-            result, among = self._asked(task, do)
+            result, among = self._asked(task, do, claims=claims)
             if do == "again" or not _may_lack_memory(task, result) or not self._shares.worth_trying_alone(what, among):
                 return result.outcome
             alone, _ = self._asked(task, do, alone=True)
@@ -226,11 +226,11 @@ class Pool:
         finally:
             self._division.release(what)
 
-    def _asked(self, task: Task, do: Do, *, alone: bool = False) -> tuple[Result, int]:
+    def _asked(self, task: Task, do: Do, *, claims: bool = False, alone: bool = False) -> tuple[Result, int]:
         """A worker's answer, of one that has compiled the candidate where that is asked about again; among how many."""
-        certain = functools.partial(self._holder, task, do)
+        what, certain = (task.operation, task.problem, task.l2), functools.partial(self._holder, task, do)
         while True:
-            with self._division.worker((task.operation, task.problem, task.l2), certain=certain, alone=alone) as taken:
+            with self._division.worker(what, certain=certain, claims=claims, alone=alone) as taken:
                 worker, among = taken
                 result = self._asked_of(worker, task, do)
                 if result.lost:
@@ -323,6 +323,8 @@ class _Compiled:
         if not first or candidate in self._full or len(first) >= LIBRARY_COMPILATIONS:
             return False
         times_s, programs = [seconds for seconds, _ in first], {program for _, program in first}
+        if task.library_s is not None and abs(times_s[0] / task.library_s - 1) <= AGREEING:
+            return False
         agree = (len(programs) == 1 and programs != {""}) or max(times_s) <= (1 + AGREEING) * min(times_s)
         if len(first) >= AGREEING_COMPILATIONS and agree:
             return False

@@ -30,7 +30,7 @@ class RunnerOptions:
       compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
       run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate. Below
         `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
-      searches: how many problems worker processes take at once; None is three where a device's own clock times kernels,
+      searches: how many problems worker processes take at once; None is five where a device's own clock times kernels,
         whatever is compiled beside it, and one elsewhere.
       hardware: the chip, by its name as `hardware.find` takes it; where it is not here, its compiler tells how long
         candidates take (`ahead_of_time.AheadOfTime`). "" is the one that is here.
@@ -52,6 +52,7 @@ class Task:
       l2: what operands meet, as in `Bench`.
       incumbent_s: the fastest time so far, seconds: a candidate that is clearly slower gets fewer repetitions.
       raising: as in `Bench.measure`.
+      library_s: of a library, what it took before in several compilations: one that agrees is followed by none.
     """
 
     operation: Operation[Any]
@@ -62,6 +63,7 @@ class Task:
     l2: L2 = "cold"
     incumbent_s: float | None = None
     raising: bool = False
+    library_s: float | None = None
 
 
 class Runner(Protocol):

@@ -88,6 +88,9 @@ class JobRun:
         self._queue = Queue(len(places))
         self._others = Others()
         self._leases: set[contextlib.ExitStack] = set()
+        # The lanes of a place take problems one after the other, the next when the one before is held: the device is
+        # shared in the order of the queue.
+        self._entrances = {place: threading.Lock() for place in places}
         self._lock = threading.Lock()  # of the next five
         self._pace = pace
         self._posed: dict[int, RangeRun] = {}  # by the identity of a task: the range that poses it
@@ -212,34 +215,37 @@ class JobRun:
 
     def _lane(self, place: Place) -> str:
         """Searches at an open place until nothing is left, or why the place was lost."""
-        while (search := self._queue.take(place)) is not None:
-            with self._lock:
-                self._pace.begin(search)
-            started = time.perf_counter()
-            try:
-                result = self._result(search, place)
-            except PlaceLost as lost:
-                if search.lost_on is None:
-                    self._put_back(search, place, self._queue.lose)
-                else:
-                    both = f"{search.lost_on.name} was lost with its search, and then {place.name}: {lost}"
-                    self._end(search, place, Result(search.task, "failed", both, place.hardware))
-                return str(lost)
-            except CandidateFailed as first:
-                self._fail(first)
-                return ""
-            except (SchedulerError, DeclarationError) as error:
-                result = Result(search.task, "failed", str(error), place.hardware)
-            except BaseException as defect:
-                self._fail(defect)
-                return ""
+        while True:
+            with contextlib.ExitStack() as entering:
+                entering.enter_context(self._entrances[place])
+                if (search := self._queue.take(place)) is None:
+                    return ""
+                with self._lock:
+                    self._pace.begin(search)
+                started = time.perf_counter()
+                try:
+                    result = self._result(search, place, entering.close)
+                except PlaceLost as lost:
+                    if search.lost_on is None:
+                        self._put_back(search, place, self._queue.lose)
+                    else:
+                        both = f"{search.lost_on.name} was lost with its search, and then {place.name}: {lost}"
+                        self._end(search, place, Result(search.task, "failed", both, place.hardware))
+                    return str(lost)
+                except CandidateFailed as first:
+                    self._fail(first)
+                    return ""
+                except (SchedulerError, DeclarationError) as error:
+                    result = Result(search.task, "failed", str(error), place.hardware)
+                except BaseException as defect:
+                    self._fail(defect)
+                    return ""
             if result is None:
                 self._put_back(search, place, self._queue.put_aside)
             elif result == "late":
                 self._end(search, place, None)
             else:
                 self._end(search, place, dataclasses.replace(result, elapsed_s=time.perf_counter() - started))
-        return ""
 
     def _put_back(self, search: Queued, place: Place, put: Callable[[Queued, Place], None]) -> None:
         with self._lock:
@@ -256,8 +262,12 @@ class JobRun:
             self._put(sort=len(self._places) > 1)
         self._queue.done(place)
 
-    def _result(self, search: Queued, place: Place) -> Result | Literal["late"] | None:
-        """What became of it; None where another process is at it, and "late" where no time is left for it."""
+    def _result(self, search: Queued, place: Place, held_now: Callable[[], None]) -> Result | Literal["late"] | None:
+        """What became of it; None where another process is at it, and "late" where no time is left for it.
+
+        Args:
+          held_now: called before the first trial.
+        """
         task, hardware, how = search.task, place.hardware, self._how
         key = key_of(task.operation, task.problem, hardware)
         with self._leased(key) as other:
@@ -271,7 +281,7 @@ class JobRun:
                 return _known(task, held, hardware)
             if (bounded := self._bound(task)) is None:
                 return "late"
-            return self._searched(search, bounded, place, held if isinstance(held, str) else "")
+            return self._searched(search, bounded, place, held if isinstance(held, str) else "", held_now)
 
     @contextlib.contextmanager
     def _leased(self, key: Key) -> Iterator[Lease | None]:
@@ -282,13 +292,16 @@ class JobRun:
             finally:
                 self._leases.discard(lease)
 
-    def _searched(self, search: Queued, bounded: Task, place: Place, reason: str) -> Result:
+    def _searched(
+        self, search: Queued, bounded: Task, place: Place, reason: str, held_now: Callable[[], None]
+    ) -> Result:
         task, hardware, store, resumed = search.task, place.hardware, self._store, 0
         had = stored_now(task, hardware, store)
 
         def watch(step: Progress) -> None:
             nonlocal resumed
             resumed = step.resumed
+            held_now()
             with self._lock:
                 self._pace.step(search, step)
                 self.events.put(Step(place.name, task, step, self._pace.now()))

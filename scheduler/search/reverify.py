@@ -199,8 +199,16 @@ def _timed(
     repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
     def task(rival: Rival, repetitions: int, incumbent_s: float | None = None) -> Task:
-        l2 = record.winner.measurement.l2
-        return Task(operation, problem, rival.backend, rival.schedule, repetitions, l2, incumbent_s)
+        return Task(
+            operation,
+            problem,
+            rival.backend,
+            rival.schedule,
+            repetitions,
+            record.winner.measurement.l2,
+            incumbent_s,
+            library_s=None if rival.then is None else rival.then.measurement.median_s,
+        )
 
     by_label = {_label(rival): rival for rival in rivals}
 
