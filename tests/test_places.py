@@ -1,8 +1,11 @@
 """A job at several places: each problem is tuned once, at one of them, whatever becomes of the others."""
 
+import contextlib
 import dataclasses
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from operations import DOUBLE, DoubleProblem
@@ -394,6 +397,34 @@ def test_who_does_not_start_is_waited_for_so_long_and_no_longer(monkeypatch):
     assert taken_at_once(queue, here) is None
     monkeypatch.setattr(job_queue, "STARTING_S", 0.0)
     assert taken_at_once(queue, here) is each[1]
+
+
+class Shared(Noting):
+    """Two problems are searched there at once; to hold the first one takes until `go`."""
+
+    searches = 2
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.go = [], threading.Event()
+
+    @contextlib.contextmanager
+    def holding(self, operation, problem, l2="cold", *, to_itself=False):
+        self.held.append(problem.n)
+        if len(self.held) == 1:
+            assert self.go.wait(60)
+        yield
+
+
+def test_lanes_of_a_place_take_problems_one_after_the_other_as_these_are_held():
+    shared = Shared()
+    with ThreadPoolExecutor(1) as threads:
+        results = threads.submit(run, tasks(8, 16), place(shared), in_order=True)
+        time.sleep(0.5)
+        assert shared.held == [8], "the second would come before the first"
+        shared.go.set()
+        assert [result.state for result in results.result()] == ["tuned", "tuned"]
+    assert shared.held == [8, 16]
 
 
 def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():

@@ -1,6 +1,7 @@
 """Several problems searched at once on one pool: what is held together, who is asked, how often anything is built."""
 
 import contextlib
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +18,8 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import AGREEING, AGREEING_COMPILATIONS, LIBRARY_COMPILATIONS, Pool, _Compiled
 from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
+from scheduler.search import finalists
+from scheduler.search.final_comparison import Rival
 from scheduler.search.reverify import reverify
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
@@ -200,6 +203,31 @@ def test_a_finalists_worker_compiles_nothing_of_another_problem_until_its_own_is
         assert pool._division._owners == {}
 
 
+def test_to_confirm_a_finalist_claims_no_worker(pool, log):
+    problem = logged(log, 121)
+    with pool.holding(*what(problem)):
+        for asked in (task(problem), library(problem)):
+            assert isinstance(pool.measure(asked), Measurement)
+            assert pool.confirm(asked) is None
+        assert pool._division._owners == {}
+        assert isinstance(pool.measure(task(problem), again=True), Measurement)
+        assert pool._division._owners == {pool._compiled.holders(task(problem))[0]: what(problem)}
+
+
+def test_all_that_race_are_asked_at_once_before_the_first_round_where_other_problems_may_be_at_their_workers(pool):
+    everybody, asked = threading.Barrier(3), []
+
+    def time_again(rival):
+        if len(asked) < 3:
+            asked.append(rival.label)
+            everybody.wait(30)
+        return Measurement(1e-3, (1e-3,) * 3, "cupti", "cold")
+
+    ended = finalists.run_off(pool, [Rival(label, False, 0) for label in "abc"], time_again, seed=0)
+    assert sorted(asked) == ["a", "b", "c"]
+    assert ended.failures == {}
+
+
 def test_each_problem_has_its_part_of_the_workers_and_the_oldest_what_is_left(pool, log):
     old, young = logged(log, 128), logged(log, 136)
     division = pool._division
@@ -288,6 +316,15 @@ def test_a_library_is_compiled_no_further_where_the_first_processes_agree(log):
     noisy = [1e-3, 1.03e-3, 1e-3]
     assert not Scripted(logged(log, 8)).compile(*noisy, programs="aaa"), "one program, whose time is hard to tell"
     assert Scripted(logged(log, 8)).compile(*noisy, programs="aab")
+
+
+def test_a_library_that_takes_as_long_as_it_is_known_to_take_is_compiled_once(log):
+    one = Scripted(logged(log, 8))
+    one.task = dataclasses.replace(one.task, library_s=1e-3)
+    assert not one.compile(1e-3 * (1 + AGREEING / 2))
+    other = Scripted(logged(log, 8))
+    other.task = dataclasses.replace(other.task, library_s=1e-3)
+    assert other.compile(1e-3 * (1 + 2 * AGREEING))
 
 
 class Bench:
