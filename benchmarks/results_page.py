@@ -152,7 +152,7 @@ def page(results: Mapping[str, Result]) -> str:
         *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
         *_layers(of["layer"]),
-        *(_many_gpus(of["many_gpus"]) if "many_gpus" in of else ()),
+        *(line for name in sorted(of) if name.startswith("many_gpus") for line in _many_gpus(name, of[name])),
         *_sizes(of["sizes"]),
         *_faults(of["faults-cpu"], of["faults"]),
         *_compiled(results),
@@ -379,9 +379,12 @@ def _layers(result: Result) -> Iterator[str]:
         yield line(what, *times, *over, f"{row['error_vs_jnp']['plan']:.3f}")
 
 
-def _many_gpus(result: Result) -> Iterator[str]:
-    layers = [row for row in result["rows"] if "tuned_vs_jnp" in row]
-    yield from _section("Several GPUs of one host", "many_gpus-nvidia-h200", result)
+def _many_gpus(name: str, result: Result) -> Iterator[str]:
+    """Of the chip that all results are of, or of another, which `name` then ends with."""
+    layers, own = [row for row in result["rows"] if "tuned_vs_jnp" in row], name == "many_gpus"
+    chip = result["environment"]["device"].partition(" (")[0]
+    title = "Several GPUs of one host" if own else f"Several GPUs of one host: {chip}"
+    yield from _section(title, "many_gpus-nvidia-h200" if own else name, result)
     if layers:
         alike = "the same" if all(row["same_collectives"] for row in layers) else "not the same"
         yield from text(
