@@ -25,7 +25,7 @@ from teaching_matmul import TEACHING_MATMUL, Blocks, TeachingMatmul
 import scheduler
 from scheduler.core import hardware
 from scheduler.core.hardware import GIB, KIB, Hardware
-from scheduler.measure.bench import least_bytes
+from scheduler.measure.rotation import least_bytes
 from search_spaces import Columns, Kernel
 from search_spaces.matmul import MATMUL, MatmulProblem
 
