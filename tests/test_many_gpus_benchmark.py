@@ -157,6 +157,14 @@ def test_the_summary_takes_the_worst_of_layers_and_names_a_speed_up_by_the_numbe
     assert figures["same_collectives"] is None
 
 
+def test_a_share_of_the_host_has_whole_cores(tmp_path):
+    for cpu in range(8):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    assert many_gpus.by_core({7, 6, 5, 4, 3, 2, 1, 0}, tmp_path) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert many_gpus.by_core([3, 1, 2], tmp_path / "elsewhere") == [1, 2, 3], "nobody says"
+
+
 def test_a_job_that_was_cut_off_or_has_other_problems_gives_no_speed_up():
     for one in (ON_ONE | {"whole": False}, ON_ONE | {"problems": ["a"]}, None):
         assert many_gpus.speedup(ON_ALL, one) is None
