@@ -186,8 +186,8 @@ def job_row(name: str, gpus: Sequence[Gpu], options: argparse.Namespace) -> Row:
 def by_core(cpus: Collection[int], topology: Path = TOPOLOGY) -> list[int]:
     """Logical CPUs, those of one core next to each other: half of them is half of the host.
 
-    Where second threads of cores are numbered last, the first half of the numbers has a thread of each core, and computes
-    faster than it would beside the other half.
+    Where second threads of cores are numbered last, the first half of the numbers has a thread of each core, and
+    computes faster than it would beside the other half.
     """
 
     def core(cpu: int) -> tuple[str, int]:
