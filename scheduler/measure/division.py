@@ -69,7 +69,7 @@ class Shares:
 
 @dataclasses.dataclass(eq=False)
 class _Waiting:
-    """A request that waits for a worker, the only one where it is `alone`, or for a certain one, maybe for good."""
+    """A request that waits for a worker, the only one where it is `alone`, or for a certain one, which it may claim."""
 
     what: What
     number: int

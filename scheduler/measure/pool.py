@@ -50,9 +50,9 @@ AGREEING = 0.02
 # products, each compiled in five processes, the slowest took 1.02 times as long as the fastest in the median, 1.17 and
 # 1.46 in the two worst (`benchmarks/results/matmul-nvidia-h200.json`).
 BEYOND_REACH = 1.2
-# Each has its part of the workers: one that comes to a problem makes a bench first, which takes as long as a candidate
-# or two. And while few workers time one problem's finalists, or all wait for its library, or for the programs that
-# check its answers, they compile the others' candidates.
+# Problems at once, each on its part of the workers: a worker that comes to one makes a bench first, which takes as long
+# as a candidate or two. And while few workers time one problem's finalists, or all wait for its library, or for the
+# programs that check its answers, they compile the others' candidates.
 SEARCHES = 5
 
 
