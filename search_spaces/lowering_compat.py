@@ -94,12 +94,13 @@ def trace_context() -> Any:
 def infer_layouts_sooner() -> None:
     """From here on, in this process, Mosaic GPU names each operation of a kernel once while it infers layouts.
 
-    It sorts what it solves for by the text of operations, and prints one, for which all of the kernel's values are
-    numbered anew, for each comparison: half of the time that attention takes to be lowered. What it infers is the same.
+    JAX 0.11 sorts what it solves for by the text of operations, and prints one, for which all of the kernel's values
+    are numbered anew, for each comparison: half of the time that attention takes to be lowered. What it infers is the
+    same. Other versions ask for no text.
     """
     inference: Any = importlib.import_module("jax.experimental.mosaic.gpu.layout_inference")
-    if hasattr(inference.infer_layout, "__wrapped__") or not hasattr(inference, "_op_name_regex"):
-        return  # it is done already, or this version of JAX has other names
+    if jax_compat.JAX_VERSION[:2] != (0, 11) or hasattr(inference.infer_layout, "__wrapped__"):
+        return
     infer, name_of = inference.infer_layout, inference.ValueSite.__str__
     numbering: Any = importlib.import_module("jaxlib.mlir.ir").AsmState
     names: dict[Any, str] = {}
