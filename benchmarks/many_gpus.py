@@ -1,7 +1,7 @@
 """Several GPUs of one host: layers divided over them on tuned calls beside plain jnp, and a job tuned on all of them.
 
     python benchmarks/many_gpus.py --only tensor_parallel --minutes 2     # measures these, and keeps their rows
-    python benchmarks/many_gpus.py --only job --problems 8 --minutes 5    # job_all, and job_one, which needs one GPU
+    python benchmarks/many_gpus.py --only job --problems 8 --minutes 5    # job_all, and job_one (of one GPU)
     python benchmarks/many_gpus.py --report                               # writes the result of the rows that there are
     python benchmarks/many_gpus.py                                        # measures what is left, and writes the result
     python benchmarks/many_gpus.py --small                                # on few GPUs, or on a CPU's made-up devices
