@@ -110,6 +110,8 @@ class Footprint:
       registers_per_block: registers of the whole block, producers included; 0 where unknown.
       cluster: blocks that start together, share loads, and reach each other's on-chip memory.
       dsmem_bytes: what one block writes into the on-chip memory of the others of its cluster.
+      tail_parts: parts of its steps into which each tile of the last wave is split, a block for each...
+      tail_bytes: ...of which all but one leave so much in device memory, for that one to add.
       persistent: blocks stay and take the next tile, so that one's end overlaps the next one's loads.
       copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
       launches: device launches in all.
@@ -144,6 +146,8 @@ class Footprint:
     registers_per_block: Column | int = 0
     cluster: Column | int = 1
     dsmem_bytes: Column | float = 0
+    tail_parts: Column | int = 1
+    tail_bytes: Column | float = 0
     persistent: Column | bool = False
     copied_bytes: Column | float = 0.0
     launches: Column | int = 1

@@ -321,6 +321,24 @@ def test_ctas_that_exchange_accumulators_wait_for_each_other_and_for_their_bytes
     assert model.seconds(exchanging) == pytest.approx(model.seconds(alone) + 3e-6)
 
 
+def test_a_last_wave_that_is_split_is_over_sooner_and_costs_what_its_parts_leave():
+    """264 and 20 tiles on 132 cores: two waves, and a third of the steps of another one."""
+    model = CostModel(H200)
+    whole, split = (
+        blocks(284, steps=30, persistent=True, flops=8e6, tail_parts=parts, tail_bytes=4 * 128 * 128)
+        for parts in (1, 3)
+    )
+    before, after = model.terms(whole), model.terms(split)
+    assert after["mma"] == pytest.approx(before["mma"] * (2 + 1 / 3) / 3)
+    assert before["tail_reduction"] == 0
+    core_rate = H200.l2_bytes_per_s / H200.cores
+    assert after["tail_reduction"] == pytest.approx(3 * 4 * 128 * 128 / core_rate)
+    # All that is computed is what it was.
+    assert after["power"] == pytest.approx(before["power"])
+    assert model.floor(split) <= model.seconds(split) < model.seconds(whole)
+    assert model.floor(split) < model.floor(whole)
+
+
 def test_a_cluster_that_does_not_divide_the_cores_leaves_some_idle():
     hardware = dataclasses.replace(H200, cores=131)
     assert traffic.concurrent(blocks(1000, cluster=2), hardware) == 130

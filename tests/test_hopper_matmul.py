@@ -239,6 +239,33 @@ PRODUCTS = {  # name: problem, schedule, cores
         {"swap_ab": True, "tile_m": 16, "consumers": "cooperative_n"},
         2,
     ),
+    "last wave in two parts, ragged, batch": (MatmulProblem(300, 384, 320, batch=2), {"tail_split_k": 2}, 8),
+    "last wave in three parts, ordered ping-pong, bias and residual": (
+        MatmulProblem(136, 640, 320, bias="bfloat16", activation="silu", residual="float32"),
+        {"consumers": "ordered_ping_pong", "tile_m": 64, "tile_n": 128, "delay_release": 1, "tail_split_k": 3},
+        7,
+    ),
+    "last wave in two parts, swap_ab, cluster, delay_release": (
+        MatmulProblem(320, 512, 320, out_dtype="float32"),
+        {"consumers": "ordered_ping_pong", "tile_m": 160, "tile_n": 128, "swap_ab": True, "cluster": "m"}
+        | {"delay_release": 1, "tail_split_k": 2},
+        6,
+    ),
+    "last wave in two parts, cluster along n, cooperating consumers": (
+        MatmulProblem(384, 512, 256, transpose_a=True),
+        {"cluster": "n", "grid_minor_dim": "m", "tail_split_k": 2},
+        8,
+    ),
+    "last wave in four parts, rows that TMA cannot address": (
+        MatmulProblem(133, 325, 500, bias="bfloat16"),
+        {"tile_m": 64, "tile_n": 128, "consumers": "cooperative_n", "tail_split_k": 4},
+        8,
+    ),
+    "last wave in two parts, integers": (
+        MatmulProblem(192, 64, 600, dtype="int8", out_dtype="int32", transpose_b=True),
+        {"tile_m": 64, "tile_n": 64, "tile_k": 128, "epi_tile_n": 32, "consumers": "one", "tail_split_k": 2},
+        2,
+    ),
     "columns of b shared in narrow groups": (
         MatmulProblem(130, 200, 72),
         {"tile_n": 96, "consumers": "cooperative_n", "epi_tile_n": 16},
@@ -381,3 +408,18 @@ def test_a_store_that_would_land_at_the_start_of_a_narrow_result_is_left_out(pro
     one = schedule(tile_m=64, tile_n=64, stages=2, **fields)
     traced = str(jax.make_jaxpr(lambda *args: KERNEL.run(problem, one, TARGET, *args))(*problem.operands()))
     assert ("commit_group" in traced) is guarded  # in place of the store, so that stages are still counted
+
+
+@pytest.mark.parametrize(
+    ("problem", "parts", "why"),
+    [
+        (MatmulProblem(132 * 128, 256, 4096), 2, "there is none"),
+        (MatmulProblem(132 * 128, 128, 4096), 2, "there is no other"),
+        (MatmulProblem(100 * 128, 256, 4096), 2, "136 parts for 132 SMs"),
+        (MatmulProblem(70 * 128, 256, 6 * 64), 4, "of 6 steps, the first three parts take all"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_last_wave_that_cannot_be_split_is_an_error(problem, parts, why):
+    with pytest.raises(ValueError, match="splits the last wave"):
+        hopper.lower(KERNEL, problem, schedule(tail_split_k=parts))

@@ -151,6 +151,26 @@ def test_clusters_split_k_where_sms_idle_and_the_stages_hold_the_accumulators():
     assert set(KERNEL.space(MatmulProblem(4096, 4096, 4096), TARGET).legal()[0].cluster) == {"none", "m", "n"}
 
 
+def test_a_last_wave_is_split_where_all_parts_have_sms_and_as_many_as_these_take():
+    found = set()
+    for problem in (*LARGE, *SMALL, MatmulProblem(5000, 3000, 7000), MatmulProblem(1736, 5512, 7464)):
+        points, _ = KERNEL.space(problem, TARGET).legal()
+        points = points.take(points.tail_split_k > 1)
+        pair = 1 + np.isin(points.cluster, ("m", "n"))
+        rows, columns = ((points.cluster == axis) + 1 for axis in "mn")
+        of_clusters = -(-problem.m // (points.tile_m * rows)) * -(-problem.n // (points.tile_n * columns))
+        waves, tail = np.divmod(problem.batch * of_clusters, TARGET.cores // pair)
+        assert np.all((waves >= 1) & (waves <= 6) & (tail > 0))
+        assert np.all(tail * points.tail_split_k <= TARGET.cores // pair)
+        steps = -(-problem.k // points.tile_k)
+        assert np.all(steps >= 8 * points.tail_split_k)
+        more = (tail * (points.tail_split_k + 1) <= TARGET.cores // pair) & (steps >= 8 * (points.tail_split_k + 1))
+        assert np.all(~more | (points.tail_split_k == 4))
+        assert np.all((points.split_k == 1) & (points.cluster != "split_k"))
+        found |= set(points.tail_split_k.tolist())
+    assert found == {2, 3, 4}
+
+
 def test_ping_pong_is_for_ctas_with_several_tiles_and_may_wait_for_each_step_only_where_untiled():
     for problem in LARGE + SMALL + FUSED:
         points, _ = KERNEL.space(problem, TARGET).legal()
@@ -197,9 +217,10 @@ def test_a_chip_with_one_core_gets_no_cluster():
 def test_every_rule_drops_what_no_other_rule_drops():
     needed = set()
     more_than_stages_hold = MatmulProblem(777, 1097, 1000, dtype="int8", out_dtype="int32", transpose_b=True)
-    for problem in [*LARGE, *SMALL, more_than_stages_hold]:
+    short_last_waves = MatmulProblem(17992, 368, 2048, transpose_a=True)
+    for problem in [*LARGE, *SMALL, more_than_stages_hold, short_last_waves]:
         space = KERNEL.space(problem, TARGET)
-        if space.size > 600_000:  # takes seconds, and shows nothing that the others do not
+        if space.size > 650_000:  # takes seconds, and shows nothing that the others do not
             continue
         points = space.points()
         holds = {reason: np.asarray(rule(points)) for reason, rule in space.rules.items()}

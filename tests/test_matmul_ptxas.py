@@ -12,7 +12,7 @@ import pytest
 pytestmark = machine_code.needed()
 
 ORDERED = {"consumers": "ordered_ping_pong", "stages": 4, "tile_k": 64, "epi_tile_n": 64, "delay_release": 1}
-PLAIN = {"swap_ab": False, "cluster": "none", "split_k": 1}
+PLAIN = {"swap_ab": False, "cluster": "none", "split_k": 1, "tail_split_k": 1}
 EPILOGUE = {"bias": "bfloat16", "residual": "bfloat16"}
 RAGGED = {"m": 5000, "n": 3000, "k": 7000}
 
@@ -39,6 +39,18 @@ CASES = {  # name: fields of the problem beside 4096^3, and those of the schedul
     "odd vocabulary, ordered ping-pong": (
         {"m": 1024, "n": 50257, "k": 768, "transpose_b": True},
         PLAIN | ORDERED | {"tile_m": 128, "tile_n": 128, "stages": 5},
+    ),
+    "last wave in two parts, 256 x 192, cluster": (
+        RAGGED,
+        PLAIN
+        | {"tile_m": 256, "tile_n": 192, "consumers": "cooperative_m", "stages": 3, "tile_k": 64, "epi_tile_n": 64}
+        | {"cluster": "n", "tail_split_k": 2, "delay_release": 0},
+    ),
+    "last wave in three parts, 128 x 256, bias and residual": (
+        {"m": 1736, "n": 5512, "k": 7464} | EPILOGUE,
+        PLAIN
+        | {"tile_m": 128, "tile_n": 256, "consumers": "cooperative_m", "stages": 3, "tile_k": 64, "epi_tile_n": 64}
+        | {"cluster": "m", "tail_split_k": 3, "delay_release": 0},
     ),
     "ragged, one wave, delay_release": (
         {"m": 1000, "n": 1000, "k": 1000},

@@ -27,6 +27,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "copies",
             "cluster_sync",
             "dsmem",
+            "tail_reduction",
             "launch",
         ),
     }

@@ -113,6 +113,8 @@ class CostModel:
         cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
           bytes a nanosecond).
+        tail_reduction: what cores leave of the tiles of a last wave that is split, and one of them reads of the others,
+          at its part of what the last-level cache delivers.
         launch: empty launches, and the memory's latency in each after the first, which nothing was loaded ahead for.
         """
         parts = self.breakdown(footprint)
@@ -138,7 +140,8 @@ class CostModel:
         f, h = footprint, self.hardware
         each = block_count(f) / h.cores
         # Of tiles that differ, a core has the mean number of steps or more, and so has the one with the longest tile.
-        flops = np.maximum(np.ceil(each) * _tile_flops(f, f.shortest), each * _tile_flops(f, f.steps))
+        least = np.floor(each) + np.ceil(each % 1) / f.tail_parts
+        flops = np.maximum(least * _tile_flops(f, f.shortest), each * _tile_flops(f, f.steps))
         flops = np.maximum(flops, _tile_flops(f, f.longest))
         arithmetic = flops * h.cores / (h.boost * h.peak(f.arithmetic))
         moves = traffic(f, h, l2_share=1.0)
@@ -186,9 +189,9 @@ class CostModel:
         """
         f, h, c, demand = footprint, self.hardware, self.in_force, footprint.mean_step
         blocks, steps, at_once = block_count(f), column(f.steps), concurrent(f, h)
-        full = np.floor(blocks / at_once)
-        running = np.stack([np.where(full > 0, at_once, 0), blocks - full * at_once])
-        waves = np.stack([full, np.ceil(blocks / at_once) - full])
+        full, parts = np.floor(blocks / at_once), column(f.tail_parts)
+        running = np.stack([np.where(full > 0, at_once, 0), (blocks - full * at_once) * parts])
+        waves = np.stack([full, (np.ceil(blocks / at_once) - full) / parts])
         count, per_core = waves.sum(axis=0), np.ceil(running / h.cores)
         # Cores that take one tile after another do a mean number of steps in each; what the longest has more is last.
         last = np.stack([waves[1] == 0, waves[1] > 0])
@@ -235,6 +238,7 @@ class CostModel:
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
             "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,
+            "tail_reduction": np.where(parts > 1, parts * f.tail_bytes / core_rate, 0.0) + zero,
             "launch": c.launch_share * h.launch_s * launches + h.memory_latency_s * (launches - 1) + zero,
         }
         return overlapped, serial, paced

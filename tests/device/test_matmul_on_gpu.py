@@ -60,6 +60,8 @@ PROBLEMS = [
     MatmulProblem(1024, 5027, 768, transpose_b=True),
     MatmulProblem(33, 1001, 4104, transpose_b=True),
     MatmulProblem(1001, 1000, 1008, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
+    MatmulProblem(2560, 5120, 2048, bias="bfloat16", residual="bfloat16"),
+    MatmulProblem(1736, 5512, 2048),
 ]
 # Of other than 16-bit operands, those that are copied before the launch.
 TURNED = [
@@ -92,6 +94,7 @@ PARTS = {
     "ping-pong": lambda s: s["consumers"] in PING_PONG,
     "ordered ping-pong, swap_ab": lambda s: s["consumers"] == "ordered_ping_pong" and "swap_ab" in s,
     "delay_release": lambda s: "delay_release" in s and s["consumers"] not in PING_PONG,
+    "a last wave that is split": lambda s: "tail_split_k" in s,
     "swap_ab, tiles that quantize": lambda s: "swap_ab" in s and s["tile_m"] % 64 != 0 and s["tile_n"] == 192,
 }
 
@@ -145,19 +148,23 @@ from scheduler.core import hardware
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 kernel, target = MATMUL.kernel("mosaic_gpu"), hardware.detect().target
-for problem in (MatmulProblem(16, 4096, 14336), MatmulProblem(512, 512, 8192, out_dtype="float32")):
+for field, problem in (
+    ("split_k", MatmulProblem(16, 4096, 14336)),
+    ("split_k", MatmulProblem(512, 512, 8192, out_dtype="float32")),
+    ("tail_split_k", MatmulProblem(1736, 5512, 2048)),
+):
     args = problem.inputs(seed=0)
     space = kernel.space(problem, target)
     points, _ = space.legal()
-    for parts in sorted(set(points.split_k.tolist()) - {1}):
-        fits = points.split_k == parts
+    for parts in sorted(set(getattr(points, field).tolist()) - {1}):
+        fits = getattr(points, field) == parts
         fits &= kernel.footprint(problem, points, target).onchip_bytes <= hardware.detect().onchip_bytes
         schedule = next(space.schedules(points.take(fits)))
         run = jax.jit(lambda *args: kernel.run(problem, schedule, target, *args))
         first = np.asarray(run(*args))
         for _ in range(50):
             assert np.array_equal(first, np.asarray(run(*args))), (problem, schedule)
-        print(problem, schedule)
+        print(field, parts)
 """
 
 
@@ -168,7 +175,8 @@ def test_parts_of_k_give_the_same_bits_each_time(pool):
         [sys.executable, "-c", SAME_BITS], capture_output=True, text=True, check=False, env=environment
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.count("split_k=") >= 3
+    assert ended.stdout.count("\nsplit_k ") >= 3, ended.stdout
+    assert ended.stdout.count("tail_split_k ") >= 2, ended.stdout
 
 
 def test_a_search_ends_with_a_schedule_near_the_librarys_time(pool):

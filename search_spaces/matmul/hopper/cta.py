@@ -12,7 +12,8 @@ from search_spaces.matmul.hopper.factors import Source
 from search_spaces.matmul.hopper.operand import Operand
 from search_spaces.matmul.hopper.plan import Plan
 from search_spaces.matmul.hopper.scales import Scales
-from search_spaces.matmul.rasterization import planar_snake
+from search_spaces.matmul.hopper.tail_reduction import TailReduction
+from search_spaces.matmul.hopper.tile_scheduler import TileScheduler, WorkTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Cta:
       out_smem: stages of each consumer's epilogue subtiles.
       others: scratch of the epilogue's operands and of a reduction, by name.
       mailbox: of a reduction, for the interpreter.
-      cluster, clusters: number of its cluster in the grid, and how many there are.
+      tail: what CTAs leave for each other of the tiles of the last wave; None where these are whole.
       rank: of the CTA in its cluster.
       warpgroup: that asks: the consumers are the first of a CTA.
-      tiles: that the cluster computes.
+      tiles: which work tiles it computes.
     """
 
     plan: Plan
@@ -46,20 +47,10 @@ class Cta:
     out_smem: Any
     others: dict[str, Any]
     mailbox: list[Any]
-    cluster: Any
-    clusters: Any
+    tail: TailReduction | None
     rank: Any
     warpgroup: Any
-    tiles: Any
-
-    def origin(self, tile: Any) -> tuple[Any, Any, Any]:
-        """Product, first row and first column of this CTA's `tile`-th tile."""
-        s, t = self.plan.s, self.plan.t
-        number, grid = self.cluster + tile * self.clusters, (t.grid_m, t.grid_n)
-        product, row, column = planar_snake(number, grid, s.grid_minor_dim, s.grid_tile_width)
-        row = 2 * row + self.rank if s.cluster == "m" else row
-        column = 2 * column + self.rank if s.cluster == "n" else column
-        return product, row * s.tile_m, column * s.tile_n
+    tiles: TileScheduler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +81,12 @@ class Consumer:
         t, out_n = self.cta.plan.t, self.cta.plan.out_n
         return [(m, n) for m in range(0, t.wg_m, WGMMA_ROWS) for n in range(0, out_n, self.subtile_columns)]
 
-    def corner(self, row: Any, column: Any, m: int, n: int) -> tuple[Any, Any]:
-        """First row and column of the result of a subtile of the tile at `row` and `column`."""
-        corner = row + self.first_row + m, column + self.first_own + n
+    def corner(self, work: WorkTile, m: int, n: int) -> tuple[Any, Any]:
+        """First row and column of the result of a subtile of a tile."""
+        corner = work.row + self.first_row + m, work.column + self.first_own + n
         return corner[::-1] if self.cta.plan.s.swap_ab else corner
 
-    def fetch_residual(self, count: int, product: Any, row: Any, column: Any) -> None:
+    def fetch_residual(self, count: int, work: WorkTile) -> None:
         """Asks for the `count`-th subtile."""
         stage = count % int(self.cta.plan.tiling.epi_stages)
-        self.loads[0].fetch_residual(stage, product, *self.corner(row, column, *self.subtiles[count]))
+        self.loads[0].fetch_residual(stage, work.product, *self.corner(work, *self.subtiles[count]))

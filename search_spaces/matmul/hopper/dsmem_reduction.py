@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
@@ -25,6 +24,7 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
 from search_spaces.hopper.limits import ACCESS_BYTES, ACCUMULATOR_BYTES, WARPGROUP
+from search_spaces.hopper.register_words import of_words, words
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.hopper.tiling import Tiling
@@ -138,27 +138,17 @@ PEER_ADDRESS = """{
 
 def _exchange(other: Any, smem: Any, threads: int) -> Any:
     """Writes registers to `smem` in the other CTA, and reads here what the other CTA has written."""
-    bits = ir.IntegerType.get_signless(32)
-    words = [
-        vector.extract(vector.bitcast(ir.VectorType.get(register.type.shape, bits), register), [], [position])
-        for register in other.registers.flat
-        for position in range(register.type.shape[0])
-    ]
+    bits, sent = ir.IntegerType.get_signless(32), words(other)
     own = mgpu.utils.getelementptr(smem, [mgpu.thread_idx()], ir.VectorType.get((ACCESS,), bits))
     there = llvm.inline_asm(bits, [llvm.ptrtoint(bits, own)], PEER_ADDRESS, "=r,r", has_side_effects=True)
     ptx(MEET)
-    for first in range(0, len(words), ACCESS):
+    for first in range(0, len(sent), ACCESS):
         store = f"st.shared::cluster.v4.b32 [$0+{first * 4 * threads}], {{$1, $2, $3, $4}};"
-        ptx(store, [there, *words[first : first + ACCESS]], "r,r,r,r,r")
+        ptx(store, [there, *sent[first : first + ACCESS]], "r,r,r,r,r")
     ptx(MEET)
     got = []
-    for first in range(0, len(words), ACCESS):
+    for first in range(0, len(sent), ACCESS):
         place = mgpu.utils.getelementptr(own, [first * 4 * threads], ir.IntegerType.get_signless(8))
         loaded = llvm.load(ir.VectorType.get((ACCESS,), bits), place, alignment=ACCESS_BYTES)
         got += [vector.extract(loaded, [], [position]) for position in range(ACCESS)]
-    registers = np.empty_like(other.registers)
-    for number, register in enumerate(other.registers.flat):
-        width = register.type.shape[0]
-        pair = vector.from_elements(ir.VectorType.get((width,), bits), got[number * width : (number + 1) * width])
-        registers.flat[number] = vector.bitcast(register.type, pair)
-    return mgpu.FragmentedArray(_registers=registers, _layout=other.layout, _is_signed=other.is_signed)
+    return of_words(got, other)

@@ -125,9 +125,12 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         registers_per_block=registers_per_block(t, registers),
         cluster=t.cluster_m * t.cluster_n * t.cluster_k,
         dsmem_bytes=(t.cluster_k > 1) * (s.tile_m * s.tile_n // 2 * ACCUMULATOR_BYTES),
+        tail_parts=s.tail_split_k,
+        tail_bytes=s.tile_m * s.tile_n * ACCUMULATOR_BYTES,
         persistent=True,
         copied_bytes=sum(before) + sum(after),
-        launches=1 + sum(copy > 0 for copy in (*before, *after)),
+        # Semaphores are zeroed before.
+        launches=1 + (s.tail_split_k > 1) + sum(copy > 0 for copy in (*before, *after)),
     )
 
 

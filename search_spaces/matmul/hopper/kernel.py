@@ -44,6 +44,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -57,9 +58,11 @@ from search_spaces.matmul.hopper.epilogue_stores import EpilogueStores
 from search_spaces.matmul.hopper.factors import Gate, Source, sources
 from search_spaces.matmul.hopper.main_loop import main_loop, scaled_main_loop
 from search_spaces.matmul.hopper.operand import Operand
-from search_spaces.matmul.hopper.plan import by_factor, plan, scratch
+from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
 from search_spaces.matmul.hopper.scales import Scales, Scaling
 from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.tail_reduction import TailReduction, tail_reduction
+from search_spaces.matmul.hopper.tile_scheduler import WorkTile, tile_scheduler
 from search_spaces.matmul.problem import MatmulProblem
 
 # Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down); what
@@ -77,16 +80,17 @@ def kernel(
     With a `scaling`, the scales of `a` and of `b` follow the operands.
     """
     launch = plan(problem, schedule, gate)
-    p, s, t, types = launch.p, launch.s, launch.t, scratch(launch)
+    p, s, types = launch.p, launch.s, scratch(launch)
 
     def matmul(*arrays: Any) -> None:
         (a, weights, biases, residual), left = sources(problem, gate, arrays)
         scales, left = (Scales(scaling, *left[:2]), left[2:]) if scaling else (None, left)
-        results, mailbox = tuple(left[: len(problem.results())]), left[len(problem.results()) :]
+        results, beside = tuple(left[: len(problem.results())]), left[len(problem.results()) :]
         rows, columns = (weights, (Source(a),)) if s.swap_ab else ((Source(a),), weights)
         cluster, clusters = lax.axis_index("cluster_grid"), lax.axis_size("cluster_grid")
         rank, warpgroup = lax.axis_index("cluster"), lax.axis_index("wg")
-        tiles = lax.div(t.products * t.grid_m * t.grid_n - 1 - cluster + clusters, clusters)
+        tiles = tile_scheduler(launch, cluster, clusters, rank)
+        tail = tail_reduction(launch, beside, tiles, warpgroup)
 
         def with_scratch(*refs: Any) -> None:
             others = dict(zip(types, refs, strict=True))
@@ -101,9 +105,8 @@ def kernel(
                 results=results,
                 out_smem=others.pop("out_smem"),
                 others=others,
-                mailbox=mailbox,
-                cluster=cluster,
-                clusters=clusters,
+                mailbox=[] if launch.reduction is None else beside,
+                tail=tail,
                 rank=rank,
                 warpgroup=warpgroup,
                 tiles=tiles,
@@ -137,29 +140,25 @@ def _take_roles(cta: Cta) -> None:
 
 def produce(cta: Cta) -> None:
     """The producer: loads the operands of all steps of all tiles."""
-    p, s, t, pipeline = cta.plan.p, cta.plan.s, cta.plan.t, cta.pipeline
+    p, s, pipeline = cta.plan.p, cta.plan.s, cta.pipeline
 
-    def load_tile(tile: Any, _: None) -> None:
-        product, row, column = cta.origin(tile)
-        batch, first_step = product, 0
-        if s.split_k > 1:
-            batch, first_step = lax.rem(product, p.batch), lax.div(product, p.batch) * t.steps
-        if s.cluster == "split_k":
-            first_step = cta.rank * t.steps
+    def load_tile(number: Any, _: None) -> None:
+        work = cta.tiles.work_tile(number)
+        row, column = work.row, work.column
 
         def load_step(k_step: Any, _: None) -> None:
-            step = tile * t.steps + k_step
+            step = work.start + k_step
             stage = pipeline.stage(step)
-            full = pipeline.full_barrier(tile, stage)
-            k = (first_step + k_step) * s.tile_k
+            full = pipeline.full_barrier(number, stage)
+            k = (work.first_step + k_step) * s.tile_k
             pipeline.producer_acquire(step, stage)
-            cta.a.load(batch, (k, row) if p.transpose_a else (row, k), stage, full)
-            cta.b.load(batch, (column, k) if p.transpose_b else (k, column), stage, full)
+            cta.a.load(work.batch, (k, row) if p.transpose_a else (row, k), stage, full)
+            cta.b.load(work.batch, (column, k) if p.transpose_b else (k, column), stage, full)
 
-        lax.fori_loop(0, t.steps, load_step, None)
+        lax.fori_loop(0, work.steps, load_step, None)
 
-    lax.fori_loop(0, cta.tiles, load_tile, None)
-    pipeline.producer_tail(cta.tiles * t.steps)
+    lax.fori_loop(0, cta.tiles.count, load_tile, None)
+    pipeline.producer_tail(cta.tiles.steps)
 
 
 def consume(cta: Cta) -> None:
@@ -182,45 +181,56 @@ def consume(cta: Cta) -> None:
     waits = cta.scales is not None and cta.scales.scaling.by_steps
     turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" and not waits else None
 
-    def compute(tile: Any, _: None) -> None:
+    def compute(number: Any, _: None) -> None:
+        work = cta.tiles.work_tile(number)
+        finishes = pl.when(jnp.logical_not(work.leaves)) if cta.tail else _always
         if launch.problem.fused:
-            prefetch(consumer, tile)
-        accs = main_loop(consumer, tile, turns) if cta.scales is None else (scaled_main_loop(consumer, tile, turns),)
+            finishes(lambda: prefetch(consumer, work))
+        accs = main_loop(consumer, work, turns) if cta.scales is None else (scaled_main_loop(consumer, work, turns),)
         if reduction:
             smem, transforms = cta.a.smem if launch.larger is launch.a_tile else cta.b.smem, launch.larger.transforms
             accs = tuple(
                 reduction.add(acc, cta.warpgroup, smem, transforms, [box], **arrived)
                 for acc, box in zip(accs, cta.mailbox or launch.without, strict=True)
             )
+        if cta.tail:
+            accs = (share(cta.tail, work, *accs),)
         if s.split_k == 1:
-            finish(consumer, tile, accs)
+            finishes(lambda: finish(consumer, work, accs))
         else:  # The reduction kernel multiplies.
             for factor, acc in enumerate(accs):
-                finish(consumer, tile, (acc,), factor)
+                finish(consumer, work, (acc,), factor)
 
     if turns is not None:
         turns.start(cta.warpgroup)
     if (groups := launch.groups) > 1:
-        own = lax.div(cta.tiles - 1 - cta.warpgroup + groups, groups)
+        own = lax.div(cta.tiles.count - 1 - cta.warpgroup + groups, groups)
         lax.fori_loop(0, own, lambda number, _: compute(number * groups + cta.warpgroup, None), None)
     else:
-        lax.fori_loop(0, cta.tiles, compute, None)
+        lax.fori_loop(0, cta.tiles.count, compute, None)
     if turns is not None:
-        turns.end(cta.warpgroup, cta.tiles)
+        turns.end(cta.warpgroup, cta.tiles.count)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def prefetch(consumer: Consumer, tile: Any) -> None:
+def share(tail: TailReduction, work: WorkTile, acc: jax.Array) -> jax.Array:
+    """Leaves the accumulators of a part for another CTA, or adds those that others have left."""
+    pl.when(work.leaves)(lambda: tail.leave(acc))
+    whole: jax.Array = lax.cond(work.adds, tail.add, lambda acc: acc, acc)
+    return whole
+
+
+def prefetch(consumer: Consumer, work: WorkTile) -> None:
     """Asks for what the epilogue of a tile begins with."""
     launch = consumer.cta.plan
-    product, row, column = consumer.cta.origin(tile)
+    first = work.row + consumer.first_row if launch.s.swap_ab else work.column + consumer.first_own
     for loads in consumer.loads:
-        loads.fetch_bias(product, row + consumer.first_row if launch.s.swap_ab else column + consumer.first_own)
+        loads.fetch_bias(work.product, first)
     for count in range(int(launch.tiling.epi_stages)):
-        consumer.fetch_residual(count, product, row, column)
+        consumer.fetch_residual(count, work)
 
 
-def finish(consumer: Consumer, tile: Any, accs: tuple[jax.Array, ...], factor: int = 0) -> None:
+def finish(consumer: Consumer, work: WorkTile, accs: tuple[jax.Array, ...], factor: int = 0) -> None:
     """The epilogue: bias, activation and residual, rounding and store of a tile, subtile by subtile.
 
     Several accumulators are multiplied then; `factor` says whose a split's are.
@@ -230,8 +240,7 @@ def finish(consumer: Consumer, tile: Any, accs: tuple[jax.Array, ...], factor: i
     stages, width, subtiles = int(launch.tiling.epi_stages), consumer.subtile_columns, consumer.subtiles
     # A plain product is rounded whole, another one subtile by subtile.
     accs = accs if fused else tuple(acc.astype(out_dtype) for acc in accs)
-    product, row, column = cta.origin(tile)
-    product = product + factor * launch.t.products if factor else product
+    product = work.product + factor * launch.t.products if factor else work.product
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for loads in consumer.loads:
         loads.wait_for_bias()
@@ -247,18 +256,23 @@ def finish(consumer: Consumer, tile: Any, accs: tuple[jax.Array, ...], factor: i
             values = [loads.apply(value, stage, columns) for loads, value in zip(consumer.loads, values, strict=True)]
             values = [math.prod(values[1:], start=values[0]).astype(out_dtype)]
         (value,) = values
-        store(consumer, product, (row, column, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
+        store(launch, cta.results, product, consumer.corner(work, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
         if fused and count + stages < len(subtiles):
-            consumer.fetch_residual(count + stages, product, row, column)
+            consumer.fetch_residual(count + stages, work)
 
 
-def store(consumer: Consumer, product: Any, place: tuple[Any, Any, int, int], smem: Any, value: jax.Array) -> None:
-    """A subtile of the result, through its stage in shared memory, at a `place` as `Consumer.corner` takes it."""
-    launch = consumer.cta.plan
-    stores = EpilogueStores(launch, consumer.cta.results)
+def store(
+    launch: Plan, results: tuple[Any, ...], product: Any, corner: tuple[Any, Any], smem: Any, value: jax.Array
+) -> None:
+    """A subtile of a product's results, through its stage in shared memory."""
+    stores = EpilogueStores(launch, results)
     if launch.tiling.stored_by_threads:
-        stores.by_threads(product, *consumer.corner(*place), smem, value)
+        stores.by_threads(product, *corner, smem, value)
         return
     launch.out_tile.store(smem, value, transposed=launch.s.swap_ab)
     plgpu.commit_smem()
-    stores.by_tma(product, *consumer.corner(*place), smem)
+    stores.by_tma(product, *corner, smem)
+
+
+def _always(do: Callable[[], None]) -> None:
+    do()

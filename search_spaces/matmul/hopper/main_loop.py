@@ -15,10 +15,11 @@ from search_spaces.hopper.named_barriers import Turns
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.cta import Consumer
 from search_spaces.matmul.hopper.scales import times
+from search_spaces.matmul.hopper.tile_scheduler import WorkTile
 
 
-def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tuple[jax.Array, ...]:
-    """Each factor's accumulators of a tile, or of the consumer's half of it: all steps of the CTA's part of k.
+def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) -> tuple[jax.Array, ...]:
+    """Each factor's accumulators of a work tile, or of the consumer's half of it.
 
     With `turns` they are issued in this consumer's, which ends before they do.
     """
@@ -28,7 +29,7 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
     whole, count = slice(None), len(cta.plan.factors)
 
     def stage_of(k_step: Any) -> Any:
-        return pipeline.stage(tile * t.steps + k_step)
+        return pipeline.stage(work.start + k_step)
 
     def start(stage: Any, references: Any, values: Any) -> Any:
         """Adds to accumulators in place, or to `values`, of which it returns the new ones: the next step's."""
@@ -39,7 +40,7 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
             )
             for factor in range(count)
         ]
-        pipeline.consumer_wait(tile, stage)
+        pipeline.consumer_wait(work.number, stage)
         for acc, (a, b) in zip(references, parts, strict=not untiled):
             plgpu.wgmma(acc, a.T if p.transpose_a else a, b.T if p.transpose_b else b)
         transposes = {"transpose_a": p.transpose_a, "transpose_b": p.transpose_b}
@@ -64,11 +65,11 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
             turns.take()
         for k_step in range(delay):
             values = start(stage_of(k_step), references, values)
-        values = lax.fori_loop(delay, t.steps, step, values)
+        values = lax.fori_loop(delay, work.steps, step, values)
         if turns is not None:
             turns.give()
-        for k_step in range(t.steps - delay, t.steps):
-            release(stage_of(k_step), 0)
+        for before_end in range(delay, 0, -1):
+            release(stage_of(work.steps - before_end), 0)
         return tuple(wgmma_async.wait(0, acc) for acc in values) if untiled else tuple(acc[...] for acc in references)
 
     shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
@@ -77,18 +78,17 @@ def main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> tupl
     return pl.run_scoped(steps, *(plgpu.ACC(shape, accumulators) for _ in range(count)))
 
 
-def scaled_main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) -> jax.Array:
-    """The sums of a tile, or of the consumer's half of it, scaled: a step is a block of k (scales.py).
+def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) -> jax.Array:
+    """The sums of a work tile, or of the consumer's half of it, scaled: a step is a block of k (scales.py).
 
     While one consumer scales what it has accumulated, the other's wgmmas run.
     """
     cta, p, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.t
     pipeline, untiled, scales = cta.pipeline, cta.plan.tiling.untiled, cta.scales
     assert scales is not None
-    _, row, column = cta.origin(tile)
-    row, column = row + consumer.first_row, column + consumer.first_column
+    row, column = work.row + consumer.first_row, work.column + consumer.first_column
     if not scales.scaling.by_steps:
-        (acc,) = main_loop(consumer, tile, turns)
+        (acc,) = main_loop(consumer, work, turns)
         return scales.apply(acc, row, column)
     shape, whole = (t.wg_m, t.wg_n), slice(None)
     rows, columns = pl.ds(consumer.first_row, t.wg_m), pl.ds(consumer.first_column, t.wg_n)
@@ -113,9 +113,9 @@ def scaled_main_loop(consumer: Consumer, tile: Any, turns: Turns | None = None) 
 
     def step(k_step: Any, carried: Any) -> Any:
         total, factors = carried
-        stage = pipeline.stage(tile * t.steps + k_step)
+        stage = pipeline.stage(work.start + k_step)
         asked = ask(k_step + 1)  # a step ahead, or wgmma would wait for them
-        pipeline.consumer_wait(tile, stage)
+        pipeline.consumer_wait(work.number, stage)
         acc = multiply(stage)
         pipeline.consumer_release(stage)
         return total + times(acc, math.prod(factors[1:], start=factors[0]), 0), asked

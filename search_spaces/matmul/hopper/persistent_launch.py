@@ -13,8 +13,10 @@ from search_spaces.matmul.hopper.kernel import kernel
 from search_spaces.matmul.hopper.plan import plan
 from search_spaces.matmul.hopper.scales import Scaling
 from search_spaces.matmul.hopper.schedule import HopperSchedule
+from search_spaces.matmul.hopper.tail_reduction import workspace
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Problem
+from search_spaces.space import cdiv
 
 
 def launched(
@@ -34,23 +36,34 @@ def launched(
       operands: as they lie in device memory; with a `scaling`, the scales of `a` and of `b` follow them.
 
     Raises:
-      ValueError: two CTAs share each tile along k, and there are more tiles than clusters.
+      ValueError: two CTAs share each tile along k, and there are more tiles than clusters; or the last wave is split
+        where there are not as many for all parts, or steps.
     """
     launch = plan(problem, schedule, gate)
     t, reduction = launch.tiling, launch.reduction
     ctas = t.cluster_m * t.cluster_n * t.cluster_k
-    tiles = t.products * t.grid_m * t.grid_n  # of a cluster
-    clusters = max(1, min(target.cores // ctas, tiles))
-    if reduction and clusters < tiles:
+    clusters = max(1, min(target.cores // ctas, t.tiles))
+    if reduction and clusters < t.tiles:
         raise ValueError(
             f"{schedule} shares a tile along k between two CTAs, for which {posed} has too many on {target}"
         )
+    if (parts := schedule.tail_split_k) > 1:
+        waves, tail = divmod(int(t.tiles), int(clusters))
+        if not (waves and tail and tail * parts <= clusters and (parts - 1) * cdiv(t.steps, parts) < t.steps):
+            raise ValueError(
+                f"{schedule} splits the last wave of {posed} into {parts} parts on {target}: it has {tail} tiles of "
+                f"{t.steps} steps beside {waves} waves of {clusters}"
+            )
     dtype = problem.whole.dtype if schedule.split_k == 1 else problem.acc_dtype
     lead = (launch.places,) if launch.places > 1 else ()
     mailboxes = len(launch.factors) * reduction.mailbox(clusters) if reduction else ()
     run = plgpu.kernel(
         kernel(problem, schedule, gate, scaling),
-        out_type=(*(jax.ShapeDtypeStruct((*lead, *map(int, each)), dtype) for each in t.c_extents), *mailboxes),
+        out_type=(
+            *(jax.ShapeDtypeStruct((*lead, *map(int, each)), dtype) for each in t.c_extents),
+            *mailboxes,
+            *workspace(launch, clusters),
+        ),
         grid=(clusters,),
         grid_names=("cluster_grid",),
         cluster=(ctas,),
@@ -62,5 +75,5 @@ def launched(
     # Indices are 32 bits wide, whatever the user's default.
     with jax.enable_x64(False):
         stored: Sequence[jax.Array] = run(*operands)
-    results = zip(stored, t.c_extents, problem.columns, strict=False)  # beside mailboxes
+    results = zip(stored, t.c_extents, problem.columns, strict=False)  # beside mailboxes and workspaces
     return [c if extents == (problem.m, n) else c[..., : problem.m, :n] for c, extents, n in results]

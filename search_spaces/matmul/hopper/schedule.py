@@ -33,6 +33,8 @@ class HopperSchedule:
         always in the same order.
       delay_release: steps whose wgmmas may still run while those of the next one start, 0 or 1: their stages are
         released one step later.
+      tail_split_k: parts of k of the tiles of the last wave, which different CTAs accumulate, so that it is over sooner
+        (tile_scheduler.py). They leave their accumulators in device memory for the one that has the last part.
     """
 
     tile_m: int
@@ -47,6 +49,7 @@ class HopperSchedule:
     swap_ab: bool = False
     split_k: int = 1
     delay_release: int = 0
+    tail_split_k: int = 1
 
 
 # Consumers that take whole tiles in turn.

@@ -12,12 +12,14 @@ from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WGMMA_ROWS
 from search_spaces.matmul import rasterization
 from search_spaces.matmul.hopper.schedule import PING_PONG, HopperSchedule
 from search_spaces.matmul.hopper.tiling import untiled
-from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, ordered, quantizing
+from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, ordered, quantizing, split_tails
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space, cdiv, round_up
 
 # A split of k that is shorter is over before its pipeline is full.
 FEWEST_STEPS = 4
+# Of the last wave. What CTAs leave of a part takes as long as some steps; after many waves there is little to gain.
+TAIL_SPLITS, FEWEST_STEPS_OF_TAIL, MOST_WAVES_BEFORE_TAIL = (2, 3, 4), 8, 6
 # Of fewer stages none can be spared for a wgmma that is pending, where consumers cooperate: 1024 x 1024 x 2048 takes
 # 8.6 us with delay_release and 9.1 without on an H200, with eight stages of 64; with four of 128 9.8 and 9.1.
 LONG_PIPELINE = 6
@@ -83,15 +85,25 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         area = cdiv(whole * splits, cores) * tile_m * tile_n / splits
         return area if splits == 1 else np.where(whole * splits <= cores, area, np.inf)
 
-    even = [
-        (m, n, splits, swap_ab)
-        for m, n, splits, swap_ab in quantizing(
-            p, list(itertools.product(tile_m, tile_n)), splits_of_k, busiest, factors
-        )
-        if not (swap_ab and few_rows)
-    ]
+    squares = list(itertools.product(tile_m, tile_n))
+    even = [each for each in quantizing(p, squares, splits_of_k, busiest, factors) if not (each[3] and few_rows)]
+
+    def busiest_split(tile_m: Any, tile_n: Any, splits: Any) -> Any:
+        """The same where the last wave alone is split, by tail_split_k."""
+        whole = tiles(tile_m, tile_n)
+        work = (whole // cores + 1 / splits) * tile_m * tile_n
+        return np.where(_parts_fit(cores, whole, splits), work, np.inf)
+
+    def wave(s: Any) -> tuple[Any, Any]:
+        """Clusters, or CTAs where these are none, that run at once, and what there is for them."""
+        return cores // (1 + ((s.cluster == "m") | (s.cluster == "n"))), p.batch * clusters(s, "m") * clusters(s, "n")
+
     several_waves = p.batch * cdiv(p.m, 128) * cdiv(p.n, 128) > cores
     in_order = ordered(p, factors) if several_waves else []
+    # Factors of one result would leave the accumulators of each.
+    tail_splits = TAIL_SPLITS if several_waves and factors == 1 and not few_rows else ()
+    split_tail = split_tails(p, squares, even, tail_splits, busiest, busiest_split)
+    unusual = (*even, *in_order, *split_tail)
     # All of m at once; where it lies along a's rows, as wide as a swizzled one.
     whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
     # A residual's subtiles take as much space again as the result's: narrow ones leave it to one more stage.
@@ -102,9 +114,9 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         choices={
             "epi_tile_n": (64, 128, 32, 16) if idle_cores or factors > 1 else (64, 128, 32),
             "consumers": ("cooperative_m", "cooperative_n", *PING_PONG, *(("one",) if idle_cores or few_rows else ())),
-            "swap_ab": (False, True) if few_rows or any(swap_ab for *_, swap_ab in (*even, *in_order)) else (False,),
-            "tile_m": _distinct(*tile_m, *(m for m, *_ in (*even, *in_order)), *((whole_m,) if few_rows else ())),
-            "tile_n": _distinct(*tile_n, *(n for _, n, *_ in (*even, *in_order)), *((32,) if idle_cores else ())),
+            "swap_ab": (False, True) if few_rows or any(swap_ab for *_, swap_ab in unusual) else (False,),
+            "tile_m": _distinct(*tile_m, *(m for m, *_ in unusual), *((whole_m,) if few_rows else ())),
+            "tile_n": _distinct(*tile_n, *(n for _, n, *_ in unusual), *((32,) if idle_cores else ())),
             "tile_k": _up_to(p.k, (128 // itemsize, 256 // itemsize, *((512 // itemsize,) if few_rows else ()))),
             "cluster": ("none", "m", "n", *(("split_k",) if 2 in splits_of_k else ())) if cores > 1 else ("none",),
             "split_k": splits_of_k,
@@ -112,6 +124,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "grid_minor_dim": ("n",) if idle_cores else ("n", "m"),
             "grid_tile_width": (1,) if idle_cores else (8, 4, 16, 1),
             "delay_release": (0, 1),
+            "tail_split_k": (1, *tail_splits),
         },
         rules={
             "each consumer multiplies a multiple of 64 rows": lambda s: (rows(s) > 0) & (rows(s) % WGMMA_ROWS == 0),
@@ -150,6 +163,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
                 np.where(s.swap_ab, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
                 | _among(even, s.tile_m, s.tile_n, splits(s), s.swap_ab)
                 | (s.consumers == "ordered_ping_pong") & _among(in_order, s.tile_m, s.tile_n, splits(s), s.swap_ab)
+                | (s.tail_split_k > 1)
             ),
             "split-K gives work to idle SMs, in splits of 4 steps or more": lambda s: (
                 (splits(s) == 1) | (work_tiles(s) <= cores) & (steps_of_tile(s) >= FEWEST_STEPS)
@@ -160,6 +174,20 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "what a CTA of a cluster in split-K gets from the other one fits the operands' stages": lambda s: (
                 (s.cluster != "split_k")
                 | (ACCUMULATOR_BYTES // 2 * np.minimum(s.tile_m, s.tile_n) <= s.stages * s.tile_k * itemsize)
+            ),
+            f"a last wave alone is split in parts of {FEWEST_STEPS_OF_TAIL} steps or more": lambda s: (
+                (s.tail_split_k == 1) | (splits(s) == 1) & (steps_of_tile(s) >= FEWEST_STEPS_OF_TAIL * s.tail_split_k)
+            ),
+            "a last wave is split where whole tiles would leave the busiest CTA more": lambda s: (
+                (s.tail_split_k == 1) | _among(split_tail, s.tile_m, s.tile_n, s.tail_split_k, s.swap_ab)
+            ),
+            f"a last wave after 1 to {MOST_WAVES_BEFORE_TAIL} is split where all parts have SMs": lambda s: (
+                (s.tail_split_k == 1) | _parts_fit(*wave(s), s.tail_split_k)
+            ),
+            "more parts of the last wave would leave fewer SMs idle": lambda s: (
+                np.isin(s.tail_split_k, (1, max(TAIL_SPLITS)))
+                | np.logical_not(_parts_fit(*wave(s), s.tail_split_k + 1))
+                | (steps_of_tile(s) < FEWEST_STEPS_OF_TAIL * (s.tail_split_k + 1))
             ),
             "no split of k is empty": lambda s: (splits(s) - 1) * steps_of_tile(s) * s.tile_k < p.k,
             "more splits of k would leave fewer SMs idle": lambda s: (
@@ -191,6 +219,12 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             **rasterization.rules(order_matters, lambda s: (clusters(s, "m"), clusters(s, "n"))),
         },
     )
+
+
+def _parts_fit(at_once: Any, tiles: Any, parts: Any) -> Any:
+    """Whether all parts of the tiles of a last wave run at once, after whole waves."""
+    waves, tail = np.divmod(tiles, at_once)
+    return (waves > 0) & (waves <= MOST_WAVES_BEFORE_TAIL) & (tail > 0) & (tail * parts <= at_once)
 
 
 def _of_several_results(p: MatmulProblem) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Tiling:
       cluster_k: CTAs of a cluster that share a tile, each with its part of k.
       out_m, out_n: what one consumer finishes of a tile.
       grid_m, grid_n: clusters along each axis.
+      tiles: work tiles of all clusters, of which some may be split.
       products: independent products of a launch: one for each element of the batch, and for each split of k.
       steps: of one CTA's part of k.
       epi_m, epi_n: extents of an epilogue subtile.
@@ -53,6 +54,7 @@ class Tiling:
         self.cluster_k = 1 + (s.cluster == "split_k")
         self.grid_m, self.grid_n = cdiv(p.m, s.tile_m * self.cluster_m), cdiv(p.n, s.tile_n * self.cluster_n)
         self.products = p.batch * s.split_k
+        self.tiles = self.products * self.grid_m * self.grid_n
         self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k * self.cluster_k)
 
         self.out_m = self.wg_m // np.where(s.swap_ab, self.cluster_k, 1)

@@ -15,6 +15,9 @@ from search_spaces.matmul.problem import MatmulProblem
 MOST_RESULTS = 256 * 192
 # By which a tile of no power of two must beat those of powers of two, which suit swizzles and epilogue subtiles best.
 GAIN = 1.03
+# By which a last wave that is split must beat whole ones: what its parts leave in device memory took 2 to 6 us of the
+# 30 to 450 us of 15 products that were drawn (H200).
+TAIL_GAIN = 1.03
 # Tiles of ordered ping-pong alone: one consumer's, which loses nothing at the end of a tile, so that larger ones are
 # faster also where waves are no more even: 128 x 192 on six of twelve products on an H200, 160 x 128 on one.
 ORDERED = ((128, 192), (192, 128))
@@ -71,6 +74,43 @@ def quantizing(
         kept = ~square & np.isfinite(work) & ~(comparable & (better | alike)).any(axis=1)
         best += [(int(m[i]), int(n[i]), splits, bool(swap_ab[i])) for i in np.flatnonzero(kept)]
     return best
+
+
+def split_tails(
+    p: MatmulProblem,
+    squares: Sequence[tuple[int, int]],
+    whole: Sequence[tuple[int, int, int, bool]],
+    parts_of_tail: Sequence[int],
+    busiest: Callable[[Any, Any, int], Any],
+    busiest_split: Callable[[Any, Any, Any], Any],
+) -> list[tuple[int, int, int, bool]]:
+    """tile_m, tile_n, tail_split_k and swap_ab of the tiles whose last wave is worth splitting.
+
+    Those are the ones of powers of two, and those that then quantize best, for which no whole tiles leave as little to
+    compute and to load to the busiest CTA.
+
+    Args:
+      p, squares, busiest: as `quantizing` has them.
+      whole: what it found, of which those without splits of k are asked.
+      parts_of_tail: values of tail_split_k.
+      busiest_split: what `busiest` is by tail_split_k; infinite where the last wave is not to be split so.
+    """
+    found = quantizing(p, squares, parts_of_tail, busiest_split)
+    found += [(m, n, parts, False) for m, n in squares for parts in parts_of_tail if m * n <= MOST_RESULTS]
+    if not found:
+        return []
+
+    def demands(tiles: Sequence[tuple[int, int]], of: Callable[[Any, Any], Any], times: float = 1.0) -> tuple[Any, Any]:
+        m, n = np.array(tiles).T
+        work = times * of(m, n)
+        return work, work * (1 / m + 1 / n)
+
+    parts = np.array([parts for *_, parts, _ in found])
+    work, loads = demands([(m, n) for m, n, *_ in found], lambda m, n: busiest_split(m, n, parts), TAIL_GAIN)
+    rivals = [*squares, *((m, n) for m, n, splits, _ in whole if splits == 1)]
+    least, loaded = demands(rivals, lambda m, n: busiest(m, n, 1))
+    beaten = ((least <= work[:, None]) & (loaded <= loads[:, None])).any(axis=1)
+    return [tile for tile, kept in zip(found, np.isfinite(work) & ~beaten, strict=True) if kept]
 
 
 def ordered(p: MatmulProblem, factors: int = 1) -> list[tuple[int, int, int, bool]]:

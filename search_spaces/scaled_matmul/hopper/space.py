@@ -27,7 +27,12 @@ MOST_ACCUMULATORS = 160
 def space(problem: ScaledMatmulProblem, cores: int) -> Space[HopperSchedule]:
     """Those that neither mirror the product nor split k; with scales by blocks, also of one block a step."""
     product = of_product(problem.product, cores)
-    kept: dict[str, tuple[Any, ...]] = {"swap_ab": (False,), "split_k": (1,), "cluster": ("none", "m", "n")}
+    kept: dict[str, tuple[Any, ...]] = {
+        "swap_ab": (False,),
+        "split_k": (1,),
+        "cluster": ("none", "m", "n"),
+        "tail_split_k": (1,),
+    }
     if not scaling(problem).by_steps:
         rules = {
             f"beside scales a thread holds {MOST_ACCUMULATORS} accumulators": lambda s: (

@@ -1,0 +1,133 @@
+"""The reduction of a last wave whose tiles are split along k: CTAs leave accumulators for others in device memory.
+
+A thread of a consumer writes its accumulators for the thread that has the same places of the tile in another CTA, in
+the order of its registers: whole lines, which stay in the L2 cache. A semaphore tells when all threads have. The other
+CTA adds them to its own, the first part's first: the bits are the same each time.
+
+The interpreter knows no semaphores. It runs CTAs in their order, in which none waits for a later one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from search_spaces.hopper.limits import ACCESS_BYTES, ACCUMULATOR_BYTES, WARPGROUP
+from search_spaces.hopper.register_words import of_words, words
+from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
+from search_spaces.matmul.hopper.plan import Plan
+from search_spaces.matmul.hopper.tile_scheduler import SplitTailScheduler, TileScheduler
+
+ACCESS = ACCESS_BYTES // ACCUMULATOR_BYTES  # accumulators in the widest access of a thread
+
+
+def workspace(plan: Plan, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a launch returns beside its results: the accumulators that CTAs leave, one place for each; else nothing."""
+    if plan.s.tail_split_k == 1:
+        return ()
+    t = plan.t
+    leaving = t.tiles % clusters * (plan.s.tail_split_k - 1) * t.cluster_m * t.cluster_n
+    return (jax.ShapeDtypeStruct((int(leaving), t.cooperating, int(t.wg_m), int(t.wg_n)), jnp.dtype(plan.p.acc_dtype)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class TailReduction:
+    """Of a consumer of a CTA that has a part of a tile of the last wave.
+
+    Attributes:
+      places: the `workspace` in device memory.
+      full: a semaphore for each, zero before and after a launch; None for the interpreter.
+      cta: number of the CTA...
+      ctas: ...and how many have a part of the same number, and follow each other.
+      parts: of a tile.
+      half: of the tile that the consumer has: its number, where consumers cooperate.
+    """
+
+    places: Any
+    full: Any
+    cta: Any
+    ctas: int
+    parts: int
+    half: Any
+
+    def leave(self, acc: jax.Array) -> None:
+        """Leaves the accumulators of a part for the CTA that has the last one."""
+        place, full = self._place(self.cta)
+
+        def meaning(acc: jax.Array, place: Any) -> None:
+            place[...] = acc
+
+        @mosaic_gpu_code(meaning, arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=None)
+        def write(_: Any, acc: Any, place: Any) -> None:
+            bits, own = words(acc), _own(place)
+            for first in range(0, len(bits), ACCESS):
+                some = vector.from_elements(_access(), bits[first : first + ACCESS])
+                llvm.store(some, _at(own, first), alignment=ACCESS_BYTES)
+
+        write(acc, place)
+        if full is not None:
+            plgpu.semaphore_signal(full, memory_scope="gpu")
+
+    def add(self, acc: jax.Array) -> jax.Array:
+        """The accumulators of the last part, and those that other CTAs have left of the same tile."""
+
+        @mosaic_gpu_code(
+            lambda acc, place: place[...],
+            arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+            return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
+        )
+        def read(_: Any, acc: Any, place: Any) -> Any:
+            own, got = _own(place), []
+            for first in range(0, len(words(acc)), ACCESS):
+                some = llvm.load(_access(), _at(own, first), alignment=ACCESS_BYTES)
+                got += [vector.extract(some, [], [position]) for position in range(ACCESS)]
+            return of_words(got, acc)
+
+        def add_part(part: Any, acc: jax.Array) -> jax.Array:
+            place, full = self._place(self.cta - (self.parts - 1 - part) * self.ctas)
+            if full is not None:
+                plgpu.semaphore_wait(full, memory_scope="gpu")
+            return acc + read(acc, place)
+
+        # As a loop: unrolled, it spills registers.
+        whole: jax.Array = lax.fori_loop(0, self.parts - 1, add_part, acc)
+        return whole
+
+    def _place(self, cta: Any) -> tuple[Any, Any]:
+        """Where a CTA leaves what it has, and the semaphore that tells."""
+        return self.places.at[cta, self.half], None if self.full is None else self.full.at[cta, self.half]
+
+
+def tail_reduction(plan: Plan, beside: list[Any], tiles: TileScheduler, warpgroup: Any) -> TailReduction | None:
+    """Of a consumer of a launch, which has its workspace `beside` its results; None where tiles are whole."""
+    if not isinstance(tiles, SplitTailScheduler):
+        return None
+    (places,) = beside
+    full = None if interprets() else pl.get_global(plgpu.SemaphoreType.REGULAR(places.shape[:2]))
+    t = plan.t
+    ctas = t.cluster_m * t.cluster_n
+    half = warpgroup if t.cooperating > 1 else 0
+    return TailReduction(places, full, tiles.cluster * ctas + tiles.rank, tiles.tail * ctas, plan.s.tail_split_k, half)
+
+
+def _access() -> Any:
+    return ir.VectorType.get((ACCESS,), ir.IntegerType.get_signless(32))
+
+
+def _own(place: Any) -> Any:
+    """Where this thread's words begin."""
+    thread = mgpu.FragmentedArray.splat(mgpu.thread_idx(), (), is_signed=False) % WARPGROUP
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(place), [thread.registers.item()], _access())
+
+
+def _at(own: Any, first: int) -> Any:
+    """Where this thread's word `first` is, and the next ones."""
+    return mgpu.utils.getelementptr(own, [first * ACCUMULATOR_BYTES * WARPGROUP], ir.IntegerType.get_signless(8))
