@@ -141,7 +141,8 @@ class Problem(abc.ABC):
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
         each = list(zip(keys, self.operands(), strict=True))
         reference_programs.together([functools.partial(_draws, key, s) for key, s in each], lambda: None)
-        return tuple(_operand(key, s) for key, s in each)
+        with reference_programs.turn():
+            return tuple(_operand(key, s) for key, s in each)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
         """The problem whose results are these rows of this one's, and what takes its operands from these.

@@ -47,7 +47,10 @@ def shared_in(directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_turns(turn: Turn) -> Iterator[None]:
-    """Within it `run` enters a `turn` for each run on the device, which others are timing on, and for nothing else."""
+    """Within it `run` enters a `turn` for each run on the device, which others are timing on, and for nothing else.
+
+    It may be entered within another one.
+    """
     token = _TURN.set(turn)
     try:
         yield
@@ -55,10 +58,15 @@ def in_turns(turn: Turn) -> Iterator[None]:
         _TURN.reset(token)
 
 
+def turn() -> contextlib.AbstractContextManager[None]:
+    """One for several runs, of programs that are compiled."""
+    return _TURN.get()()
+
+
 def run(function: Any, *args: jax.Array, **statics: Any) -> Any:
     """`function` of these, jitted and with `statics` by name, once it is ready: so operands are drawn."""
     run = program(function, *args, **statics)
-    with _TURN.get()():
+    with turn():
         return jax.block_until_ready(run(*args))
 
 

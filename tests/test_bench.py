@@ -1,5 +1,6 @@
 """What a bench believes: a kernel that leaves elements unwritten, is right by luck, or is too fast, loses its place."""
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -195,6 +196,27 @@ def test_operands_are_drawn_before_a_library_is_built_and_after_another_candidat
     assert steps == []
     assert isinstance(bench.measure(backend, schedule, 3), Measurement)
     assert sorted(order, key=steps.index) == order
+
+
+def test_turns_are_few_as_each_may_wait_for_xlas_compilations_of_others():
+    entered = []
+
+    @contextlib.contextmanager
+    def exclusive():
+        entered.append("turn")
+        yield
+
+    def turns(ask):
+        entered.clear()
+        assert not isinstance(ask(), Failure)
+        return len(entered)
+
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, exclusive=exclusive)
+    assert turns(lambda: measure(bench, "right")) == 3, "operands; what they come to; its answer and its times"
+    assert turns(lambda: measure(bench, "slow")) == 1
+    # Of the neighbour, too, what checks it is compiled before the second of the first three.
+    assert turns(lambda: confirm(bench, "right")) == 1 + 3
+    assert turns(lambda: confirm(bench, "slow")) == 1 + 1
 
 
 def test_a_candidate_that_cannot_be_built_needs_no_operands():

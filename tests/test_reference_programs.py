@@ -99,24 +99,27 @@ def test_what_another_process_has_compiled_by_name_is_not_even_traced(tmp_path):
 
 
 def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkeypatch):
-    turns, compiled_within = [], []
+    turns, within, compiled_within = [], [], []
     compile_one = reference_programs._compile
 
     def compile_noted(lowered):
-        compiled_within.append(bool(turns and turns[-1] == "begin"))
+        compiled_within.append(bool(within))
         return compile_one(lowered)
 
     @contextlib.contextmanager
     def turn():
-        turns.append("begin")
+        outermost = not within
+        within.append("turn")
         yield
-        turns.append("end")
+        within.pop()
+        if outermost:
+            turns.append("one")
 
     monkeypatch.setattr(reference_programs, "_compile", compile_noted)
     reference_programs._RAN.clear()
     with shared_in(str(tmp_path)), reference_programs.in_turns(turn):
         MatmulProblem(16, 24, 8).inputs(0)
-    assert turns == ["begin", "end"] * 2
+    assert turns == ["one"], "for both operands"
     assert compiled_within == [False, False]
 
 

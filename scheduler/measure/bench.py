@@ -149,15 +149,14 @@ class Bench:
         candidate = self._candidates.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(candidate, Failure):
             return candidate
-        # A draw is not kept while the next is made.
-        if wrong := self._wrong(candidate, self._problem, self._drawn(self._problem, self._seed + 1)):
+        if wrong := self._wrong_on(candidate, self._problem, self._seed + 1):
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library or neighbour is None or illegal(kernel, neighbour, self._hardware, schedule):
             return None
         candidate = self._build(kernel, neighbour, schedule)
         if isinstance(candidate, Failure):
             return Failure("verify", f"on {neighbour} {candidate}")
-        if wrong := self._wrong(candidate, neighbour, self._drawn(neighbour, self._seed)):
+        if wrong := self._wrong_on(candidate, neighbour, self._seed):
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
@@ -227,6 +226,14 @@ class Bench:
             except BaseException as error:
                 return failed("compile", error)
         return _Candidate(compiled, tolerance, digest(compiled) if kernel.library else "")
+
+    def _wrong_on(self, candidate: _Candidate, problem: Problem, seed: int) -> str | None:
+        """What is wrong with a candidate's answer for operands that are drawn now, and not kept.
+
+        Once what checks it is compiled, all in one turn: others' may be XLA's compilations, of a second.
+        """
+        with self._turn() if problem in self._checks else contextlib.nullcontext():
+            return self._wrong(candidate, problem, self._drawn(problem, seed))
 
     def _wrong(self, candidate: _Candidate, problem: Problem, draw: Draw) -> str | None:
         """What is wrong with a candidate's answer, written over NaN so that what it leaves unwritten is found."""
@@ -299,40 +306,45 @@ class Bench:
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
+            within = self._in_turn
             with self._turn():
                 yield
-            self._announce("prepare")
+            if not within:
+                self._announce("prepare")
 
         self._announce("prepare")
         with reference_programs.in_turns(turn):
             yield
 
     def _drawn(self, problem: Problem, seed: int) -> Draw:
+        """Operands, and what they come to. Compiles what checks the problem, where this has not been, before a turn."""
+        inputs = None if problem in self._checks else self._checked(problem, seed)
+        with self._preparing(), self._turn():
+            return self._draw_of(problem, problem.inputs(seed) if inputs is None else inputs)
+
+    def _checked(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
+        """Operands that are drawn while other processes compile what checks the problem, which is compiled then."""
         with self._preparing():
-            if problem not in self._checks:
-                self._checks[problem], inputs = compiled_checks(problem, seed)
-            else:
-                inputs = jax.block_until_ready(problem.inputs(seed))
+            self._checks[problem], inputs = compiled_checks(problem, seed)
+        return inputs
+
+    def _draw_of(self, problem: Problem, inputs: tuple[jax.Array, ...]) -> Draw:
         checks = self._checks[problem]
-        with self._turn():
-            return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
+        return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
 
     def _prepare(self) -> None:
-        """Operands and what they come to, before a turn on the device: what is compiled for these is not within."""
-        if not self._sets:
-            self._draw = self._drawn(self._problem, self._seed)
-            self._sets = self._rotation()
-
-    def _rotation(self) -> list[tuple[jax.Array, ...]]:
-        """The inputs, and, for a cold cache, as many copies as make a rotation through them miss the last-level one."""
-        sets = [self._draw.inputs]
-        if self._l2 == "cold":
-            needed = rotating_sets(self._problem, self._hardware)
-            copies = buffers.copying(self._draw.inputs)
-            with self._turn():
-                sets += [copies() for _ in range(needed - 1)]
-                jax.block_until_ready(sets)
-        return sets
+        """Operands and what they come to; for a cold cache, with as many copies as make a rotation miss it."""
+        if self._sets:
+            return
+        inputs = self._checked(self._problem, self._seed)
+        cold = self._l2 == "cold"
+        copies = buffers.copying(inputs) if cold else None
+        with self._turn():
+            self._draw = self._draw_of(self._problem, inputs)
+            sets = [inputs]
+            if copies is not None:
+                sets += [copies() for _ in range(rotating_sets(self._problem, self._hardware) - 1)]
+            self._sets = jax.block_until_ready(sets)
 
 
 def _described(results: Sequence[Any]) -> str:
