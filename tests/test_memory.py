@@ -189,6 +189,25 @@ def test_problems_of_two_sizes_at_once_wait_for_each_other(pool):
 
 
 @pytest.mark.one_jax
+def test_a_problem_joins_those_held_where_as_many_workers_hold_it_and_a_share_has_the_memory():
+    least, some, large = DoubleProblem(8), DoubleProblem(5 * 2**21), DoubleProblem(2**25)
+    with Pool(Gpu(index="", uuid="joining", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+        share = pool._shares.bytes(2)
+        assert needed_bytes(some, CPU) + needed_bytes(least, CPU) <= share < 2 * needed_bytes(some, CPU)
+        assert pool.capacity(DOUBLE, large) == 1
+        assert pool.joins(DOUBLE, large), "nothing is held"
+        with pool.holding(DOUBLE, some):
+            assert pool.joins(DOUBLE, least)
+            assert pool.joins(DOUBLE, some), "it is held"
+            assert not pool.joins(DOUBLE, DoubleProblem(5 * 2**21 + 8)), "a share has not the memory for both"
+            assert not pool.joins(DOUBLE, large), "fewer workers hold it"
+        with pool.holding(DOUBLE, large):
+            assert not pool.joins(DOUBLE, least)
+        with pytest.raises(NoCandidate):
+            pool.joins(DOUBLE, DoubleProblem(2**32))
+
+
+@pytest.mark.one_jax
 def test_what_finds_no_memory_beside_others_is_tried_alone(pool, tmp_path):
     with ThreadPoolExecutor(2) as threads:
         library = dataclasses.replace(noted(tmp_path), backend="xla")

@@ -370,7 +370,7 @@ def open_place(searches=2):
 def taken_at_once(queue, where):
     """What it takes without waiting for anybody; None where it leaves the next one to others."""
     with queue._changed:
-        found = queue._next(queue._at[id(where)])
+        found = queue._next(queue._at[id(where)], lambda _: True)
     return found if found is None else queue.take(where)
 
 
@@ -404,9 +404,12 @@ class Shared(Noting):
 
     searches = 2
 
-    def __init__(self):
+    def __init__(self, large=()):
         super().__init__()
-        self.held, self.go = [], threading.Event()
+        self.held, self.go, self.large = [], threading.Event(), large
+
+    def joins(self, operation, problem, l2="cold"):
+        return problem.n not in self.large
 
     @contextlib.contextmanager
     def holding(self, operation, problem, l2="cold", *, to_itself=False):
@@ -425,6 +428,28 @@ def test_lanes_of_a_place_take_problems_one_after_the_other_as_these_are_held():
         shared.go.set()
         assert [result.state for result in results.result()] == ["tuned", "tuned"]
     assert shared.held == [8, 16]
+
+
+def test_what_would_wait_for_memory_is_passed_over_a_few_times_but_not_where_the_order_is_the_users():
+    def order(**how):
+        shared = Shared(large=(64, 32))
+        shared.go.set()
+        results = run(tasks(64, 32, 16, 8), place(shared), **how)
+        assert {result.state for result in results} == {"tuned"}
+        return shared.held
+
+    first, *others = order()
+    assert first == 64, "nothing is held yet"
+    assert others[0] == 16
+    assert sorted(others) == [8, 16, 32]
+    assert order(in_order=True) == [64, 32, 16, 8]
+
+    queue, here = Queue(1), open_place(20)
+    large, *small = [queued(number) for number in range(13)]
+    queue.put([small[0], large, *small[1:]])
+    taken = [queue.take(here, lambda task: task is not large.task) for _ in range(13)]
+    assert taken == [*small[:9], large, *small[9:]]
+    assert large.passed_over == job_queue.MOST_PASSED_OVER
 
 
 def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():

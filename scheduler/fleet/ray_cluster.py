@@ -81,6 +81,9 @@ class RayPlace:
                 self._know(said)
                 self._lost = False
 
+    def joins(self, task: Task, how: How) -> bool:
+        return False
+
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)

@@ -97,6 +97,9 @@ class AheadOfTime:
             )
         return self.slots
 
+    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
+        return False
+
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
     ) -> contextlib.AbstractContextManager[None]:

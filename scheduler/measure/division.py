@@ -147,6 +147,11 @@ class Division:
                 self._wanted, self._to_itself = self._holders(what), to_itself
             self._held[what] = self._held.get(what, 0) + 1
 
+    def joins(self, what: What) -> bool:
+        """Whether `hold` would not wait."""
+        with self._lock:
+            return what in self._held or (not self._queue and self._joins(what, to_itself=False))
+
     def release(self, what: What) -> None:
         with self._lock:
             self._held[what] -= 1

@@ -174,6 +174,10 @@ class Pool:
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self._shares.holders((operation, problem, l2), self.hardware)
 
+    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
+        self.capacity(operation, problem, l2)
+        return self._division.joins((operation, problem, l2))
+
     @contextlib.contextmanager
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False

@@ -107,6 +107,9 @@ class Runner(Protocol):
           NoCandidate: as `capacity`.
         """
 
+    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
+        """Whether `holding` would begin now, beside what is held. Asked where `searches` are more than one."""
+
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         """Compiles, verifies and times one candidate; `again` only times it where it is still compiled. Blocks."""
 
@@ -139,6 +142,9 @@ class InProcess:
         if self.hardware.abilities.host_memory:
             require_memory(operation, problem, Gpu.none().free_bytes)
         return 1
+
+    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
+        return False
 
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False

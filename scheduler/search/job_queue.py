@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Record
@@ -20,6 +20,9 @@ AGAIN_S = 1.0
 # A place takes one problem and not several at once, as it may have lanes for, while others are still starting; for so
 # long.
 STARTING_S = 60.0
+# Where the first problem would wait for memory that those under way have, the next one that would not is taken, but no
+# problem is passed over more often than this: one of the largest at the end of a job would keep all others waiting.
+MOST_PASSED_OVER = 8
 # What a search takes beside its device: so long a trial, and one of the library alone some trials.
 TRIAL_S = 0.25
 LIBRARY_TRIALS = 3
@@ -35,6 +38,7 @@ class Queued:
       lost_on: the place that was lost with its search; None where that did not happen.
       busy: how often another process was at it.
       not_before_s: by `time.monotonic`.
+      passed_over: how often one behind it was taken.
     """
 
     task: Task
@@ -43,6 +47,7 @@ class Queued:
     lost_on: Place | None = None
     busy: int = 0
     not_before_s: float = 0.0
+    passed_over: int = 0
 
 
 class Queue:
@@ -68,15 +73,18 @@ class Queue:
             self._waiting += searches
             self._changed.notify_all()
 
-    def take(self, place: Place) -> Queued | None:
+    def take(self, place: Place, joins: Callable[[Task], bool] = lambda _: True) -> Queued | None:
         """The next one for `place`, or None once all have ended. Waits where nothing can be begun now.
 
         It is to be followed by `done`, `put_aside` or `lose`.
+
+        Args:
+          joins: whether a search would begin now, beside those under way at `place`.
         """
         with self._changed:
             at = self._at.setdefault(id(place), _At(place))
             while not self._ended and (self._waiting or any(each.under_way for each in self._at.values())):
-                if (found := self._next(at)) is not None:
+                if (found := self._next(at, joins)) is not None:
                     self._waiting.remove(found)
                     at.under_way += 1
                     return found
@@ -122,14 +130,25 @@ class Queue:
                 self._waiting.insert(at if at >= 0 else len(self._waiting), search)
             self._changed.notify_all()
 
-    def _next(self, at: _At) -> Queued | None:
+    def _next(self, at: _At, joins: Callable[[Task], bool]) -> Queued | None:
         fitting = [search for search in self._waiting if search.lost_on is not at.place or self._places == 1]
         if at.under_way and len(fitting) <= self._left_to_others(at):
             return None
         if free := [search for search in fitting if not search.busy]:
-            return free[0]
+            return self._joining(free, joins) if at.under_way else free[0]
         now = time.monotonic()
         return next((search for search in fitting if search.not_before_s <= now), None)
+
+    def _joining(self, free: Sequence[Queued], joins: Callable[[Task], bool]) -> Queued:
+        """The first that would begin now, or, where none would, or one has been passed over too often, the first."""
+        for number, search in enumerate(free):
+            if search.passed_over >= MOST_PASSED_OVER:
+                break
+            if joins(search.task):
+                for before in free[:number]:
+                    before.passed_over += 1
+                return search
+        return free[0]
 
     def _left_to_others(self, at: _At) -> float:
         """How many problems places with fewer under way take, before this one is to have one more."""

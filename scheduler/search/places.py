@@ -43,6 +43,9 @@ class Place(Protocol):
           SchedulerError: it does not start, and why: nothing more is asked of this place.
         """
 
+    def joins(self, task: Task, how: How) -> bool:
+        """Whether its search would begin now, beside those under way. Asked where `searches` are more than one."""
+
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
         """Searches one problem, whatever `store` holds and whoever else is at it: the caller holds its lease. Blocks.
 
@@ -98,6 +101,10 @@ class Device:
             self._end(runner)
             raise WorkerError(f"{self.name} was closed")
         self.hardware, self.searches = runner.hardware, runner.searches
+
+    def joins(self, task: Task, how: How) -> bool:
+        runner = self._runner
+        return runner is not None and runner.joins(task.operation, task.problem, how.l2)
 
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
         if (runner := self._runner) is None:  # another search has found that it is lost

@@ -27,7 +27,7 @@ from search_spaces.problem import Problem
 # A winner within this share of the fastest still holds: a change of versions is worth a new search above it.
 WITHIN = 0.03
 # Some so many workers are busy with one record: its rivals are few, and compiled once each.
-WORKERS_OF_A_RECORD = 3
+WORKERS_OF_A_RECORD = 2
 
 
 @dataclasses.dataclass(frozen=True)
