@@ -114,7 +114,7 @@ class CostModel:
         dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
           bytes a nanosecond).
         tail_reduction: what cores leave of the tiles of a last wave that is split, and one of them reads of the others,
-          at its part of what the last-level cache delivers.
+          at its part of what the last-level cache delivers, and what they wait for each other.
         launch: empty launches, and the memory's latency in each after the first, which nothing was loaded ahead for.
         """
         parts = self.breakdown(footprint)
@@ -238,7 +238,7 @@ class CostModel:
             "copies": f.copied_bytes / hbm_rate + zero,
             "cluster_sync": c.cluster_sync_s * (column(f.cluster) > 1) + zero,
             "dsmem": c.dsmem_s * (column(f.dsmem_bytes) > 0) + f.dsmem_bytes / c.dsmem_bytes_per_s + zero,
-            "tail_reduction": np.where(parts > 1, parts * f.tail_bytes / core_rate, 0.0) + zero,
+            "tail_reduction": np.where(parts > 1, c.tail_reduction_s + parts * f.tail_bytes / core_rate, 0.0) + zero,
             "launch": c.launch_share * h.launch_s * launches + h.memory_latency_s * (launches - 1) + zero,
         }
         return overlapped, serial, paced

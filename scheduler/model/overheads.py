@@ -35,6 +35,8 @@ class Constants:
       cluster_sync_s: seconds for which CTAs of a cluster wait for each other at their start and at their end.
       dsmem_s, dsmem_bytes_per_s: an exchange between CTAs of a cluster through DSMEM: what it takes beyond its bytes,
         and the rate at which one core writes into the on-chip memory of another.
+      tail_reduction_s: a last wave that is split: seconds for which its CTAs wait for each other, beyond the bytes that
+        they leave (14 products on an H200 took 2 us longer than their bytes, against whole tiles).
       launch_share: an empty launch, over that in `Hardware`.
       library_scale, library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
       library_grain: results that each core must have for the library to reach half of its rate of arithmetic.
@@ -57,6 +59,7 @@ class Constants:
     cluster_sync_s: float = 2e-7
     dsmem_s: float = 5e-7
     dsmem_bytes_per_s: float = 2.5e10
+    tail_reduction_s: float = 2e-6
     launch_share: float = 0.55
     library_scale: float = 1.0
     library_e_mma: float = 0.845

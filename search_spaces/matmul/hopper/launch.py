@@ -7,13 +7,14 @@ are the same each time. For results of m x n and s splits the latter costs ``4 s
 (from L2, where they fit), and one small launch, in which XLA fuses the reduction with the epilogue: 3 us more than
 DSMEM for 2048 x 576 x 7168 on an H200. The alternatives:
 
-- The CTA that comes last adds up, in the same launch: as many bytes, no second launch; but it needs a counter that
-  tells which came last, which Pallas does not offer (its semaphores signal and wait), zeroed before each call.
+- One CTA adds up what the others leave, in the same launch, as a last wave does that is split (tail_reduction.py): as
+  many bytes, no second launch; but it adds what all SMs leave, and XLA zeroes semaphores before each call.
 - Each split waits for the one before it and adds to its accumulators, by semaphores: half of the bytes, no second
   launch; but the splits finish one after the other, and CTAs that wait must all be resident at once, or none ends.
 - TMA reductions in device memory: half of the bytes, but the order is that of arrival, so the bits differ from run to
   run as soon as there are three addends, and a launch must zero the array before.
-- Stream-K, where splits end anywhere in k: evens out a last wave, too, at the price of one of the above.
+- Stream-K, where splits end anywhere in k: evens out a last wave, too; CTAs at different places of k share nothing in
+  the L2 cache (docs/kernels/matmul-hopper.md).
 
 **The epilogue.** Bias, activation and residual are applied to complete accumulators, before their one rounding: in the
 kernel (epilogue_loads.py), or in the reduction kernel.
