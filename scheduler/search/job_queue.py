@@ -22,7 +22,7 @@ AGAIN_S = 1.0
 STARTING_S = 60.0
 # Where the first problem would wait for memory that those under way have, the next one that would not is taken, but no
 # problem is passed over more often than this: one of the largest at the end of a job would keep all others waiting.
-MOST_PASSED_OVER = 8
+MOST_PASSED_OVER = 32
 # What a search takes beside its device: so long a trial, and one of the library alone some trials.
 TRIAL_S = 0.25
 LIBRARY_TRIALS = 3
@@ -139,16 +139,14 @@ class Queue:
         now = time.monotonic()
         return next((search for search in fitting if search.not_before_s <= now), None)
 
-    def _joining(self, free: Sequence[Queued], joins: Callable[[Task], bool]) -> Queued:
-        """The first that would begin now, or, where none would, or one has been passed over too often, the first."""
+    def _joining(self, free: Sequence[Queued], joins: Callable[[Task], bool]) -> Queued | None:
+        """The first that would begin now, or that has been passed over too often; None where there is none yet."""
         for number, search in enumerate(free):
-            if search.passed_over >= MOST_PASSED_OVER:
-                break
-            if joins(search.task):
+            if search.passed_over >= MOST_PASSED_OVER or joins(search.task):
                 for before in free[:number]:
                     before.passed_over += 1
                 return search
-        return free[0]
+        return None
 
     def _left_to_others(self, at: _At) -> float:
         """How many problems places with fewer under way take, before this one is to have one more."""
