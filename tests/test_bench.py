@@ -186,6 +186,16 @@ def test_the_library_compiles_in_its_turn_and_has_as_long_as_a_compilation_may_t
     assert steps[4:] == ["wait", "run"], "to verify it, and to time it"
 
 
+def test_a_candidate_that_is_confirmed_has_as_long_as_a_run_may_take_also_after_operands_were_drawn():
+    steps = []
+    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, announce=steps.append)
+    assert isinstance(measure(bench, "right"), Measurement)
+    assert confirm(bench, "right") is None
+    steps.clear()
+    assert confirm(bench, "right") is None
+    assert steps == ["wait", "run", "lower", "compile", "wait", "run"], "of the problem, and of its neighbour"
+
+
 @pytest.mark.parametrize(
     ("backend", "schedule", "order"),
     [("xla", {}, ["prepare", "lower", "compile"]), ("deceiver", {"behave": "right"}, ["lower", "compile", "prepare"])],

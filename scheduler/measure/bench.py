@@ -302,17 +302,19 @@ class Bench:
 
     @contextlib.contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Within it programs are compiled beside others' timing, and run in turns."""
+        """Within it programs are compiled beside others' timing, and run in turns; in a turn, as part of that."""
+
+        def announce() -> None:
+            if not self._in_turn:
+                self._announce("prepare")
 
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
-            within = self._in_turn
             with self._turn():
                 yield
-            if not within:
-                self._announce("prepare")
+            announce()
 
-        self._announce("prepare")
+        announce()
         with reference_programs.in_turns(turn):
             yield
 
