@@ -319,16 +319,17 @@ class Bench:
             yield
 
     def _drawn(self, problem: Problem, seed: int) -> Draw:
-        """Operands, and what they come to. Compiles what checks the problem, where this has not been, before a turn."""
-        inputs = None if problem in self._checks else self._checked(problem, seed)
-        with self._preparing(), self._turn():
-            return self._draw_of(problem, problem.inputs(seed) if inputs is None else inputs)
+        inputs = self._operands(problem, seed)
+        with self._turn():
+            return self._draw_of(problem, inputs)
 
-    def _checked(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
-        """Operands that are drawn while other processes compile what checks the problem, which is compiled then."""
+    def _operands(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
+        """Operands, drawn in a turn. Before it, what checks the problem is compiled, where this has not been."""
         with self._preparing():
+            if problem in self._checks:
+                return problem.inputs(seed)
             self._checks[problem], inputs = compiled_checks(problem, seed)
-        return inputs
+            return inputs
 
     def _draw_of(self, problem: Problem, inputs: tuple[jax.Array, ...]) -> Draw:
         checks = self._checks[problem]
@@ -338,9 +339,8 @@ class Bench:
         """Operands and what they come to; for a cold cache, with as many copies as make a rotation miss it."""
         if self._sets:
             return
-        inputs = self._checked(self._problem, self._seed)
-        cold = self._l2 == "cold"
-        copies = buffers.copying(inputs) if cold else None
+        inputs = self._operands(self._problem, self._seed)
+        copies = buffers.copying(inputs) if self._l2 == "cold" else None
         with self._turn():
             self._draw = self._draw_of(self._problem, inputs)
             sets = [inputs]

@@ -177,7 +177,7 @@ class Replay:
         return self.slots
 
     def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
-        return False
+        return True
 
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False

@@ -144,7 +144,7 @@ class InProcess:
         return 1
 
     def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
-        return False
+        return True
 
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False

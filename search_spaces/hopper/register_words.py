@@ -1,4 +1,7 @@
-"""The registers of an array in a kernel as 32-bit words, which a thread moves as it likes, and an array of words."""
+"""The registers of an array in a kernel as 32-bit words, which a thread moves as it likes, and an array of words.
+
+In memory words of several threads lie by accesses: the first `ACCESS` words of each thread, then the next ones.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ from typing import Any
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import llvm, vector
+
+from search_spaces.hopper.limits import ACCESS_BYTES
+
+WORD_BYTES = 4
+ACCESS = ACCESS_BYTES // WORD_BYTES  # words in the widest access of a thread
 
 
 def words(array: Any) -> list[Any]:
@@ -29,3 +37,22 @@ def of_words(got: Sequence[Any], like: Any) -> Any:
         pair = vector.from_elements(ir.VectorType.get((width,), bits), got[number * width : (number + 1) * width])
         registers.flat[number] = vector.bitcast(register.type, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
+
+
+def access() -> Any:
+    """The type of what a thread moves at a time."""
+    return ir.VectorType.get((ACCESS,), ir.IntegerType.get_signless(32))
+
+
+def pointer(own: Any, first: int, threads: int) -> Any:
+    """Where a thread's word `first` is, and the next ones, of so many threads, if its words begin at `own`."""
+    return mgpu.utils.getelementptr(own, [first * WORD_BYTES * threads], ir.IntegerType.get_signless(8))
+
+
+def load(own: Any, count: int, threads: int) -> list[Any]:
+    """So many words of a thread, likewise."""
+    got = []
+    for first in range(0, count, ACCESS):
+        some = llvm.load(access(), pointer(own, first, threads), alignment=ACCESS_BYTES)
+        got += [vector.extract(some, [], [position]) for position in range(ACCESS)]
+    return got

@@ -20,18 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import llvm
 
 from search_spaces.hopper.dsmem import ARRIVE, WAIT, ptx
-from search_spaces.hopper.limits import ACCESS_BYTES, ACCUMULATOR_BYTES, WARPGROUP
-from search_spaces.hopper.register_words import of_words, words
+from search_spaces.hopper.limits import WARPGROUP
+from search_spaces.hopper.register_words import ACCESS, WORD_BYTES, access, load, of_words, words
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.matmul.hopper.schedule import HopperSchedule, mirrored
 from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 
 MEET = ARRIVE + WAIT
-ACCESS = ACCESS_BYTES // ACCUMULATOR_BYTES  # accumulators in the widest access of a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +138,11 @@ PEER_ADDRESS = """{
 def _exchange(other: Any, smem: Any, threads: int) -> Any:
     """Writes registers to `smem` in the other CTA, and reads here what the other CTA has written."""
     bits, sent = ir.IntegerType.get_signless(32), words(other)
-    own = mgpu.utils.getelementptr(smem, [mgpu.thread_idx()], ir.VectorType.get((ACCESS,), bits))
+    own = mgpu.utils.getelementptr(smem, [mgpu.thread_idx()], access())
     there = llvm.inline_asm(bits, [llvm.ptrtoint(bits, own)], PEER_ADDRESS, "=r,r", has_side_effects=True)
     ptx(MEET)
     for first in range(0, len(sent), ACCESS):
-        store = f"st.shared::cluster.v4.b32 [$0+{first * 4 * threads}], {{$1, $2, $3, $4}};"
+        store = f"st.shared::cluster.v4.b32 [$0+{first * WORD_BYTES * threads}], {{$1, $2, $3, $4}};"
         ptx(store, [there, *sent[first : first + ACCESS]], "r,r,r,r,r")
     ptx(MEET)
-    got = []
-    for first in range(0, len(sent), ACCESS):
-        place = mgpu.utils.getelementptr(own, [first * 4 * threads], ir.IntegerType.get_signless(8))
-        loaded = llvm.load(ir.VectorType.get((ACCESS,), bits), place, alignment=ACCESS_BYTES)
-        got += [vector.extract(loaded, [], [position]) for position in range(ACCESS)]
-    return of_words(got, other)
+    return of_words(load(own, len(sent), threads), other)

@@ -1,7 +1,8 @@
 """The kernel itself: what a CTA keeps in shared memory, and what its warpgroups do with it.
 
-A persistent CTA computes one tile of the result after the other. Its producer warpgroup loads the operands of each step
-of k by TMA into a pipeline of `stages`; its consumers multiply them, and hand their accumulators over in the epilogue.
+A persistent CTA computes one tile of the result after the other (which: tile_scheduler.py). Its producer warpgroup
+loads the operands of each step of k by TMA into a pipeline of `stages`; its consumers multiply them, and hand their
+accumulators over in the epilogue.
 Time runs down; tiles of two steps, "ordered_ping_pong" (t, k: step k of tile t):
 
       producer          consumer 0                   consumer 1
@@ -58,7 +59,7 @@ from search_spaces.matmul.hopper.epilogue_stores import EpilogueStores
 from search_spaces.matmul.hopper.factors import Gate, Source, sources
 from search_spaces.matmul.hopper.main_loop import main_loop, scaled_main_loop
 from search_spaces.matmul.hopper.operand import Operand
-from search_spaces.matmul.hopper.plan import Plan, by_factor, plan, scratch
+from search_spaces.matmul.hopper.plan import by_factor, plan, scratch
 from search_spaces.matmul.hopper.scales import Scales, Scaling
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.tail_reduction import TailReduction, tail_reduction
@@ -256,16 +257,15 @@ def finish(consumer: Consumer, work: WorkTile, accs: tuple[jax.Array, ...], fact
             values = [loads.apply(value, stage, columns) for loads, value in zip(consumer.loads, values, strict=True)]
             values = [math.prod(values[1:], start=values[0]).astype(out_dtype)]
         (value,) = values
-        store(launch, cta.results, product, consumer.corner(work, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
+        store(cta, product, consumer.corner(work, m, n), cta.out_smem.at[cta.warpgroup, stage], value)
         if fused and count + stages < len(subtiles):
             consumer.fetch_residual(count + stages, work)
 
 
-def store(
-    launch: Plan, results: tuple[Any, ...], product: Any, corner: tuple[Any, Any], smem: Any, value: jax.Array
-) -> None:
+def store(cta: Cta, product: Any, corner: tuple[Any, Any], smem: Any, value: jax.Array) -> None:
     """A subtile of a product's results, through its stage in shared memory."""
-    stores = EpilogueStores(launch, results)
+    launch = cta.plan
+    stores = EpilogueStores(launch, cta.results)
     if launch.tiling.stored_by_threads:
         stores.by_threads(product, *corner, smem, value)
         return

@@ -86,7 +86,11 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         return area if splits == 1 else np.where(whole * splits <= cores, area, np.inf)
 
     squares = list(itertools.product(tile_m, tile_n))
-    even = [each for each in quantizing(p, squares, splits_of_k, busiest, factors) if not (each[3] and few_rows)]
+    even = [
+        (m, n, splits, swap_ab)
+        for m, n, splits, swap_ab in quantizing(p, squares, splits_of_k, busiest, factors)
+        if not (swap_ab and few_rows)
+    ]
 
     def busiest_split(tile_m: Any, tile_n: Any, splits: Any) -> Any:
         """The same where the last wave alone is split, by tail_split_k."""

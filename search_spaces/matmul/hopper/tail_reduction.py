@@ -17,16 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from search_spaces.hopper.limits import ACCESS_BYTES, ACCUMULATOR_BYTES, WARPGROUP
-from search_spaces.hopper.register_words import of_words, words
+from search_spaces.hopper.limits import ACCESS_BYTES, WARPGROUP
+from search_spaces.hopper.register_words import ACCESS, access, load, of_words, pointer, words
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.matmul.hopper.plan import Plan
 from search_spaces.matmul.hopper.tile_scheduler import SplitTailScheduler, TileScheduler
-
-ACCESS = ACCESS_BYTES // ACCUMULATOR_BYTES  # accumulators in the widest access of a thread
 
 
 def workspace(plan: Plan, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -69,8 +66,8 @@ class TailReduction:
         def write(_: Any, acc: Any, place: Any) -> None:
             bits, own = words(acc), _own(place)
             for first in range(0, len(bits), ACCESS):
-                some = vector.from_elements(_access(), bits[first : first + ACCESS])
-                llvm.store(some, _at(own, first), alignment=ACCESS_BYTES)
+                some = vector.from_elements(access(), bits[first : first + ACCESS])
+                llvm.store(some, pointer(own, first, WARPGROUP), alignment=ACCESS_BYTES)
 
         write(acc, place)
         if full is not None:
@@ -85,11 +82,7 @@ class TailReduction:
             return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
         )
         def read(_: Any, acc: Any, place: Any) -> Any:
-            own, got = _own(place), []
-            for first in range(0, len(words(acc)), ACCESS):
-                some = llvm.load(_access(), _at(own, first), alignment=ACCESS_BYTES)
-                got += [vector.extract(some, [], [position]) for position in range(ACCESS)]
-            return of_words(got, acc)
+            return of_words(load(_own(place), len(words(acc)), WARPGROUP), acc)
 
         def add_part(part: Any, acc: jax.Array) -> jax.Array:
             place, full = self._place(self.cta - (self.parts - 1 - part) * self.ctas)
@@ -118,16 +111,7 @@ def tail_reduction(plan: Plan, beside: list[Any], tiles: TileScheduler, warpgrou
     return TailReduction(places, full, tiles.cluster * ctas + tiles.rank, tiles.tail * ctas, plan.s.tail_split_k, half)
 
 
-def _access() -> Any:
-    return ir.VectorType.get((ACCESS,), ir.IntegerType.get_signless(32))
-
-
 def _own(place: Any) -> Any:
     """Where this thread's words begin."""
     thread = mgpu.FragmentedArray.splat(mgpu.thread_idx(), (), is_signed=False) % WARPGROUP
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(place), [thread.registers.item()], _access())
-
-
-def _at(own: Any, first: int) -> Any:
-    """Where this thread's word `first` is, and the next ones."""
-    return mgpu.utils.getelementptr(own, [first * ACCUMULATOR_BYTES * WARPGROUP], ir.IntegerType.get_signless(8))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(place), [thread.registers.item()], access())

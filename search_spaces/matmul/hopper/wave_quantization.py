@@ -1,4 +1,4 @@
-"""The tiles of no power of two that are worth considering: those that quantize into the most even waves."""
+"""Tiles worth considering by their waves: those of no power of two that quantize best, and whose last wave splits."""
 
 from __future__ import annotations
 
