@@ -7,12 +7,13 @@ tile to the next. The operations have the names of CUTLASS (`PipelineTmaAsync`);
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.jax_compat import plgpu
+from search_spaces.jax_compat import HAS_ONE_WARP, plgpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +60,19 @@ class Pipeline:
 
     def consumer_release(self, stage: Any) -> None:
         plgpu.barrier_arrive(self.empty.at[stage])
+
+
+def by_one_warp(do: Callable[[], None]) -> None:
+    """The first warp of this warpgroup does it, and the others wait for that one; all do on JAX without `HAS_ONE_WARP`.
+
+    All four would wait for each stage, and for each other at each copy: a third of the instructions of a launch, whose
+    power tensor cores could use.
+    """
+
+    def of_each(warp: Any) -> None:
+        pl.when(warp == 0)(do)
+
+    if HAS_ONE_WARP:
+        plgpu.warp_map(of_each)
+    else:
+        do()

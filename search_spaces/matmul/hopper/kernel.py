@@ -51,7 +51,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.named_barriers import Turns
-from search_spaces.hopper.pipeline import Pipeline
+from search_spaces.hopper.pipeline import Pipeline, by_one_warp
 from search_spaces.jax_compat import plgpu
 from search_spaces.matmul.hopper.cta import Consumer, Cta
 from search_spaces.matmul.hopper.epilogue_loads import EpilogueLoads
@@ -140,7 +140,7 @@ def _take_roles(cta: Cta) -> None:
 
 
 def produce(cta: Cta) -> None:
-    """The producer: loads the operands of all steps of all tiles."""
+    """The producer: loads the operands of all steps of all tiles, by one of its warps."""
     p, s, pipeline = cta.plan.p, cta.plan.s, cta.pipeline
 
     def load_tile(number: Any, _: None) -> None:
@@ -158,8 +158,11 @@ def produce(cta: Cta) -> None:
 
         lax.fori_loop(0, work.steps, load_step, None)
 
-    lax.fori_loop(0, cta.tiles.count, load_tile, None)
-    pipeline.producer_tail(cta.tiles.steps)
+    def load_all() -> None:
+        lax.fori_loop(0, cta.tiles.count, load_tile, None)
+        pipeline.producer_tail(cta.tiles.steps)
+
+    by_one_warp(load_all)
 
 
 def consume(cta: Cta) -> None:

@@ -136,15 +136,15 @@ class SplitTailScheduler(TileScheduler):
         steps, last = self.plan.t.steps, number == self._waves
         part, first_step = self._part
         tile = number * self.clusters + jnp.where(last, lax.rem(self.cluster, self.tail), self.cluster)
-        finishes = part == self.plan.s.tail_split_k - 1
+        last_part = self.plan.s.tail_split_k - 1
         return self._of_tile(
             tile,
             number,
             jnp.where(last, first_step, 0),
             jnp.where(last, self._steps_of_part, steps),
             number * steps,
-            leaves=last & jnp.logical_not(finishes),
-            adds=last & finishes,
+            leaves=last & (part < last_part),
+            adds=last & (part == last_part),
         )
 
 
