@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import hopper
 import jax
 import numpy as np
 import pytest
 from counting import bytecodes
 from hopper_matmul import BASE, FUSED, KERNEL, LARGE, SMALL, TARGET, fits, footprint, schedule, untiled
 
+from scheduler.model.cost import CostModel
+from scheduler.model.pruning import prune
 from search_spaces import Columns
 from search_spaces.matmul.hopper import tiling
 from search_spaces.matmul.problem import MatmulProblem
@@ -71,10 +74,32 @@ def test_only_operands_whose_rows_start_between_16_bytes_are_padded(problem, cop
 
 @untiled
 def test_arrays_that_tiles_divide_are_tiled():
-    reached = [(4000, 4096, 4160), (4000, 4112, 4128), (5, 128, 64), (8, 24, 40)]
+    reached = [(4000, 4096, 4160), (4000, 4160, 4096), (5, 128, 64), (8, 24, 40)]
     beyond = [(4001, 4096, 4096), (4096, 4104, 4096), (4096, 4096, 4104), (9, 128, 64)]
+    narrowly = [(4096, 4112, 4096), (4096, 4096, 4128), (4096, 4128, 4112)]  # by rows of 32 or 64 bytes
     assert not any(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in reached)
-    assert all(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in beyond)
+    assert all(tiling.Tiling(MatmulProblem(*extents), BASE).untiled for extents in beyond + narrowly)
+
+
+@untiled
+@pytest.mark.parametrize(
+    "problem",
+    [
+        MatmulProblem(7232, 9904, 672),
+        MatmulProblem(5832, 4304, 1152),
+        MatmulProblem(5832, 1152, 4304),
+        MatmulProblem(4096, 32016, 4096),
+        MatmulProblem(64, 32016, 4096),
+        MatmulProblem(840, 3360, 4208),
+        MatmulProblem(2016, 5008, 6576, transpose_a=True, transpose_b=True),
+    ],
+    ids=str,
+)
+def test_whatever_the_extents_operands_are_loaded_and_results_stored_in_rows_of_128_bytes(problem):
+    first = prune(KERNEL, problem, hopper.H200, CostModel(hopper.H200)).candidates()[0]
+    found = tiling.Tiling(problem, KERNEL.space(problem, TARGET).decode(first.schedule))
+    assert found.swizzle == 128
+    assert found.out_swizzle in ((128,) if found.epi_n == 64 else (64, 128))
 
 
 def test_tiled_only_arrays_that_tiles_do_not_divide_are_padded(tiled_only):

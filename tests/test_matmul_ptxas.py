@@ -52,6 +52,16 @@ CASES = {  # name: fields of the problem beside 4096^3, and those of the schedul
         | {"tile_m": 128, "tile_n": 256, "consumers": "cooperative_m", "stages": 3, "tile_k": 64, "epi_tile_n": 64}
         | {"cluster": "m", "tail_split_k": 3, "delay_release": 0},
     ),
+    "rows of 32 bytes more than 128, ordered ping-pong, 192 x 128": (
+        {"m": 5832, "n": 4304, "k": 1152},
+        PLAIN | ORDERED | {"tile_m": 192, "tile_n": 128},
+    ),
+    "rows of 32 bytes more than 128, 144 x 192, swap_ab": (
+        {"m": 5832, "n": 1152, "k": 4304},
+        PLAIN
+        | {"tile_m": 144, "tile_n": 192, "consumers": "cooperative_m", "stages": 4, "tile_k": 64, "epi_tile_n": 64}
+        | {"swap_ab": True, "delay_release": 0},
+    ),
     "ragged, one wave, delay_release": (
         {"m": 1000, "n": 1000, "k": 1000},
         PLAIN

@@ -62,6 +62,10 @@ PROBLEMS = [
     MatmulProblem(1001, 1000, 1008, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
     MatmulProblem(2560, 5120, 2048, bias="bfloat16", residual="bfloat16"),
     MatmulProblem(1736, 5512, 2048),
+    # Rows of 32 and of 64 bytes more than multiples of 128.
+    MatmulProblem(1024, 1040, 1056),
+    MatmulProblem(784, 4304, 1120, bias="bfloat16", activation="gelu", residual="bfloat16"),
+    MatmulProblem(1024, 1040, 2080, dtype="float8_e4m3fn", out_dtype="bfloat16", transpose_b=True),
 ]
 # Of other than 16-bit operands, those that are copied before the launch.
 TURNED = [

@@ -65,16 +65,9 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
             turns.take()
         for k_step in range(delay):
             values = start(stage_of(k_step), references, values)
-        if turns is None:
-            values = lax.fori_loop(delay, work.steps, step, values)
-        else:
-            # The turn ends when the last wgmma is issued, before any is waited for: who is next clears accumulators and
-            # passes a barrier while they run.
-            last = work.steps - 1
-            values = lax.fori_loop(delay, last, step, values)
-            values = start(stage_of(last), references, values)
+        values = lax.fori_loop(delay, work.steps, step, values)
+        if turns is not None:
             turns.give()
-            release(stage_of(last - delay), delay)
         for before_end in range(delay, 0, -1):
             release(stage_of(work.steps - before_end), 0)
         return tuple(wgmma_async.wait(0, acc) for acc in values) if untiled else tuple(acc[...] for acc in references)
