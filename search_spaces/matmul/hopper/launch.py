@@ -23,13 +23,13 @@ kernel (epilogue_loads.py), or in the reduction kernel.
 of k the reduction kernel cuts them out.
 
 **Ragged rows.** TMA reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
-device memory, and its wgmma takes no operand without a swizzle, which has rows of 32 bytes at least. Where an array has
-more than 8 rows that are no multiple of 8, or rows that are over 128 bytes long and no multiple of 32, all tiles have
-the untiled swizzled layout (smem_layout.py), which TMA fills from any rows that start at multiples of 16 bytes.
-Operands whose rows do not are copied into padded ones; a result's are stored by threads (untiled_swizzled.py), and the
-reduction kernel of split-K cuts the result out of the accumulators.
+device memory, and TMA asks for no more at a time than a swizzled row: 128 bytes, or the 64 or 32 that divide an array.
+Where one has more than 8 rows that are no multiple of 8, or rows that are over 128 bytes long and no multiple of that,
+all tiles have the untiled swizzled layout (smem_layout.py), which TMA fills from any rows that start at multiples of 16
+bytes. Operands whose rows do not are copied into padded ones; a result's are stored by threads (untiled_swizzled.py),
+and the reduction kernel of split-K cuts the result out of the accumulators.
 
-JAX 0.10 does not know that layout: there each such array is copied into a padded one, and the result out of one.
+JAX 0.10 does not know that layout: there narrow swizzles divide an array, or it is copied into a padded one.
 """
 
 from __future__ import annotations
