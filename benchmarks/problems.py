@@ -155,6 +155,12 @@ MATMULS = (
     Product(MatmulProblem(512, 512, 1024, batch=64), "batch"),
     Product(MatmulProblem(2048, 1024, 1024, batch=8), "batch"),
     _mlp_in(GPT_2, 8192),
+    # Rows that 128 bytes do not divide, 32 or 64 do. SigLIP So400m (arXiv:2303.15343): 8 images of 27 x 27 patches.
+    Product(MatmulProblem(5832, 4304, 1152), "SigLIP So400m, into the MLP"),
+    Product(MatmulProblem(5832, 1152, 4304), "SigLIP So400m, out of the MLP"),
+    Product(MatmulProblem(4096, 32016, 4096), "Code Llama 7B, LM head"),
+    Product(MatmulProblem(7232, 9904, 672), "drawn at random"),
+    Product(MatmulProblem(840, 3360, 4208), "drawn at random"),
 )
 # Searched twice, to see whether two searches agree. The first is also the one that a search is timed by.
 REPEATED = (
