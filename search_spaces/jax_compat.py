@@ -66,11 +66,10 @@ def interprets() -> bool:
 # From here on Mosaic multiplies float32 on a TPU by three passes of bfloat16, too, and not only by six or one.
 HAS_TPU_BF16_3X = JAX_VERSION >= (0, 11)
 
-# From here on an array on chip may be swizzled without being laid out in tiles.
-HAS_UNTILED_SWIZZLE = JAX_VERSION >= (0, 11)
+# From here on an array on chip may be swizzled without being laid out in tiles, and one warp of a warpgroup may wait
+# for barriers whose numbers it counts.
+HAS_UNTILED_SWIZZLE = HAS_ONE_WARP = JAX_VERSION >= (0, 11)
 
-# From here on one warp of a warpgroup may wait for barriers whose numbers it counts.
-HAS_ONE_WARP = HAS_UNTILED_SWIZZLE
 # From here on Mosaic GPU compiles for GPUs before Hopper: copies by cp.async, warp-level MMA.
 HAS_MMA = JAX_VERSION >= (0, 11, 2)
 
