@@ -83,17 +83,17 @@ class Patient(LibraryKernel):
 
 
 class Even(Quick):
-    """As long as its library alone takes, and no longer within a function."""
+    """Slower than its library alone, whatever else a host of CI does meanwhile, and no slower within a function."""
 
     def run(self, problem, schedule, target, /, *args, **params):
-        return paused(args[0], 0.006) * 2
+        return paused(args[0], 0.015) * 2
 
 
 class Torn(LibraryKernel):
     """What a compiler fuses alone, and takes apart in bad company."""
 
     def run(self, problem, schedule, target, /, *args, **params):
-        return paused(args[0], 0.005 if Company.now == "ok" else 0.02) * 2
+        return paused(args[0], 0.005 if Company.now == "ok" else 0.05) * 2
 
 
 TYING = Operation("tying", DoubleProblem, (Even(True), Torn()))
@@ -166,7 +166,7 @@ def test_what_does_not_help_in_the_function_stays_with_xla_and_the_plan_says_why
 def test_a_kernel_that_ties_alone_is_kept_where_the_function_is_faster_with_it(
     company, others, backend, reason, store, monkeypatch
 ):
-    monkeypatch.setattr(answers, "NEAR", 0.5)
+    monkeypatch.setattr(answers, "NEAR", 10)  # times the library's time; what ties is said by these kernels' pauses
     record = scheduler.tune(TYING, DoubleProblem(8), store=store, budget=4)
     assert (record.winner.backend, len(record.entries)) == ("xla", 2)
     Company.now = company
