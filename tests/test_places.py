@@ -174,6 +174,14 @@ def test_a_single_place_that_starts_again_tries_the_problem_once_more():
     assert states(results) == {8: "tuned", 4: "tuned"}
 
 
+@pytest.mark.parametrize("searches", [2, 5])
+def test_a_lane_that_has_nothing_to_do_leaves_the_problem_of_a_lost_place_until_that_has_started_again(searches):
+    first = Noting(8)
+    first.searches = searches
+    results = run(tasks(8), place(first, Noting()))
+    assert states(results) == {8: "tuned"}
+
+
 def test_all_searches_at_a_place_that_is_lost_are_made_again():
     class Two(Noting):
         searches = 2
@@ -332,8 +340,16 @@ def queued(name, **more):
     return Queued(Task(DOUBLE, DoubleProblem(name)), 1.0, "", **more)
 
 
+def opened(places, *where):
+    """A queue for so many places, of which these have opened, and these."""
+    queue = Queue(places)
+    for one in where:
+        queue.opened(one)
+    return queue, *where
+
+
 def test_what_another_process_is_at_comes_after_all_others():
-    queue, here = Queue(1), place()
+    queue, here = opened(1, place())
     one, two = queued(1), queued(2)
     queue.put([one, two])
     assert queue.take(here) is one
@@ -347,10 +363,12 @@ def test_what_another_process_is_at_comes_after_all_others():
 
 
 def test_what_was_lost_at_a_place_is_left_to_another_as_long_as_there_is_one():
-    queue, here, there = Queue(2), place(), place()
+    queue, here, there = opened(2, place(), place())
     one, two = queued(1), queued(2)
     queue.put([one, two])
     queue.lose(queue.take(here), here)
+    assert queue.take(here) is None, "it is not there"
+    queue.opened(here)
     assert queue.take(here) is two
     assert queue.take(there) is one
     queue.lose(one, there)
@@ -375,11 +393,13 @@ def taken_at_once(queue, where):
 
 
 def test_a_place_takes_one_while_others_start_and_leaves_the_last_ones_to_those_that_have_fewer():
-    queue, here, there = Queue(2), open_place(), open_place()
+    queue, here = opened(2, open_place())
+    there = open_place()
     each = [queued(number) for number in range(1, 6)]
     queue.put(each)
     assert queue.take(here) is each[0]
     assert taken_at_once(queue, here) is None, "the other one is starting"
+    queue.opened(there)
     assert queue.take(there) is each[1]
     assert taken_at_once(queue, here) is each[2]
     assert taken_at_once(queue, there) is each[3]
@@ -390,7 +410,7 @@ def test_a_place_takes_one_while_others_start_and_leaves_the_last_ones_to_those_
 
 
 def test_who_does_not_start_is_waited_for_so_long_and_no_longer(monkeypatch):
-    queue, here = Queue(2), open_place()
+    queue, here = opened(2, open_place())
     each = [queued(1), queued(2)]
     queue.put(each)
     assert queue.take(here) is each[0]
@@ -445,7 +465,7 @@ def test_what_would_wait_for_memory_is_passed_over_but_not_forever_nor_where_the
     assert order(in_order=True) == [64, 32, 16, 8]
 
     monkeypatch.setattr(job_queue, "MOST_PASSED_OVER", 8)
-    queue, here = Queue(1), open_place(20)
+    queue, here = opened(1, open_place(20))
     large, *small = [queued(number) for number in range(13)]
     queue.put([small[0], large, *small[1:]])
     taken = [queue.take(here, lambda task: task is not large.task) for _ in range(13)]
@@ -454,7 +474,7 @@ def test_what_would_wait_for_memory_is_passed_over_but_not_forever_nor_where_the
 
 
 def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():
-    queue, here, there = Queue(2), open_place(3), open_place(1)
+    queue, here, there = opened(2, open_place(3), open_place(1))
     each = [queued(number) for number in range(4)]
     queue.put(each)
     assert [queue.take(here), queue.take(there), queue.take(here)] == each[:3]
@@ -462,7 +482,7 @@ def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():
 
 
 def test_an_end_wakes_those_who_wait():
-    queue, here = Queue(1), place()
+    queue, here = opened(1, place())
     queue.put([queued(1)])
     assert queue.take(here) is not None
     taken = []

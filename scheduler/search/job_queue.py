@@ -53,7 +53,8 @@ class Queued:
 class Queue:
     """What waits, for threads of several places.
 
-    The problems are dealt out: a place with several under way leaves the last ones to places that have fewer.
+    The problems are dealt out: a place with several under way leaves the last ones to places that have fewer. A place
+    has `opened` before anything is taken for it.
 
     Args:
       places: how many there are.
@@ -63,7 +64,7 @@ class Queue:
         self._changed = threading.Condition()
         self._places = places
         self._waiting: list[Queued] = []
-        self._at: dict[int, _At] = {}  # by the identity of a place that has asked
+        self._at: dict[int, _At] = {}  # by the identity of a place that has opened
         self._began = time.monotonic()
         self._ended = False
 
@@ -73,8 +74,13 @@ class Queue:
             self._waiting += searches
             self._changed.notify_all()
 
+    def opened(self, place: Place) -> None:
+        """`place` is there, for the first time or again."""
+        with self._changed:
+            self._at.setdefault(id(place), _At(place)).lost = False
+
     def take(self, place: Place, joins: Callable[[Task], bool] = lambda _: True) -> Queued | None:
-        """The next one for `place`, or None once all have ended. Waits where nothing can be begun now.
+        """The next one for `place`, or None once all have ended, or it is lost. Waits where nothing can be begun now.
 
         It is to be followed by `done`, `put_aside` or `lose`.
 
@@ -82,8 +88,8 @@ class Queue:
           joins: whether a search would begin now, beside those under way at `place`.
         """
         with self._changed:
-            at = self._at.setdefault(id(place), _At(place))
-            while not self._ended and (self._waiting or any(each.under_way for each in self._at.values())):
+            at = self._at[id(place)]
+            while not self._ended and not at.lost and (self._waiting or any(each.under_way for each in self._at.values())):
                 if (found := self._next(at, joins)) is not None:
                     self._waiting.remove(found)
                     at.under_way += 1
@@ -102,9 +108,12 @@ class Queue:
         self._give_back(place, search, -1)
 
     def lose(self, search: Queued, place: Place) -> None:
-        """`place` was lost while it was under way there: it is the next one for another."""
-        search.lost_on = place
-        self._give_back(place, search, 0)
+        """`place` was lost while it was under way there: it is the next one for another, or for this one once that has
+        `opened` again.
+        """
+        with self._changed:
+            search.lost_on, self._at[id(place)].lost = place, True
+            self._give_back(place, search, 0)
 
     def leave(self, place: Place) -> list[Queued]:
         """A place is used no more; what waits still, where it was the last."""
@@ -159,10 +168,11 @@ class Queue:
 
 @dataclasses.dataclass(eq=False)
 class _At:
-    """A place, and how many problems are under way there."""
+    """A place, how many problems are under way there, and whether it takes none until it has opened again."""
 
     place: Place
     under_way: int = 0
+    lost: bool = False
 
 
 def expected_s(task: Task, hardware: Hardware) -> float:

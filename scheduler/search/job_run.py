@@ -91,10 +91,11 @@ class JobRun:
         # The lanes of a place take problems one after the other, the next when the one before is held: the device is
         # shared in the order of the queue.
         self._entrances = {place: threading.Lock() for place in places}
-        self._lock = threading.Lock()  # of the next five
+        self._lock = threading.Lock()  # of the next six
         self._pace = pace
         self._posed: dict[int, RangeRun] = {}  # by the identity of a task: the range that poses it
         self._new: list[Queued] = []  # what is to be put into the queue
+        self._sort = False  # the longest first
         self._hardware: Hardware | None = None
         self._refusals: list[str] = []
 
@@ -151,15 +152,17 @@ class JobRun:
                         self._pose(run, run.begin())
                     else:
                         self._add(task, place.hardware)
-                self._put(sort=len(self._places) > 1 or place.searches > 1)
+                self._sort = not self._in_order and (len(self._places) > 1 or place.searches > 1)
+                self._put()
             elif self._hardware.id != place.hardware.id:
                 raise WorkerError(f"it is {place.hardware.id}, and the job is tuned for {self._hardware.id}")
             self._pace.lanes += place.searches
+        self._queue.opened(place)
 
-    def _put(self, *, sort: bool) -> None:
+    def _put(self) -> None:
         """What is new goes into the queue."""
         searches, self._new = self._new, []
-        if sort and not self._in_order:
+        if self._sort:
             searches.sort(key=lambda search: search.expected_s, reverse=True)
         self._queue.put(searches)
 
@@ -266,7 +269,7 @@ class JobRun:
                 self._go_on(search.task, None)
             else:
                 self._tell(result, search)
-            self._put(sort=len(self._places) > 1)
+            self._put()
         self._queue.done(place)
 
     def _result(self, search: Queued, place: Place, held_now: Callable[[], None]) -> Result | Literal["late"] | None:
