@@ -241,7 +241,7 @@ PRODUCTS = {  # name: problem, schedule, cores
     ),
     "last wave in two parts, ragged, batch": (MatmulProblem(300, 384, 320, batch=2), {"tail_split_k": 2}, 8),
     "last wave in three parts, ordered ping-pong, bias and residual": (
-        MatmulProblem(136, 640, 320, bias="bfloat16", activation="silu", residual="float32"),
+        MatmulProblem(136, 640, 384, bias="bfloat16", activation="silu", residual="float32"),
         {"consumers": "ordered_ping_pong", "tile_m": 64, "tile_n": 128, "delay_release": 1, "tail_split_k": 3},
         7,
     ),
@@ -417,9 +417,10 @@ def test_a_store_that_would_land_at_the_start_of_a_narrow_result_is_left_out(pro
         (MatmulProblem(132 * 128, 128, 4096), 2, "there is no other"),
         (MatmulProblem(100 * 128, 256, 4096), 2, "136 parts for 132 SMs"),
         (MatmulProblem(70 * 128, 256, 6 * 64), 4, "of 6 steps, the first three parts take all"),
+        (MatmulProblem(70 * 128, 256, 7 * 64), 3, "of 7 steps, the first two leave none to delay_release"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_last_wave_that_cannot_be_split_is_an_error(problem, parts, why):
     with pytest.raises(ValueError, match="splits the last wave"):
-        hopper.lower(KERNEL, problem, schedule(tail_split_k=parts))
+        hopper.lower(KERNEL, problem, schedule(tail_split_k=parts, delay_release=int(problem.k == 7 * 64)))

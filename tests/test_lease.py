@@ -109,6 +109,20 @@ def test_who_waited_takes_no_record_that_was_measured_otherwise_than_asked_for(p
     assert second.winner.measurement.l2 == "warm"
 
 
+def cold_clock(problem, hardware, l2="cold"):
+    return "wall", l2
+
+
+def test_what_was_measured_with_warm_operands_makes_no_search_with_cold_ones_needless(path, monkeypatch):
+    monkeypatch.setattr("scheduler.search.settled.condition", cold_clock)
+    problem, store = DoubleProblem(8), Store(path)
+    warm = tune(DOUBLE, problem, budget=5, store=store, runner=Device(), l2="warm")
+    assert tune(DOUBLE, problem, budget=5, store=store, runner=Device(), l2="warm") == warm
+    cold = tune(DOUBLE, problem, budget=5, store=store, runner=Device())
+    assert cold.winner.measurement.l2 == "cold"
+    assert tune(DOUBLE, problem, budget=5, store=store, runner=Device()) == cold
+
+
 DAY_S = 86_400.0
 
 

@@ -170,3 +170,37 @@ def test_too_few_values_say_nothing():
     assert median_interval([1.0, 1.1, 0.9]) == (-math.inf, math.inf)
     assert median_interval(list(range(8))) == (0, 7)
     assert median_interval(list(range(7))) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.2], ids=["still in the race", "had left it"])
+def test_who_is_ahead_may_fail_when_rounds_are_repeated(slower):
+    asked = dict.fromkeys((SMALL.label, LARGE.label), 0)
+
+    def two_clocks(rival):
+        """Half of the rounds at another clock, so that each is off the median; the first fails in its ninth."""
+        asked[rival.label] += 1
+        if rival is SMALL and asked[rival.label] > 8:
+            return Failure("time", "it fell off")
+        time_s = (1.0 if rival is SMALL else slower) * (1.0, 1.1)[asked[rival.label] % 2]
+        return Measurement(time_s, (time_s,) * REPETITIONS, "cupti", "cold")
+
+    result = race((SMALL, LARGE), two_clocks)
+    assert result.order == (LARGE.label,)
+    assert set(result.failures) == {SMALL.label}
+    assert result.verdict.drift == pytest.approx(0.1)
+
+
+def test_who_had_left_the_race_wins_it_where_all_others_fail():
+    asked = []
+
+    def failing(rival):
+        asked.append(rival.label)
+        if rival is not LARGE and asked.count(rival.label) > 8:
+            return Failure("time", "it fell off")
+        time_s = 1.2 if rival is LARGE else 1.0 + 0.02 * (asked.count(rival.label) % 2) * (rival is OTHER)
+        return Measurement(time_s, (time_s,) * REPETITIONS, "cupti", "cold")
+
+    result = race((SMALL, OTHER, LARGE), failing)
+    assert result.order == (LARGE.label,)
+    assert set(result.failures) == {SMALL.label, OTHER.label}
+    assert result.verdict.rounds == 8

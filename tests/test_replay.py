@@ -190,6 +190,9 @@ def test_a_recording_without_a_second_pass_gets_one_from_the_same_command(record
     assert runner.asked == 3 * later.rounds
     assert len(read_again(path)) == 3
     assert read(path) == (dataclasses.replace(head, again=2, rounds=later.rounds), trials)
+    second, asked = read_again(path), runner.asked
+    largest, _ = sweep(DOUBLE, PROBLEM, path, runner, again=4)
+    assert (largest.again, runner.asked, read_again(path)) == (2, asked, second), "it keeps the one that it has"
 
 
 def test_a_killed_sweep_loses_what_was_running_and_no_more(tmp_path):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.dispatch.digest import digest
+from scheduler.dispatch.dispatch import Options
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.gated_matmul import GATED_MATMUL, GatedMatmulProblem
@@ -190,3 +194,24 @@ def test_a_second_process_finds_the_compiled_program_until_a_record_answers_othe
     assert ran.returncode == 0, ran.stderr
     assert compiles() == ["misses", "True", "32.0"]
     assert compiles() == ["hits", "True", "32.0"]
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Options)])
+def test_jax_tells_programs_apart_by_all_that_decides_how_their_parts_are_answered(name):
+    plan = types.SimpleNamespace(plan=types.SimpleNamespace(digest="0"), missing="xla")
+    other = {
+        "on_miss": "xla",
+        "backends": frozenset({"xla"}),
+        "schedule": (("tile_m", 64),),
+        "target": "NVIDIA H200",
+        "plan": plan,
+        "generation": 1,
+        "sure": 0.5,
+        "divided": True,
+    }
+    problem, usual = MatmulProblem(64, 48, 32), Options()
+    changed = dataclasses.replace(usual, **{name: other[name]})
+    told = [digest(MATMUL, problem, {}, "cpu", options) for options in (usual, changed, usual)]
+    assert told[0] == told[2]
+    # These change nothing that is answered: how often JAX was made to ask, and that a device asks while XLA compiles.
+    assert (told[0] == told[1]) is (name in ("generation", "divided"))

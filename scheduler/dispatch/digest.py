@@ -43,7 +43,7 @@ def digest(operation: Operation[Any], problem: Problem, params: Params, platform
     among = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
     asked = (operation.name, versions, problem.canonical(), params, platform)
-    how = (options.on_miss, among, options.schedule, options.target, plan)
+    how = (options.on_miss, options.sure, among, options.schedule, options.target, plan)
     text = f"{asked!r} {how!r} {_all_known(operation, platform, options)}"
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -86,6 +86,7 @@ class Recorder:
     """Writes a recording: each trial is in the file once `add` returns. A file that is there is gone on with.
 
     Attributes:
+      sweep: the head of the file: what was asked for, but the second pass that is recorded already.
       trials: those recorded before.
       again: those of a whole second pass that were.
 
@@ -103,6 +104,7 @@ class Recorder:
             # A recording without a second pass may get one, and keeps the one that it has.
             asked = found if self.again else sweep
             sweep = dataclasses.replace(found, again=asked.again, rounds=asked.rounds)
+        self.sweep = sweep
         fresh = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,9 @@ from scheduler.core import hardware as chips
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import point_of
-from scheduler.core.records import Environment, Trial
+from scheduler.core.records import Environment, Measurement, Trial
 from scheduler.measure import replay
+from scheduler.measure.rotation import condition
 from scheduler.store.store import Store
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -50,6 +51,8 @@ def recorded(operation: Operation[Any], path: Path) -> Measured:
 def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measured:
     """What a store holds of searches there that came to their end: times of a run-off stand for those of its trials.
 
+    Times with warm operands, which a search is asked for, are left out where cold ones can be taken.
+
     Raises:
       StoreError: it cannot be read.
     """
@@ -65,7 +68,12 @@ def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measu
             latest[point_of(e.backend, e.schedule)] = Trial(
                 number, e.backend, e.version, e.schedule, e.measurement, e.predicted_s
             )
-        trials[problem] = list(latest.values())
+        _, l2 = condition(problem, hardware)
+        trials[problem] = [
+            trial
+            for trial in latest.values()
+            if not isinstance(trial.outcome, Measurement) or trial.outcome.l2 == l2
+        ]
         environments.append(record.environment)
     return Measured(hardware, trials, environments)
 

@@ -26,9 +26,9 @@ class Rival:
 
     Attributes:
       label: its own; also the last word where nothing else decides, so the same in every search.
-      library: whether a tie is to go to it...
-      onchip_bytes: a tie between others goes to the smaller.
-      yields: ...or, though it is the library, to any other (`Kernel.taken_apart`).
+      library: wins ties, unless it yields.
+      onchip_bytes: of a tie between others the smaller wins.
+      yields: loses ties though it is the library (`Kernel.taken_apart`).
     """
 
     label: str
@@ -75,7 +75,7 @@ def race(
     Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A library whose
     compilations differ by more does not: what it gains in one process it loses in another. A tie goes to the library
     (unless it yields), then to the smaller footprint, then to the shorter label, as of a schedule at its defaults, then
-    to the first one.
+    to the first one. Where all that are left in the race fail, those that had left it are compared.
     """
     order = random.Random(seed)
     failures: dict[str, Failure] = {}
@@ -105,20 +105,26 @@ def race(
     if not ran:
         return Result((), {}, failures, Verdict())
 
-    running = [rival for rival in running if rival in ran]
-    # One and the same program in all rounds tells how the device drifts. The library's may be several (see `Pool`).
-    steady = [r.label for r in running if not r.library] or [r.label for r in running]
-    sentinel = _leader(steady, rounds)
-    notes = []
+    running, rounds = _compared(running, ran, rounds)
+    sentinel, notes = _sentinel(running, rounds), []
     if affected := _affected(sentinel, rounds):
         notes.append(f"drift of {_drift(sentinel, rounds):.1%}: {len(affected)} of {len(rounds)} rounds repeated")
         for index in affected:
             rounds[index] = one_round([rival for rival in ran if rival.label in rounds[index]])
         ran = [rival for rival in ran if rival.label not in failures]
-        running = [rival for rival in running if rival in ran]
-    if not running:
-        return Result((), {}, failures, Verdict(rounds=len(rounds), notes=tuple(notes)))
-    return _decided(ran, running, rounds, failures, sentinel, notes)
+        if not ran:
+            return Result((), {}, failures, Verdict(rounds=len(rounds), notes=tuple(notes)))
+        running, rounds = _compared(running, ran, rounds)
+    return _decided(ran, running, rounds, failures, notes)
+
+
+def _compared(
+    running: Sequence[Rival], ran: Sequence[Rival], rounds: Sequence[Round]
+) -> tuple[list[Rival], list[Round]]:
+    """Who is left in the race, and its rounds; where they all failed, who had left, in the rounds of all of these."""
+    if left := [rival for rival in running if rival in ran]:
+        return left, list(rounds)
+    return list(ran), [times for times in rounds if all(rival.label in times for rival in ran)]
 
 
 def _decided(
@@ -126,7 +132,6 @@ def _decided(
     running: Sequence[Rival],
     rounds: Sequence[Round],
     failures: Mapping[str, Failure],
-    sentinel: str,
     notes: list[str],
 ) -> Result:
     leader = _leader([rival.label for rival in running], rounds)
@@ -135,7 +140,7 @@ def _decided(
     winner = _first(tied).label
     order = [winner, *sorted((m for m in margins if m != winner), key=lambda label: (margins[label].middle, label))]
     ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
-    drift = _drift(sentinel, rounds)
+    drift = _drift(_sentinel(running, rounds), rounds)
     if drift > DRIFT and not notes:
         notes.append(f"drift of {drift:.1%}")
     return Result(
@@ -233,6 +238,13 @@ def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:
 
     relatives = [relative(times) for times in rounds]
     return min(labels, key=lambda label: (statistics.median(r[label] for r in relatives), label))
+
+
+def _sentinel(running: Sequence[Rival], rounds: Sequence[Round]) -> str:
+    """Whose times tell how the device drifts: one and the same program, in all rounds. The library's may be several
+    (see `Pool`).
+    """
+    return _leader([r.label for r in running if not r.library] or [r.label for r in running], rounds)
 
 
 def _affected(sentinel: str, rounds: Sequence[Round]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -97,15 +98,20 @@ def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None, r
         return Missed(miss, reason=_unknown(miss, error))
     if hardware is None:
         return Missed(miss, operation, problem, reason="the table has no such chip")
-    for record in records:
-        if record.key == key and isinstance(entry := recheck(operation, problem, hardware, record), Entry):
-            return Missed(miss, operation, problem, settled=entry)
 
     def find(key: Key) -> list[Record]:
         return [record for record in records if record.key == key]
 
-    if isinstance(lying := between(operation, problem, hardware, ranges, find), Between):
+    # In the order in which calls are answered (`dispatch.stored`): what was measured goes first, its own or a range.
+    entries = [recheck(operation, problem, hardware, record) for record in find(key)]
+    own = next((entry for entry in entries if isinstance(entry, Entry)), None)
+    if own is not None and not own.measurement.estimated:
+        return Missed(miss, operation, problem, settled=own)
+    lying = between(operation, problem, hardware, ranges, find)
+    if isinstance(lying, Between) and (own is None or not lying.estimated):
         return Missed(miss, operation, problem, settled=lying)
+    if own is not None:
+        return Missed(miss, operation, problem, settled=own)
     library_s = model_of(operation, operation.library, hardware).library_seconds(problem)
     kernels = frozenset(kernel.backend for kernel in operation.kernels if not kernel.library)
     try:
@@ -141,7 +147,8 @@ def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
 
 
 class Within:
-    """Tasks are begun as long as time is left, and each gets no more of it than that; for `jobs.run` to ask.
+    """Tasks are begun as long as time is left, and each gets no more of it than that; for `jobs.run` to ask, from any
+    thread.
 
     Args:
       seconds: from when the first is begun; None sets no limit.
@@ -152,15 +159,17 @@ class Within:
 
     def __init__(self, seconds: float | None) -> None:
         self.left = 0
+        self._lock = threading.Lock()
         self._seconds = math.inf if seconds is None else seconds
         self._until: float | None = None
 
     def __call__(self, task: Task) -> Task | None:
-        now = time.monotonic()
-        if self._until is None:
-            self._until = now + self._seconds
-        if (remaining := self._until - now) <= 0:
-            self.left += 1
-            return None
+        with self._lock:
+            now = time.monotonic()
+            if self._until is None:
+                self._until = now + self._seconds
+            if (remaining := self._until - now) <= 0:
+                self.left += 1
+                return None
         bound = min(remaining, math.inf if task.seconds is None else task.seconds)
         return task if bound == math.inf else dataclasses.replace(task, seconds=bound)

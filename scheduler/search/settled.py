@@ -9,6 +9,7 @@ from scheduler.core.errors import MalformedRecord
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import L2, Record
+from scheduler.measure.rotation import condition
 from scheduler.prediction.validation import recheck
 from scheduler.search.trials import Keeper
 from search_spaces.operation import Operation
@@ -63,8 +64,9 @@ def useless(
         return entry
     if entry.measurement.estimated and not hardware.abilities.estimates:
         return "it was estimated by the compiler, not measured"
-    if l2 == "warm" and entry.measurement.l2 == "cold":  # a device without a cold state says "warm" whatever was asked
-        return "it was measured with its operands in memory"
+    _, found = condition(problem, hardware, l2)
+    if not entry.measurement.estimated and entry.measurement.l2 != found:
+        return f"it was measured with its operands in {'memory' if found == 'warm' else 'the cache'}"
     if record.brief and not brief:
         return "only a few schedules were tried, between two points of a range"
     return None

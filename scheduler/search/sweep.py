@@ -61,7 +61,8 @@ def sweep(
       sample: how many schedules to draw at random; None, or more than there are, measures all.
       seed: of the draw and the order.
       repetitions: of each measurement.
-      again: how many of the fastest to measure once more in `ROUNDS` rounds, in random order within each.
+      again: how many of the fastest to measure once more in `ROUNDS` rounds, in random order within each; a file that
+        has a whole second pass keeps that one.
       progress: called before the first trial and after each.
 
     Returns:
@@ -102,9 +103,10 @@ def sweep(
                 if isinstance(outcome, Measurement):
                     times.append((outcome.median_s, len(trials) - 1))
                 tell()
-        if len(recorder.again) < len(second_pass(head, trials)):
-            recorder.add_again(_measured_again(operation, problem, runner, second_pass(head, trials), head))
-    return head, trials
+        fastest = second_pass(recorder.sweep, trials)
+        if len(recorder.again) < len(fastest):
+            recorder.add_again(_measured_again(operation, problem, runner, fastest, recorder.sweep))
+    return recorder.sweep, trials
 
 
 def _measured_again(

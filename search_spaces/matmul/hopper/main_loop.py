@@ -55,21 +55,28 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
         pipeline.consumer_release(stage)
 
     def steps(*references: Any, values: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, ...]:
+        # Of a turn the last wgmma is also the end of the loop: the next consumer clears accumulators and passes a
+        # barrier while it runs.
+        in_turns = turns is not None
+        ahead = delay + in_turns
+
         def step(k_step: Any, values: Any) -> Any:
-            stage = stage_of(k_step)
-            values = start(stage, references, values)
-            release(stage_of(k_step - delay) if delay else stage, delay)
+            if in_turns:
+                release(stage_of(k_step - ahead), delay)
+            values = start(stage_of(k_step), references, values)
+            if not in_turns:
+                release(stage_of(k_step - ahead), delay)
             return values
 
         if turns is not None:
             turns.take()
-        for k_step in range(delay):
+        for k_step in range(ahead):
             values = start(stage_of(k_step), references, values)
-        values = lax.fori_loop(delay, work.steps, step, values)
+        values = lax.fori_loop(ahead, work.steps, step, values)
         if turns is not None:
             turns.give()
-        for before_end in range(delay, 0, -1):
-            release(stage_of(work.steps - before_end), 0)
+        for pending in range(ahead - 1, -1, -1):
+            release(stage_of(work.steps - 1 - pending), pending)
         return tuple(wgmma_async.wait(0, acc) for acc in values) if untiled else tuple(acc[...] for acc in references)
 
     shape, accumulators = (t.wg_m, t.wg_n), cta.plan.p.acc_dtype
@@ -109,7 +116,7 @@ def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = N
         return product
 
     def ask(k_step: Any) -> tuple[jax.Array, ...]:
-        return tuple(scales.of_step(row, t.wg_m, column, lax.min(k_step, t.steps - 1)))
+        return tuple(scales.of_step(row, t.wg_m, column, work.first_step + lax.min(k_step, work.steps - 1)))
 
     def step(k_step: Any, carried: Any) -> Any:
         total, factors = carried
@@ -121,5 +128,5 @@ def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = N
         return total + times(acc, math.prod(factors[1:], start=factors[0]), 0), asked
 
     start = plgpu.layout_cast(jnp.zeros(shape, p.acc_dtype), plgpu.Layout.WGMMA)
-    total, _ = lax.fori_loop(0, t.steps, step, (start, ask(0)))
+    total, _ = lax.fori_loop(0, work.steps, step, (start, ask(0)))
     return scales.apply(total, row, column)

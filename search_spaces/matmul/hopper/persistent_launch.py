@@ -49,7 +49,8 @@ def launched(
         )
     if (parts := schedule.tail_split_k) > 1:
         waves, tail = divmod(int(t.tiles), int(clusters))
-        if not (waves and tail and tail * parts <= clusters and (parts - 1) * cdiv(t.steps, parts) < t.steps):
+        before_last_part = (parts - 1) * cdiv(t.steps, parts)
+        if not (waves and tail and tail * parts <= clusters and before_last_part + schedule.delay_release < t.steps):
             raise ValueError(
                 f"{schedule} splits the last wave of {posed} into {parts} parts on {target}: it has {tail} tiles of "
                 f"{t.steps} steps beside {waves} waves of {clusters}"
