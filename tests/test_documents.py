@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hopper_matmul
 import pytest
 import typer.main
 
 from scheduler.cli.app import app
+from scheduler.core.hardware import find
+from scheduler.model.cost import CostModel
+from search_spaces.matmul import MatmulProblem
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import results_page
@@ -144,3 +148,11 @@ def test_the_demo_finds_what_was_tuned():
     assert "tuning" not in out
     assert "2nd call: found in the cache" in out
     assert "numbers:  right" in out
+
+
+def test_the_terms_of_the_model_are_told_by_the_names_that_explain_prints():
+    _, page = (ROOT / "docs" / "search-and-model.md").read_text().split("| term, as `explain` prints it |")
+    table, _ = page.split("\n\n", 1)
+    told = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    footprint = hopper_matmul.footprint(MatmulProblem(512, 512, 512), hopper_matmul.schedule())
+    assert told == set(CostModel(find("NVIDIA H200")).terms(footprint))

@@ -22,8 +22,8 @@ import platformdirs
 from scheduler.core.errors import WorkerError
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-# No turn of anybody is as long: XLA's autotuner has twelve minutes (`limits.AUTOTUNED_LIMIT_S`). Who holds a GPU for
-# longer is not tuning, and is waited for no more.
+# No turn of anybody is as long: a library's compilation has twelve minutes (`limits.COMPILE_LIMITS_S` and, for its
+# autotuner, `limits.AUTOTUNED_LIMIT_S`). Who holds a GPU for longer is not tuning, and is waited for no more.
 OTHERS_LIMIT_S = 900.0
 POLL_S = 0.01
 

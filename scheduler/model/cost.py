@@ -335,7 +335,7 @@ def _wgmma_bubble(footprint: Footprint, per_core: Array, units: Array, bubble_s:
 
 
 def _kept_s(loads: Sequence[Operand], fetched: Sequence[Array], core_rate: float) -> Any:
-    """Seconds in which a core would load what a mean step finds there of the step before."""
+    """Seconds of loads that a mean step of a core is spared: blocks that are on chip from the step before."""
     return sum((1 - share) * _filled(o) for share, o in zip(fetched, loads, strict=True)) / core_rate
 
 

@@ -109,7 +109,7 @@ def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
 
 
 def resident(footprint: Footprint, hardware: Hardware) -> Array:
-    """Blocks that share one core, by on-chip memory, registers, threads and the limit of blocks; at least 1.
+    """Occupancy: blocks that share one core, by on-chip memory, registers, threads and the limit of blocks; at least 1.
 
     A persistent kernel starts one block for each core.
     """

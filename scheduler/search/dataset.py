@@ -70,9 +70,7 @@ def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measu
             )
         _, l2 = condition(problem, hardware)
         trials[problem] = [
-            trial
-            for trial in latest.values()
-            if not isinstance(trial.outcome, Measurement) or trial.outcome.l2 == l2
+            trial for trial in latest.values() if not isinstance(trial.outcome, Measurement) or trial.outcome.l2 == l2
         ]
         environments.append(record.environment)
     return Measured(hardware, trials, environments)

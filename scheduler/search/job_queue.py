@@ -89,7 +89,9 @@ class Queue:
         """
         with self._changed:
             at = self._at[id(place)]
-            while not self._ended and not at.lost and (self._waiting or any(each.under_way for each in self._at.values())):
+            while (
+                not self._ended and not at.lost and (self._waiting or any(each.under_way for each in self._at.values()))
+            ):
                 if (found := self._next(at, joins)) is not None:
                     self._waiting.remove(found)
                     at.under_way += 1

@@ -1,7 +1,8 @@
 """A pipeline of shared-memory stages between a producer warpgroup and its consumers.
 
 Both sides count steps from the CTA's first to its last, over all of its tiles, so that the pipeline stays full from one
-tile to the next. The operations have the names of CUTLASS (`PipelineTmaAsync`); JAX calls empty barriers "consumed".
+tile to the next. Barriers are mbarriers; the operations have the names of CUTLASS (`PipelineTmaAsync`). JAX calls empty
+barriers "consumed".
 """
 
 from __future__ import annotations

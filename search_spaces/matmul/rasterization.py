@@ -1,4 +1,7 @@
-"""The order in which the tiles of a product are computed, so that those that run together share what they load."""
+"""The order in which the tiles of a product are computed, so that those that run together share what they load.
+
+CUTLASS calls it threadblock swizzle, Triton's tutorial grouped ordering (`GROUP_SIZE_M`).
+"""
 
 from __future__ import annotations
 

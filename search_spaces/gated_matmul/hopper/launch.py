@@ -25,6 +25,7 @@ from search_spaces.matmul.hopper.persistent_launch import launched
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.space import space
 from search_spaces.matmul.hopper.tiling import Tiling
+from search_spaces.matmul.split_k import added
 from search_spaces.space import Columns, Space
 
 
@@ -61,5 +62,4 @@ class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
 def _reduce(p: GatedMatmulProblem, s: HopperSchedule, splits: jax.Array, args: Any) -> jax.Array:
     """The result from the accumulators ``[2 * split_k, m, n]`` of all splits, added first to last, rounded once."""
     factors = splits.reshape(2, s.split_k, p.m, p.n)
-    products = [sum((factor[split] for split in range(1, s.split_k)), start=factor[0]) for factor in factors]
-    return p.gated(products, p.apart(args).biases).astype(p.result().dtype)
+    return p.gated([added(factor) for factor in factors], p.apart(args).biases).astype(p.result().dtype)

@@ -59,8 +59,8 @@ class Consumer:
 
     Attributes:
       cta: its CTA.
-      first_row, first_column: of a tile, as wgmma sees it, the first that it computes...
-      first_own: ...and the first column that it finishes.
+      first_row, first_column: offset of what it multiplies within the CTA's tile, as wgmma sees that (after `swap_ab`).
+      first_own: offset of the columns whose epilogue it runs; another than `first_column` only in cluster split-K.
       loads: of its epilogue's operands, for each factor.
     """
 

@@ -58,7 +58,7 @@ class EpilogueStores:
 
     def _where_it_lies(self, product: Any, row: Any, column: Any, store: Callable[[Any, Any], None]) -> None:
         """Calls ``store(result, column of it)`` for the result that holds a `row` and `column` of the product."""
-        several = self.plan.places > 1
+        several = self.plan.outputs > 1
         of_product = [c.at[product] if several else c for c in self.results]
         ends = list(itertools.accumulate(self.plan.problem.columns))
 
@@ -94,8 +94,9 @@ class EpilogueStores:
         rows, columns = (int(extent) for extent in self.plan.tiling.c_extents[-1])
         width = out.swizzle // out.dtype.itemsize
         within = []
-        if rows <= 8 == out.rows < tile_m:
+        one_box_high, one_box_wide = out.rows == 8 and rows <= 8, out.columns == width and columns <= width
+        if one_box_high and tile_m > out.rows:
             within.append(row < rows)
-        if columns <= width == out.columns < tile_n:
+        if one_box_wide and tile_n > out.columns:
             within.append(column < end)
         return within

@@ -27,18 +27,18 @@ class Gate:
 
 
 class Source(NamedTuple):
-    """An array in device memory, and how far into each of its last axes what is meant begins."""
+    """An array in device memory, and the offset of an operand within it along each of its last axes."""
 
     array: Any
     first: tuple[int, ...] = ()
 
     def at(self, *corner: Any) -> tuple[Any, ...]:
-        """A corner of what is meant as one of the array."""
+        """Coordinates within the operand as coordinates of the array."""
         return tuple(x + by if by else x for x, by in zip(corner, self.first or (0,) * len(corner), strict=True))
 
 
 class Sources(NamedTuple):
-    """The operands of a launch: of `b` and the bias one for each factor; none of what there is not."""
+    """The operands of a launch: `b` and the bias once for each factor; no bias, or no residual, where there is none."""
 
     a: Any
     b: tuple[Source, ...]

@@ -1,4 +1,4 @@
-"""The main loop of a consumer: the accumulators of a tile, from the steps that the producer loads."""
+"""The main loop (mainloop) of a consumer: the accumulators of a tile, from the steps that the producer loads."""
 
 from __future__ import annotations
 

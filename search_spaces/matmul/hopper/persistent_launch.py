@@ -32,7 +32,7 @@ def launched(
     """The results ``[..., m, n]``; of splits of k the accumulators of each, and of each factor, along the first axis.
 
     Args:
-      problem: what the launch itself computes of `posed`.
+      problem: the product that this launch computes: with split-K that of `posed` without its epilogue.
       operands: as they lie in device memory; with a `scaling`, the scales of `a` and of `b` follow them.
 
     Raises:
@@ -56,7 +56,7 @@ def launched(
                 f"{t.steps} steps beside {waves} waves of {clusters}"
             )
     dtype = problem.whole.dtype if schedule.split_k == 1 else problem.acc_dtype
-    lead = (launch.places,) if launch.places > 1 else ()
+    lead = (launch.outputs,) if launch.outputs > 1 else ()
     mailboxes = len(launch.factors) * reduction.mailbox(clusters) if reduction else ()
     run = plgpu.kernel(
         kernel(problem, schedule, gate, scaling),

@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def without(self) -> tuple[None, ...]:
-        """What each factor has of what there is not."""
+        """One None for each factor: in place of biases, or mailboxes, that a launch does not have."""
         return (None,) * len(self.factors)
 
     @property
-    def places(self) -> int:
-        """Matrices that a launch leaves: of a split of k the accumulators of each factor."""
+    def outputs(self) -> int:
+        """Matrices that a launch writes: its results, or with split-K the accumulators of each split and factor."""
         return int(self.t.products * (len(self.factors) if self.s.split_k > 1 else 1))
 
     @property

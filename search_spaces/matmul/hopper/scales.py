@@ -47,9 +47,9 @@ class Scales(NamedTuple):
     b: Any
 
     def of_step(self, row: Any, rows: int, column: Any, step: Any) -> list[jax.Array]:
-        """Whose product the accumulators ``[rows, columns]`` of one step are multiplied by: a number a row, a number.
+        """The scales of one block of k, whose product multiplies the accumulators ``[rows, columns]`` of that step.
 
-        The columns from `column` on lie in one block.
+        A vector ``[rows]`` where `a` has blocks, and a scalar where `b` has: the columns from `column` on lie in one.
         """
         found = []
         if self.scaling.a == "blocks":

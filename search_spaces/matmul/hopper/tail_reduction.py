@@ -1,8 +1,8 @@
-"""The reduction of a last wave whose tiles are split along k: CTAs leave accumulators for others in device memory.
+"""The reduction of a last wave whose tiles are split along k: CTAs leave partials for others in device memory.
 
-A thread of a consumer writes its accumulators for the thread that has the same places of the tile in another CTA, in
-the order of its registers: whole lines, which stay in the L2 cache. A semaphore tells when all threads have. The other
-CTA adds them to its own, the first part's first: the bits are the same each time.
+Partials are the accumulators of a part of k. A thread of a consumer writes its own for the thread that has the same
+elements of the tile in another CTA, in the order of its registers: whole lines, which stay in the L2 cache. A semaphore
+tells when all threads have. The other CTA adds them to its own, the first part's first: the same bits each time.
 
 The interpreter knows no semaphores. It runs CTAs in their order, in which none waits for a later one.
 """
@@ -27,7 +27,7 @@ from search_spaces.matmul.hopper.tile_scheduler import SplitTailScheduler, TileS
 
 
 def workspace(plan: Plan, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a launch returns beside its results: the accumulators that CTAs leave, one place for each; else nothing."""
+    """What a launch returns beside its results: the partials that CTAs leave, ``[ctas, consumers, m, n]``, if any."""
     if plan.s.tail_split_k == 1:
         return ()
     t = plan.t
@@ -40,15 +40,15 @@ class TailReduction:
     """Of a consumer of a CTA that has a part of a tile of the last wave.
 
     Attributes:
-      places: the `workspace` in device memory.
-      full: a semaphore for each, zero before and after a launch; None for the interpreter.
-      cta: number of the CTA...
-      ctas: ...and how many have a part of the same number, and follow each other.
+      workspace: in device memory, partials of each CTA that leaves some.
+      full: a semaphore for each of them, zero before and after a launch; None for the interpreter.
+      cta: number of this CTA.
+      ctas: how many CTAs have the same part of their tiles; their numbers are consecutive.
       parts: of a tile.
       half: of the tile that the consumer has: its number, where consumers cooperate.
     """
 
-    places: Any
+    workspace: Any
     full: Any
     cta: Any
     ctas: int
@@ -96,19 +96,21 @@ class TailReduction:
 
     def _place(self, cta: Any) -> tuple[Any, Any]:
         """Where a CTA leaves what it has, and the semaphore that tells."""
-        return self.places.at[cta, self.half], None if self.full is None else self.full.at[cta, self.half]
+        return self.workspace.at[cta, self.half], None if self.full is None else self.full.at[cta, self.half]
 
 
 def tail_reduction(plan: Plan, beside: list[Any], tiles: TileScheduler, warpgroup: Any) -> TailReduction | None:
     """Of a consumer of a launch, which has its workspace `beside` its results; None where tiles are whole."""
     if not isinstance(tiles, SplitTailScheduler):
         return None
-    (places,) = beside
-    full = None if interprets() else pl.get_global(plgpu.SemaphoreType.REGULAR(places.shape[:2]))
+    (partials,) = beside
+    full = None if interprets() else pl.get_global(plgpu.SemaphoreType.REGULAR(partials.shape[:2]))
     t = plan.t
     ctas = t.cluster_m * t.cluster_n
     half = warpgroup if t.cooperating > 1 else 0
-    return TailReduction(places, full, tiles.cluster * ctas + tiles.rank, tiles.tail * ctas, plan.s.tail_split_k, half)
+    return TailReduction(
+        partials, full, tiles.cluster * ctas + tiles.rank, tiles.tail * ctas, plan.s.tail_split_k, half
+    )
 
 
 def _own(place: Any) -> Any:
