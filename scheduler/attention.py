@@ -76,8 +76,8 @@ def tuned_flash_attention(
     Works where `tuned_matmul` works, but in reverse mode alone: `jax.jvp` raises a TypeError, as of any
     `jax.custom_vjp`. The backward pass is an operation of its own, "flash_attention_backward", tuned and cached as
     such, and under a derivative the forward pass also returns the log-sum-exp: what is tuned for training is
-    ``return_lse=True`` and that. XLA answers for q, k and v that are not of one bfloat16, float16 or float32 dtype, and
-    for empty arrays.
+    ``return_lse=True`` and that. XLA answers for q, k and v of another dtype than bfloat16, float16 or float32, which
+    is one for all three, and for empty arrays.
 
     Args:
       q: ``[batch, q_len, heads, head_dim]`` or ``[q_len, heads, head_dim]``.
@@ -87,7 +87,7 @@ def tuned_flash_attention(
       scale: of logits, a number; None is ``1 / sqrt(head_dim)``.
       window: query i sees keys from ``i - left`` to ``i + right``, both included: a number for both, or two, of which
         one may be None.
-      softcap: logits become ``softcap * tanh(logits / softcap)``; a number above 0.
+      softcap: logits become ``softcap * tanh(logits / softcap)``; a finite number above 0.
       q_lengths: ``int32[batch]``: the first so many queries of each sequence are there, the results of others zeros.
       kv_lengths: ``int32[batch]``: the first so many keys of each sequence are there.
       return_lse: return the log-sum-exp of each query's logits, too.
@@ -103,8 +103,8 @@ def tuned_flash_attention(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`, and what
         `jax.nn.dot_product_attention` refuses.
     """
-    number = None if scale is None else float(scale)
-    cap = None if softcap is None else float(softcap)
+    number = None if scale is None else calls.number("scale", scale)
+    cap = None if softcap is None else calls.number("softcap", softcap)
     how = (on_miss, backends, schedule, causal, number, window, cap, return_lse, deterministic)
     return calls.answer(_CALLED, how, q, k, v, q_lengths, kv_lengths)
 

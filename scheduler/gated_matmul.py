@@ -31,8 +31,8 @@ def tuned_gated_matmul(
     as users write it (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it out).
 
     Works where `tuned_matmul` works. Under a derivative both products, by `tuned_matmul`'s kernels, are rounded and
-    kept, and the backward pass is of such products, too. XLA also answers for operands other than bfloat16 or float16
-    of one dtype, and for empty ones. A vmapped `x` is more rows; of vmapped weights
+    kept, and the backward pass is of such products, too. XLA also answers for real operands of 16 bits or more
+    that are not both bfloat16 or float16, and for empty ones. A vmapped `x` is more rows; of vmapped weights
     each takes a call of its own.
 
     Args:
@@ -48,7 +48,8 @@ def tuned_gated_matmul(
       ``[..., n]``, of the dtype of the operands.
 
     Raises:
-      TypeError, ValueError: weights or a bias of another shape, an unknown activation; as `jnp.matmul`.
+      TypeError, ValueError: weights or a bias of another shape, an unknown activation; operands of integers, of 8 bits
+        or complex; as `jnp.matmul`.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
     gate, up = _apart(w, "w")

@@ -70,7 +70,7 @@ def tuned_rms_norm(
       ValueError: `weight` is not as long as a row, or `residual` is not of the shape of `x`.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
-    how = (on_miss, backends, schedule, float(eps))
+    how = (on_miss, backends, schedule, calls.number("eps", eps))
     if residual is None:
         return calls.answer(_RMS_NORM, how, x, weight)
     return calls.answer(_ADD_RMS_NORM, how, x, residual, weight)

@@ -51,10 +51,11 @@ def tuned_scaled_matmul(
       ``[..., n]``.
 
     Raises:
-      TypeError, ValueError: operands that do not multiply; a scale of another shape, with those that it may have.
+      TypeError, ValueError: operands that do not multiply, or are complex; a result of another dtype; a scale of
+        another shape, with those that it may have.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
-    how = (on_miss, backends, schedule, transpose_b, str(jnp.dtype(out_dtype)))
+    how = (on_miss, backends, schedule, transpose_b, str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)))
     return calls.answer(_CALLED, how, a, b, a_scale, b_scale)
 
 

@@ -38,6 +38,12 @@ def unposed(arrays: Mapping[str, Any]) -> str | None:
     return EXPLICIT_AXES if jax_compat.has_explicit_axes(list(arrays.values())) and not _posing.get() else None
 
 
+def require_array(name: str, x: Any) -> None:
+    """Raises a TypeError where `x` is neither an array nor a number, as `jnp` does for a list."""
+    if x is None or isinstance(x, list | tuple):
+        raise TypeError(f"{name} must be an array, not {type(x).__name__}: give it as jnp.asarray({name})")
+
+
 def weakly_typed(*arrays: jax.Array) -> str | None:
     """Why arrays have no dtype of their own to pose a problem by; None where they have."""
     if any(x.weak_type for x in arrays):

@@ -99,6 +99,19 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
         raise
 
 
+def number(name: str, value: Any) -> float:
+    """`value` as a float, for an argument that is part of the compiled program.
+
+    Raises:
+      TypeError: it is none, or is an array that is traced.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        told = "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
+        raise TypeError(f"{name} is {told}; it is part of the compiled program, so give a number") from None
+
+
 def _require_hashable(operation: Operation[Any], values: Any) -> None:
     """Raises a TypeError where they hold what cannot be part of a compiled program: an array, for one."""
     try:
@@ -108,11 +121,13 @@ def _require_hashable(operation: Operation[Any], values: Any) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list."""
+    """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list or an array of NumPy."""
     if isinstance(value, Mapping):
         return tuple(sorted(value.items()))
     if isinstance(value, set):
         return frozenset(value)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -90,7 +90,9 @@ def compiles(p: AttentionProblem, target: Target) -> bool:
 
 
 def q_rows(p: AttentionProblem) -> int:
-    """Queries whose logits are in memory at a time."""
+    """Queries whose logits are in memory at a time: all, where extents are symbols (`jax.export`)."""
+    if not all(isinstance(extent, int) for extent in (p.batch, p.heads, p.q_len, p.kv_len)):
+        return p.q_len
     return max(1, min(p.q_len, MOST_LOGITS // (p.batch * p.heads * p.kv_len)))
 
 
@@ -119,7 +121,7 @@ def _seen(p: AttentionProblem, of: Lengths, rows: jax.Array) -> jax.Array:
 def _logits(p: AttentionProblem, q: Any, k: Any, scale: float, softcap: float) -> jax.Array:
     """Scaled and capped, ``[batch, kv_heads, group, rows, kv_len]``."""
     q = q.reshape(*q.shape[:2], p.kv_heads, p.group, p.head_dim)
-    logits: jax.Array = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=_wide(q)) * scale
+    logits: jax.Array = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=wide(q)) * scale
     return softcap * jnp.tanh(logits / softcap) if p.softcap else logits
 
 
@@ -134,7 +136,7 @@ def _block(
     total = jnp.sum(e, axis=-1, keepdims=True)
     sees = jnp.any(seen, axis=-1, keepdims=True)
     total = jnp.where(sees, total, 1.0)
-    out = jnp.einsum("bkgts,bskv->btkgv", (e / total).astype(v.dtype), v, preferred_element_type=_wide(q))
+    out = jnp.einsum("bkgts,bskv->btkgv", (e / total).astype(v.dtype), v, preferred_element_type=wide(q))
     lse = jnp.where(sees, most + jnp.log(total), -jnp.inf)
     shape = (p.batch, q.shape[1], p.heads, p.value_dim)
     return out.reshape(shape).astype(q.dtype), lse[..., 0].reshape(p.batch, p.heads, q.shape[1])
@@ -145,23 +147,23 @@ def _block_gradients(
 ) -> tuple[jax.Array, ...]:
     """Of some queries, dk and dv being their part of the sums; in float32."""
     q, lse, delta, d_out = operands
-    wide, grouped = _wide(q), (*q.shape[:2], p.kv_heads, p.group)
+    summed, grouped = wide(q), (*q.shape[:2], p.kv_heads, p.group)
     by_row = (p.batch, p.kv_heads, p.group, q.shape[1])
     logits = _logits(p, q, k, scale, softcap)
     lse = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(by_row)[..., None]
     # What nobody sees may be larger than what is seen: no exponential of it, which could overflow.
     probabilities = jnp.exp(jnp.where(_seen(p, of, rows), logits - lse, -jnp.inf))
     d_out = d_out.reshape(*grouped, p.value_dim)
-    d_probabilities = jnp.einsum("btkgv,bskv->bkgts", d_out, v, preferred_element_type=wide)
+    d_probabilities = jnp.einsum("btkgv,bskv->bkgts", d_out, v, preferred_element_type=summed)
     d_logits = probabilities * (d_probabilities - delta.reshape(by_row)[..., None])
     if p.softcap:
         d_logits *= 1 - (logits / softcap) ** 2
     d_logits = (d_logits * scale).astype(q.dtype)
-    dq = jnp.einsum("bkgts,bskh->btkgh", d_logits, k, preferred_element_type=wide)
-    dk = jnp.einsum("bkgts,btkgh->bskh", d_logits, q.reshape(*grouped, p.head_dim), preferred_element_type=wide)
-    dv = jnp.einsum("bkgts,btkgv->bskv", probabilities.astype(v.dtype), d_out, preferred_element_type=wide)
+    dq = jnp.einsum("bkgts,bskh->btkgh", d_logits, k, preferred_element_type=summed)
+    dk = jnp.einsum("bkgts,btkgh->bskh", d_logits, q.reshape(*grouped, p.head_dim), preferred_element_type=summed)
+    dv = jnp.einsum("bkgts,btkgv->bskv", probabilities.astype(v.dtype), d_out, preferred_element_type=summed)
     return dq.reshape(q.shape), dk, dv
 
 
-def _wide(x: Any) -> Any:
+def wide(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)

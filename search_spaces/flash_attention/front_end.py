@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from search_spaces.attention import xla
 from search_spaces.attention.problem import DTYPES, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
 
 
@@ -44,8 +46,11 @@ def bind(
     Raises:
       ValueError: a window or a softcap that is none.
     """
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap!r} is not above 0")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap!r} is no finite number above 0")
+    for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+        if x is not None:
+            require_array(name, x)
     how = Options(bool(causal), scale, *_bounds(window), softcap, bool(return_lse))
     of = Lengths(q_lengths, kv_lengths)
     posed = _problem(q, k, v, of, how)
@@ -72,15 +77,16 @@ def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
             lambda q, k, v, of: narrow(q, k, v, query_seq_lengths=of.q, key_value_seq_lengths=of.kv), q, k, v, of
         )
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    dtype = jnp.result_type(q, k, v)
+    if len({x.dtype for x in (q, k, v)}) > 1:
+        raise ValueError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; attention is of one dtype: use .astype")
+    dtype = q.dtype
     flat = q.ndim == 3
     q, k, v = (x[None] if flat else x for x in (q, k, v))
     p: Any = _Unposed(q, k, v, of, how)
-    scale = p.head_dim**-0.5 if how.scale is None else how.scale
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
-    if not (q.size and k.size and v.size):
-        out, lse = jnp.zeros(p.out_shape, dtype), jnp.full(p.lse_shape, -jnp.inf)
+    if any(extent == 0 for x in (q, k, v) for extent in x.shape):
+        out, lse = jnp.zeros(p.out_shape, dtype), jnp.full(p.lse_shape, -jnp.inf, xla.wide(q))
     else:
+        scale = p.head_dim**-0.5 if how.scale is None else how.scale
         out, lse = xla.forward(p, q, k, v, of, scale=scale, softcap=how.softcap or 1.0)
     out, lse = (out[0], lse[0]) if flat else (out, lse)
     return (out, lse) if how.return_lse else out
@@ -98,7 +104,7 @@ class _Unposed:
             raise ValueError(f"k {k.shape} and v {v.shape} do not belong to q {q.shape}")
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads are no multiple of {self.kv_heads} key heads")
-        self.group = self.heads // max(1, self.kv_heads)
+        self.group = self.heads // (self.kv_heads or 1)
         self.left, self.right = how.left, 0 if how.causal else how.right
         self.softcap = how.softcap is not None
         self.out_shape = (self.batch, self.q_len, self.heads, self.value_dim)
@@ -134,7 +140,13 @@ def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentio
 
 def _bounds(window: Any) -> tuple[int | None, int | None]:
     """The window's bounds to the left and to the right, None without one."""
-    sides = (window, window) if window is None or isinstance(window, int) else tuple(window)
-    if len(sides) != 2 or any(side is not None and (not isinstance(side, int) or side < 0) for side in sides):
-        raise ValueError(f"window={window!r} is neither a number of keys nor two, to the left and to the right")
-    return sides[0], sides[1]
+    try:
+        given = tuple(window) if isinstance(window, list | tuple) else (window, window)
+        left, right = (None if side is None else operator.index(side) for side in given)
+        if min(left or 0, right or 0) < 0:
+            raise ValueError(window)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window={window!r} is neither a number of keys nor two, to the left and to the right"
+        ) from None
+    return left, right

@@ -59,7 +59,8 @@ def formula(x: Any, weights: Sequence[Any], biases: Sequence[Any], *, transpose_
     Accumulators are in float32 or wider; the result, rounded once, has the dtype of `jnp.matmul`.
 
     Raises:
-      TypeError, ValueError: as `jnp.matmul`; an unknown activation; operands of integers or of 8 bits.
+      TypeError, ValueError: as `jnp.matmul`; an unknown activation; operands of integers, of 8 bits or complex, or a
+        bias that is.
     """
     if activation not in epilogue.ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(epilogue.ACTIVATIONS)}")
@@ -67,8 +68,12 @@ def formula(x: Any, weights: Sequence[Any], biases: Sequence[Any], *, transpose_
     out = jnp.result_type(x, *weights)
     if not jnp.issubdtype(out, jnp.floating) or out.itemsize == 1:
         raise TypeError(
-            f"products of {out} take no activation: their accumulators are to be scaled first, by way of tuned_matmul"
+            f"products of {out} take no activation: give x and w as real numbers of 16 bits or more (.astype), or take "
+            "tuned_matmul, and scale its result first"
         )
+    for bias in biases:
+        if jnp.issubdtype(dtype := jnp.result_type(bias), jnp.complexfloating):
+            raise TypeError(f"a bias is {dtype}, which a result of {out} cannot hold")
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(out, jnp.float32)
     turned = [jnp.swapaxes(w, -1, -2) if transpose_w else w for w in weights]

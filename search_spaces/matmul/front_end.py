@@ -94,7 +94,7 @@ def _problem(
     if reason := weakly_typed(a, b):
         return reason
     if (rounding := _rounding(precision)) is None:
-        return f"precision={precision!r} is not default, high or highest"
+        return f"precision={_asked(precision)!r} is not default, high or highest"
     m, k = (1, *a.shape)[-2:][:: -1 if transpose_a else 1]
     k_of_b, n = (*b.shape, 1) if b.ndim == 1 else b.shape[-2:][:: -1 if transpose_b else 1]
     if k != k_of_b:
@@ -177,12 +177,16 @@ _ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
 
 def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
     """The `MatmulProblem.precision` of what `jnp.matmul` accepts, or None for what only XLA can express."""
-    if precision is None:
-        config: Any = jax.config  # its options are no attributes to a type checker in 0.10
-        precision = config.jax_default_matmul_precision or "default"
+    precision = _asked(precision)
     if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
         precision = precision[0]
     try:
         return _ROUNDINGS[lax.Precision(precision)]
     except (ValueError, TypeError):
         return None
+
+
+def _asked(precision: Any) -> Any:
+    """What a call, or JAX's configuration for those that ask for none, says."""
+    config: Any = jax.config  # its options are no attributes to a type checker in 0.10
+    return (config.jax_default_matmul_precision or "default") if precision is None else precision

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from search_spaces.front_end import require_array
 from search_spaces.operation import Bound, Unbound
 from search_spaces.rms_norm.problem import EPS, RmsNormProblem
 from search_spaces.rowwise import front_end
@@ -18,6 +19,8 @@ def bind(x: Any, weight: Any, *, eps: float = EPS) -> Bound[RmsNormProblem] | Un
 
 
 def require_weight(x: Any, weight: Any) -> None:
-    """Raises a ValueError where `weight` is not as long as the rows of `x`."""
+    """Raises a ValueError where `weight` is not as long as the rows of `x`, a TypeError where one is no array."""
+    require_array("x", x)
+    require_array("weight", weight)
     if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
         raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")

@@ -9,14 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
 from search_spaces.problem import as_tuple
 from search_spaces.rowwise.problem import RowProblem
 
 
 def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
-    """The call of what lies along another axis than the last, which has no rows; None where it is the last."""
+    """The call of what lies along another axis than the last, which has no rows; None where it is the last.
+
+    Raises:
+      TypeError: `x` is no array.
+    """
+    require_array("x", x)
     if axis in (-1, jnp.ndim(x) - 1):
         return None
     return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", answer)
@@ -38,16 +43,27 @@ def bind(problem: type[RowProblem], *arrays: Any, **params: Any) -> Bound[Any] |
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
-    """The formula in float32, or float64 where an array is; rows are of the dtype of the first array, if that floats.
+    """The formula in the dtype that is `wide` enough; rows are of the dtype of the first array, if that is inexact.
 
     A result that is a statistic of each row is not rounded.
     """
     arrays = tuple(jnp.asarray(x) for x in arrays)
-    wide = jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
-    out = problem.compute_in(wide, *arrays, **params)
-    dtype = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.floating) else wide
+    computed = wide(*arrays)
+    out = problem.compute_in(computed, *arrays, **params)
+    dtype = arrays[0].dtype if jnp.issubdtype(arrays[0].dtype, jnp.inexact) else computed
     results = [x.astype(dtype) if x.ndim == arrays[0].ndim else x for x in as_tuple(out)]
     return tuple(results) if isinstance(out, tuple) else results[0]
+
+
+def wide(*arrays: jax.Array) -> jnp.dtype[Any]:
+    """float32, or what is wider or complex among arrays; integers are as wide as JAX makes them of a float."""
+    found = jnp.dtype(jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        for x in arrays:
+            dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, float)
+            if dtype.itemsize > 1:  # JAX promotes 8 bits to nothing by itself
+                found = jnp.promote_types(found, dtype)
+    return found
 
 
 def _problem(problem: type[RowProblem], *arrays: Any) -> RowProblem | str:

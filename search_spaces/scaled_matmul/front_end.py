@@ -21,18 +21,24 @@ def bind(
     """A call of `scheduler.tuned_scaled_matmul`, whose arguments these are.
 
     Raises:
-      TypeError, ValueError: operands that do not multiply, a scale of a shape that is none of theirs.
+      TypeError, ValueError: operands that do not multiply or are complex, a scale of a shape that is none of theirs, a
+        result of another dtype than `RESULTS`.
     """
     if jnp.ndim(a) < 1 or jnp.ndim(b) != 2 or jnp.shape(a)[-1] != jnp.shape(b)[1 if transpose_b else 0]:
         raise ValueError(f"a {jnp.shape(a)} and b {jnp.shape(b)} are not [..., k] and [k, n] ({transpose_b=})")
     lead, k = jnp.shape(a)[:-1], jnp.shape(a)[-1]
     n = jnp.shape(b)[0 if transpose_b else 1]
-    blocks_k, blocks_n = int(cdiv(k, BLOCK)), int(cdiv(n, BLOCK))
+    blocks_k, blocks_n = cdiv(k, BLOCK), cdiv(n, BLOCK)
     blocks = (blocks_n, blocks_k) if transpose_b else (blocks_k, blocks_n)
     column, row = ((n, 1), (n,)) if transpose_b else ((1, n), (n,))
     a_scale = _shaped("a_scale", a_scale, {lead: lead, (*lead, 1): lead, (*lead, blocks_k): (*lead, blocks_k)})
     b_scale = _shaped("b_scale", b_scale, {row: row, column: row, blocks: blocks})
-    if (reason := _unposed(a, b, a_scale, b_scale, out_dtype)) is not None:
+    if str(jnp.dtype(out_dtype)) not in RESULTS:
+        raise TypeError(f"out_dtype is {jnp.dtype(out_dtype)}; a result is {', '.join(RESULTS)}")
+    for name, x in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale)):
+        if jnp.issubdtype(dtype := jnp.result_type(x), jnp.complexfloating):
+            raise TypeError(f"{name} is {dtype}; operands and scales are real: multiply complex ones by tuned_matmul")
+    if (reason := _unposed(a, b, a_scale, b_scale)) is not None:
         answer = functools.partial(_formula, a, b, a_scale, b_scale, transpose_b=transpose_b, out_dtype=out_dtype)
         return Unbound(reason, answer)
     rows = math.prod(lead)
@@ -51,7 +57,7 @@ def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]
     return jnp.reshape(scale, shapes[jnp.shape(scale)])
 
 
-def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any, out_dtype: Any) -> str | None:
+def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any) -> str | None:
     """Why no problem describes them, in words."""
     if reason := unposed({"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}):
         return reason
@@ -59,8 +65,6 @@ def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any, out_dtype: Any) -> str 
         return reason
     if a.dtype != b.dtype or str(a.dtype) not in DTYPES:
         return f"a is {a.dtype} and b is {b.dtype}; kernels take two of {', '.join(DTYPES)}"
-    if str(jnp.dtype(out_dtype)) not in RESULTS:
-        return f"out_dtype is {jnp.dtype(out_dtype)}; kernels write {', '.join(RESULTS)}"
     if wrong := next((s.dtype for s in (a_scale, b_scale) if s.dtype != jnp.float32), None):
         return f"a scale is {wrong}; kernels take float32"
     return None

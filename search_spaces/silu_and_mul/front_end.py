@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from search_spaces.front_end import require_array
 from search_spaces.operation import Bound, Unbound
 from search_spaces.rowwise import front_end
 from search_spaces.silu_and_mul.problem import SiluAndMulProblem
@@ -13,6 +14,7 @@ from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
 def bind(x: Any) -> Bound[SiluAndMulProblem] | Unbound:
     """A call of `scheduler.tuned_silu_and_mul`, whose argument this is."""
+    require_array("x", x)
     if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
         raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
     return front_end.bind(SiluAndMulProblem, x)

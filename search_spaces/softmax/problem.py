@@ -18,6 +18,8 @@ class SoftmaxProblem(RowProblem):
     @staticmethod
     def compute(*args: jax.Array, **params: Any) -> jax.Array:
         (x,) = args
+        if x.shape[-1] == 0:
+            return x
         e = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
         return e / jnp.sum(e, axis=-1, keepdims=True)
 

@@ -16,8 +16,8 @@ def bind(x: Any, *, axis: Any = -1) -> Bound[SoftmaxWithLseProblem] | Unbound:
     """A call of `scheduler.tuned_softmax` with ``return_lse=True``, whose arguments these are."""
 
     def answer() -> tuple[jax.Array, jax.Array]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(front_end.wide(x))
         p, lse = jax.nn.softmax(wide, axis), jax.nn.logsumexp(wide, axis)
-        return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else p, lse
+        return p.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else p, lse
 
     return front_end.elsewhere(x, axis, answer) or front_end.bind(SoftmaxWithLseProblem, x)
