@@ -71,6 +71,8 @@ class Columns:
 
 
 Rule = Callable[[Any], Any]
+# Combinations of some choices that are looked at, before and after rules: as many bytes for each, and more.
+MOST_POINTS = 20_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Space(Generic[S]):
 
     Raises:
       DeclarationError: choices that are no tuple of int, bool or str; while it is asked about its points, a rule that
-        wants one truth value of many.
+        wants one truth value of many, or says nothing, or too many points.
     """
 
     schedule: type[S]
@@ -97,10 +99,18 @@ class Space(Generic[S]):
         for name, values in self.choices.items():
             if not isinstance(values, tuple | list | range):
                 raise DeclarationError(f"the choices of {name} are {values!r}: write them as a tuple, as in (64, 128)")
+            if isinstance(values, range):
+                continue
             for value in values:
                 if not isinstance(value, int | bool | str):
                     raise DeclarationError(
                         f"{name}={value!r} is a {type(value).__name__}: choices are int, bool or str"
+                    )
+                if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                    raise DeclarationError(f"{name}={value} does not fit into 64 bits, which choices are kept in")
+                if type(value) is not type(values[0]):
+                    raise DeclarationError(
+                        f"{name} has {values[0]!r} and {value!r} to choose: give values of one type, int, bool or str"
                     )
 
     @property
@@ -128,11 +138,19 @@ class Space(Generic[S]):
         left = list(self.choices.items())
         while left or waiting:
             if left:
+                if (size := len(points) * len(left[0][1])) > MOST_POINTS:
+                    made = ", ".join(list(self.choices)[: len(self.choices) - len(left) + 1])
+                    raise DeclarationError(
+                        f"{size:,} combinations of {made} are more than the {MOST_POINTS:,} that are looked at: offer "
+                        "fewer values, or rules of the first of these choices"
+                    )
                 points = _times(points, *left.pop(0))
             for reason, rule in list(waiting.items()):
                 try:
                     with one_truth_value(f"the rule {reason!r}"):
-                        holds = np.broadcast_to(np.asarray(rule(points), dtype=bool), (len(points),))
+                        if (answer := rule(points)) is None:
+                            raise DeclarationError(f"the rule {reason!r} returns None: it says whether it holds")
+                        holds = np.broadcast_to(np.asarray(answer, dtype=bool), (len(points),))
                 except NoColumn:
                     if left:
                         continue

@@ -563,7 +563,14 @@ def a_function(x, *, tile):
         ({"rules": [lambda x: True]}, "write a dict, the reason in words"),
         ({"rules": {"fits": lambda *xs: True}}, r"the rule 'fits' takes \*xs: it gets by name what it names"),
         ({"footprint": lambda y: None}, "the footprint of one_more asks for 'y'"),
-        ({"tolerance": "1e-3"}, "tolerance='1e-3': write a number, a Tolerance, or one of these for each result"),
+        (
+            {"tolerance": "1e-3"},
+            "tolerance='1e-3': write a number, 0 or more, a Tolerance, or one of these for each result",
+        ),
+        ({"tolerance": float("nan")}, "tolerance=nan: write a number, 0 or more"),
+        ({"tolerance": -1}, "tolerance=-1: write a number, 0 or more"),
+        ({"tile": (2**70, 1)}, "does not fit into 64 bits"),
+        ({"tile": (True, 1)}, "tile has True and 1 to choose: give values of one type"),
         ({"reference": None}, "the reference of one_more is None: write a function of its arrays"),
         ({"function": 3}, "autotune decorates a function, not 3"),
         ({"function": lambda *xs, tile: xs}, r"<lambda> takes \*xs: give each array a parameter of its own"),
@@ -586,6 +593,33 @@ def test_what_cannot_be_meant_is_said_where_it_is_declared(told, sentence):
 def test_a_decorator_without_choices_says_how_it_is_written():
     with pytest.raises(DeclarationError, match=r"write @scheduler.autotune\(tile_m=\(64, 128\), reference=...\)"):
         scheduler.autotune(a_function, reference=a_function)
+
+
+def test_what_is_said_of_a_problem_is_checked_when_it_is_asked():
+    function = added(rules={"long": lambda tile: None}, name="silent_rule")
+    with pytest.raises(DeclarationError, match="the rule 'long' returns None: it says whether it holds"):
+        function(jnp.zeros(8), backends="pallas")
+    for what in ("flops", "bytes_moved"):
+        function = added(**{what: lambda x: float("nan")}, name=f"no_{what}")
+        with pytest.raises(DeclarationError, match=f"the {what} of one_more are nan: a finite number"):
+            scheduler.tune(function, function.problem(jnp.zeros(8)), budget=1)
+
+
+def test_too_many_choices_are_refused_and_not_searched_for_hours():
+    function = added(tile=range(1, 200_000), name="many")
+    with pytest.raises(DeclarationError, match="199,999 legal schedules and no footprint to rank them by"):
+        scheduler.tune(function, function.problem(jnp.zeros(8)), budget=1)
+    function = added(tile=range(1, 30_000_000), name="countless")
+    with pytest.raises(DeclarationError, match="29,999,999 combinations of tile are more than the 20,000,000"):
+        scheduler.tune(function, function.problem(jnp.zeros(8)), budget=1)
+
+
+def test_a_function_takes_arrays_and_no_lists_and_is_decorated_once():
+    function = added(name="of_arrays")
+    with pytest.raises(TypeError, match=r"x must be an array, not list: give it as jnp.asarray\(x\)"):
+        function([1.0, 2.0])
+    with pytest.raises(DeclarationError, match="is decorated already: give all of its choices to one autotune"):
+        scheduler.autotune(tile=(1, 2), reference=lambda x: x)(function)
 
 
 def test_a_rule_and_a_footprint_that_want_one_truth_value_are_named():

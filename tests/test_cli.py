@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from values import ENVIRONMENT, KEY, record, trial
 
 from scheduler.cli.app import _of_a_user, app
+from scheduler.cli.terminal import console_here
+from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Key
@@ -446,3 +448,62 @@ def test_a_cache_that_may_only_be_read_answers_every_question_and_refuses_every_
             out, err = run(*change, status=1)
             assert "may only be read" in out + err
             assert "trials" not in err  # nothing was measured
+
+
+# What comes from elsewhere, and goes there
+
+
+def test_an_import_puts_all_of_a_file_or_nothing_of_it(store, tmp_path):
+    lines = [codec.record_to_text(record(dataclasses.replace(KEY, operation=f"op{i}"))) for i in range(3)]
+    file = tmp_path / "mixed.jsonl"
+    for wrong, why in [
+        (lines[1].replace('"m": 256', '"m": 1e400'), "line 2: problem: finite numbers are wanted"),
+        (lines[1].replace('"op1"', '"\\ud800"'), "line 2: operation: text is wanted"),
+    ]:
+        assert wrong != lines[1]
+        file.write_text("\n".join([lines[0], wrong, lines[2]]))
+        assert why in run("import", file, status=1)[1]
+        assert list(store.records()) == []
+    with pytest.raises(StoreError, match="cannot be written"):
+        store.put_all(record(dataclasses.replace(KEY, operation=name)) for name in ("op0", "\ud800"))
+    assert list(store.records()) == []
+    file.write_text("\n".join(lines))
+    assert "put 3 records" in run("import", file)[1]
+
+
+def test_control_characters_of_an_import_do_not_reach_the_terminal(store, tmp_path):
+    key = dataclasses.replace(KEY, hardware="\x1b[31mX\x1b[2J", operation="a\x00b")
+    file = tmp_path / "hostile.jsonl"
+    file.write_text(codec.record_to_text(record(key)))
+    run("import", file)
+    for shown in (run("list")[0], run("forget", "--all")[1]):
+        assert "\\x1b[31mX" in shown
+        assert "\x1b" not in shown
+        assert "\x00" not in shown
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", 120), ("99999999", 1000), ("x", 120), ("44", 44)])
+def test_a_width_of_the_terminal_that_is_none_is_not_believed(columns, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert console_here().width == width
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["--help"], ["doctor", "--json"]])
+def test_standard_output_that_cannot_be_written_is_said_in_a_sentence(arguments, tmp_path):
+    command = [sys.executable, "-m", "scheduler", *arguments]
+    env = os.environ | {"TILE_SCHEDULER_CACHE": str(tmp_path / "cache.db")}
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    assert ran.returncode == 1
+    assert ran.stderr == "tile-scheduler: standard output cannot be written: No space left on device\n"
+
+
+def test_standard_output_may_be_closed(tmp_path):
+    ran = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m scheduler list >&-"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"TILE_SCHEDULER_CACHE": str(tmp_path / "cache.db")},
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -313,7 +313,7 @@ def test_what_no_problem_says_is_answered_by_plain_jax():
         ({"kv_lengths": lambda _: jnp.ones(3, "int32")}, "shape should be"),
         ({"window": lambda _: (1, 2, 3)}, "neither a number of keys nor two"),
         ({"window": lambda _: -1}, "neither a number of keys nor two"),
-        ({"softcap": lambda _: 0.0}, "not above 0"),
+        ({"softcap": lambda _: 0.0}, "no finite number above 0"),
     ],
 )
 def test_wrong_arguments_are_refused_in_words(change, error):

@@ -240,7 +240,7 @@ def test_who_leaves_xla_out_is_told_why_no_kernel_can_be_asked(call, why, caplog
         (
             lambda: tuned_gated_matmul(X.astype("int8"), W.astype("int8")),
             TypeError,
-            "products of int8 take no activation: their accumulators are to be scaled first",
+            "products of int8 take no activation: give x and w as real numbers of 16 bits or more",
         ),
         (lambda: tuned_gated_matmul(X, W, on_miss="error"), scheduler.CacheMiss, "tile-scheduler tune gated_matmul m="),
     ],

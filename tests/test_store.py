@@ -418,6 +418,11 @@ def test_a_directory_is_no_cache(tmp_path):
         ("://", "cannot be opened"),
         ("nonsense://x", "SQLite or PostgreSQL, found nonsense"),
         ("postgresql://host:port/base", "cannot be opened"),
+        ("postgresql:/host/base", "a URL begins with postgresql://"),
+        ("postgres:base", "a URL begins with postgres://"),
+        ("sqlite:/tmp/a.db", "a URL begins with sqlite://"),
+        ("sqlite://tmp/a.db", "names a host, which a file of SQLite's has not"),
+        ("sqlite:////tmp/a.db?mode=ro", "names options, which a file of SQLite's has not"),
     ],
 )
 def test_a_url_of_another_kind_is_refused(url, reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -11,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -33,6 +34,9 @@ from scheduler.core.frames import calls
 from scheduler.core.threads import left_behind
 from search_spaces.errors import DeclarationError
 from tile_scheduler import __version__
+
+# A disk that is full, or gone, under a file that standard output is led into.
+_OF_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -61,8 +65,9 @@ class _Commands(TyperGroup):
             print(f"tile-scheduler: {place}: {type(error).__name__}: {said}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt as interrupt:
-            kept = "what was measured so far is kept, and the same command goes on from there"
-            print(f"tile-scheduler: interrupted; {kept}", file=sys.stderr)
+            measures = ctx.invoked_subcommand in ("tune", "sweep")
+            kept = "; what was measured so far is kept, and the same command goes on from there" if measures else ""
+            print(f"tile-scheduler: interrupted{kept}", file=sys.stderr)
             raise typer.Exit(143 if isinstance(interrupt, _Terminated) else 130) from None
 
 
@@ -108,19 +113,33 @@ for _name, _command in _COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))  # None if closed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # rules of tables, where a terminal has no letters but ASCII's
     with contextlib.suppress(OSError):  # it may be gone
         sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+        try:
+            app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _OF_OUTPUT or error.filename is not None:
+            raise
+        sys.stdout = _nowhere()  # what is left in its buffer cannot be written either
+        print(f"tile-scheduler: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
     except SystemExit as end:
         if left_behind():  # an interrupted candidate of this process: JAX would wait for it
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(end.code if isinstance(end.code, int) else 1)
         raise
+
+
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 def _print_version(asked: bool) -> None:

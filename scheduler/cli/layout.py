@@ -12,6 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from scheduler.cli.terminal import printable
+
 Json = dict[str, Any]
 
 
@@ -30,7 +32,7 @@ def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
 
 def texts(*cells: object) -> list[Text]:
     """Cells in which nothing is markup."""
-    return [Text(str(cell)) for cell in cells]
+    return [Text(printable(str(cell))) for cell in cells]
 
 
 def labelled(rows: Iterable[tuple[object, object]]) -> Table:
@@ -75,4 +77,4 @@ def ledger(
         yield from ([""] if number else []) + list(heading)
         for row in rows:
             yield line(row.of, row.figures)
-            yield from (Padding(Text(text, overflow="fold"), (0, 0, 0, 2)) for text in row.under if text)
+            yield from (Padding(Text(printable(text), overflow="fold"), (0, 0, 0, 2)) for text in row.under if text)

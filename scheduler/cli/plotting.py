@@ -23,6 +23,7 @@ from scheduler.cli.arguments import (
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import output, say
 from scheduler.core.errors import NothingToDraw
+from scheduler.core.files import replace_bytes, replace_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,9 +86,9 @@ def plot(
         made = _drawn(what, operation, fields or [], hardware, recordings, budget, {"dark": dark, **words})
     with file_errors(place):
         if place.suffix == ".png":
-            place.write_bytes(plots.png(made))
+            replace_bytes(place, plots.png(made))
         else:
-            place.write_text(plots.svg(made), encoding="utf-8")
+            replace_text(place, plots.svg(made))
     output(str(place))
 
 
@@ -176,5 +177,5 @@ def _all(out: Path, recordings: Sequence[Path]) -> None:
         for name, made in gallery(records, recordings, dark=dark):
             place = out / f"{name}-{'dark' if dark else 'light'}.svg"
             with file_errors(place):
-                place.write_text(plots.svg(made), encoding="utf-8")
+                replace_text(place, plots.svg(made))
             output(str(place))

@@ -13,6 +13,7 @@ import typer
 from scheduler.cli.arguments import Chips, file_errors, require_writable, usage_errors, wanted_by
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import say
+from scheduler.core.files import replace_text
 from tile_scheduler import __version__
 
 if TYPE_CHECKING:
@@ -64,5 +65,5 @@ def report(
         drawn = draw.drawn(records, every=pictures == "all")
     text = page.page(records, cut_short, origin, drawn)
     with file_errors(out):
-        out.write_text(text, encoding="utf-8")
+        replace_text(out, text)
     say(f"wrote {len(rows)} record{'' if len(rows) == 1 else 's'} to {out} ({out.stat().st_size / 1e6:.1f} MB)")

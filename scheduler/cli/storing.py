@@ -13,6 +13,7 @@ from scheduler.cli.stores import ranges_of, records_of, user_store
 from scheduler.cli.studies import export_studies
 from scheduler.cli.terminal import say
 from scheduler.core.errors import SchedulerError
+from scheduler.core.files import replace_text
 
 if TYPE_CHECKING:
     from search_spaces.operation import Operation
@@ -52,28 +53,21 @@ def export(
             say(f"wrote {path}")
     else:
         with file_errors(file):
-            file.write_text(text_files.export_text(records, ranges), encoding="utf-8")
+            replace_text(file, text_files.export_text(records, ranges))
         say(f"wrote {_counted(len(records), len(ranges))} to {file}")
 
 
 def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is standard input.")]) -> None:
-    """Put exported records into the user's own cache, in place of those of the same problems."""
+    """Put exported records into the user's own cache, in place of those of the same problems: all of them, or none."""
     from scheduler.store import text_files
 
     with file_errors(file):
         content = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     records, ranges = text_files.import_lines(content, source=str(file))
     store = user_store()
-    kept = [
-        held.key for record in records if record.estimated and (held := store.get(record.key)) and not held.estimated
-    ]
-    put = [record for record in records if record.key not in kept]
-    for record in put:
-        store.put(record)
-    for one in ranges:
-        store.ranges.put(one)
-    stays = f"; {len(kept)} of them are estimates of what was measured, and stay out" if kept else ""
-    say(f"put {_counted(len(put), len(ranges))} into {store.location}{stays}")
+    left = store.put_all(records, ranges)
+    stays = f"; {len(left)} more are estimates of what was measured, and stay out" if left else ""
+    say(f"put {_counted(len(records) - len(left), len(ranges))} into {store.location}{stays}")
 
 
 def _counted(records: int, ranges: int) -> str:

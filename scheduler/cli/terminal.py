@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import textwrap
+import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,15 @@ if TYPE_CHECKING:
     from scheduler.search.task import Task
 
 
+MOST_COLUMNS = 1000
+
+
 def console_here() -> Console:
-    """As wide as the terminal or as COLUMNS says; where neither is there, as most terminals can be."""
-    has_width = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-    return Console(highlight=False, width=None if has_width else 120)
+    """As wide as the terminal or as COLUMNS says, within reason; where neither is there, as most terminals can be."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return Console(highlight=False, width=min(int(asked), MOST_COLUMNS))
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def console_beside() -> Console:
@@ -30,12 +36,17 @@ def console_beside() -> Console:
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
 
 
+def printable(text: str) -> str:
+    """With control characters escaped but for ends of lines: what somebody else wrote moves no cursor here."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1] for c in text)
+
+
 def output(*what: RenderableType) -> None:
     """Sentences and tables, folded between words to the width of the console."""
     console = console_here()
     for one in what:
         if isinstance(one, str):
-            lines = textwrap.wrap(one, console.width, break_long_words=False, break_on_hyphens=False) or [""]
+            lines = textwrap.wrap(printable(one), console.width, break_long_words=False, break_on_hyphens=False) or [""]
             console.print("\n".join(lines), markup=False, soft_wrap=True)
         else:
             console.print(one, markup=False)
@@ -51,7 +62,7 @@ def print_json(value: Any) -> None:
 
 
 def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)
 
 
 def best_text(progress: Progress) -> str:

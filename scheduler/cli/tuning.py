@@ -276,7 +276,7 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
     with contextlib.suppress(StoreError):  # a warning has said what could not be stored
         output(*search_report.failed_beside(store.last_trials(record.key), record))
     if result.stored:
-        output("Nothing is stored of a replay without --store" if store.in_memory else f"Stored in {store.location}")
+        output("Nothing is kept: the store is in memory" if store.in_memory else f"Stored in {store.location}")
 
 
 def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
@@ -286,5 +286,5 @@ def _print_job(results: Sequence[Result], store: Store, as_json: bool) -> None:
         print_json({"results": [search_report.result_json(result) for result in results], "cache": store.location})
     else:
         output(*search_report.results(results, console_here().width))
-        if all(result.stored for result in results):
+        if all(result.stored for result in results if result.record is not None) and any(r.stored for r in results):
             output(f"Stored in {store.location}")

@@ -206,7 +206,13 @@ def _stage(value: object) -> Stage:
 
 
 def _problem(value: object) -> str:
-    return _canonical(value) if isinstance(value, dict) else text(value)
+    if not isinstance(value, dict):
+        return text(value)
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"finite numbers are wanted, found {_canonical(value)}") from None
+    return _canonical(value)
 
 
 def _backend(value: object) -> str:

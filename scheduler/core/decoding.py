@@ -44,9 +44,13 @@ def field_of(fields: Mapping[str, object], name: str, check: Check[T]) -> T:
 
 
 def list_of(check: Check[T]) -> Check[tuple[T, ...]]:
+    numbers = isinstance(check, Scalar) and check.read is _finite
+
     def check_list(value: object) -> tuple[T, ...]:
         if not isinstance(value, list):
             raise _wanted("a list", value)
+        if numbers and set(map(type, value)) == {float} and all(map(math.isfinite, value)):
+            return tuple(value)  # most of a record: samples
         return tuple(_at(f"item {index}", check, item) for index, item in enumerate(value))
 
     return check_list
@@ -101,7 +105,12 @@ def _finite(value: object) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-text = Scalar("text", lambda value: value if isinstance(value, str) else None)
+def _encodable(value: object) -> str | None:
+    """No half of a surrogate pair, which JSON can spell and no database or terminal takes."""
+    return value if isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value) else None
+
+
+text = Scalar("text", _encodable)
 whole = Scalar(
     "an integer from 0 to 2^63 - 1", lambda value: value if type(value) is int and 0 <= value < 2**63 else None
 )

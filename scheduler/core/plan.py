@@ -15,6 +15,7 @@ from typing import Any, Literal
 from scheduler.core.codec import BY_NAME, parsed
 from scheduler.core.decoding import field_of, json_object, maker, text, whole
 from scheduler.core.errors import PlanError
+from scheduler.core.files import replace_text
 from scheduler.core.quantities import seconds_text
 from scheduler.core.records import LIBRARY, Environment, Schedule, choice_text
 from search_spaces import spelled
@@ -123,7 +124,7 @@ class Plan:
         """
         fields = self._fields()
         text = json.dumps({"digest": _digest_of(fields), **fields}, indent=1, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        replace_text(path, text + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from scheduler.core import hardware as chips
 from scheduler.core.errors import SchedulerError
+from scheduler.core.files import replace_text
 from scheduler.core.hardware import Hardware
 from scheduler.dispatch import calls
 from scheduler.functions import equations, job_text, local, wording
@@ -56,7 +56,7 @@ class Problems:
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Writes the tuned problems as a job, which ``tile-scheduler tune --job`` searches."""
-        Path(file).write_text(self.job(), encoding="utf-8")
+        replace_text(file, self.job())
 
     def job(self) -> str:
         """That job's text."""

@@ -12,9 +12,13 @@ import numpy.typing as npt
 from scheduler.core.hardware import Hardware
 from scheduler.model.cost import CostModel, arithmetic_intensity
 from scheduler.model.feasibility import onchip_demand, onchip_limit
+from search_spaces.errors import DeclarationError
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.space import Choice, Columns, Space
+
+# Schedules of a kernel without a footprint, each of which a search holds from the first trial on: 10 s for as many.
+MOST_UNRANKED = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +117,9 @@ def prune(
       incumbent_s: a time already reached, in seconds: what cannot beat it by its lower bound is dropped.
       verified: keep only what the kernel says was checked on a device of this architecture.
       only: the part of the space in which these choices have these values; None is all of it.
+
+    Raises:
+      DeclarationError: nothing ranks them, and they are too many.
     """
     space = kernel.space(problem, hardware.target)
     if only:
@@ -160,6 +167,11 @@ def prune(
         unchecked[reason] = ~full(kernel.verified(problem, points, hardware.target))
     footprint = kernel.footprint(problem, points, hardware.target)
     if footprint is None:
+        if len(points) > MOST_UNRANKED:
+            raise DeclarationError(
+                f"the {kernel.backend} kernel has {len(points):,} legal schedules and no footprint to rank them by; a "
+                f"search holds {MOST_UNRANKED:,} of these at most: declare a footprint, rules, or fewer choices"
+            )
         return best(np.flatnonzero(left(unchecked)), library_s, full(0.0), full(0), ranked=False)
     onchip_bytes = full(footprint.onchip_bytes)
     demand, limit = full(onchip_demand(footprint)), full(onchip_limit(footprint, hardware))

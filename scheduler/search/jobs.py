@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import queue
 import tomllib
 import warnings
@@ -41,7 +42,7 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
       ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
     """
     try:
-        job = tomllib.loads(text)
+        job = tomllib.loads(text.removeprefix("\ufeff"))  # what some editors begin a file with
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"a job is TOML, and this is not: {error}") from error
     known = [*_SETTINGS, "fields", "problem"]
@@ -238,6 +239,6 @@ def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) 
 
 
 def _positive(name: str, value: Any, *kinds: type) -> Any:
-    if type(value) not in kinds or value <= 0:
+    if type(value) not in kinds or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r} is not a positive number")
     return value

@@ -217,10 +217,22 @@ def _url(url: str | Path) -> sa.URL:
     if url == ":memory:":
         return sa.URL.create("sqlite")
     if isinstance(url, Path) or "://" not in url:
+        if isinstance(url, str) and (scheme := _SCHEME.match(url)) is not None:
+            raise StoreError(f"{url} is no URL, nor a path that is likely meant: a URL begins with {scheme[1]}://")
         return sa.URL.create("sqlite", database=str(Path(url).expanduser().absolute()))
     parsed = sa.make_url(url)
-    # The driver that the extra [postgres] installs.
-    return parsed.set(drivername="postgresql+psycopg") if parsed.drivername == "postgresql" else parsed
+    if parsed.drivername in ("postgres", "postgresql"):
+        return parsed.set(drivername="postgresql+psycopg")  # which the extra [postgres] installs
+    if parsed.get_backend_name() == "sqlite" and (parsed.host or parsed.query):
+        raise StoreError(
+            f"{url} names {'a host' if parsed.host else 'options'}, which a file of SQLite's has not: write its path "
+            "alone, or sqlite:/// and the path (four slashes where that is absolute)"
+        )
+    return parsed
+
+
+# What somebody writes who forgets a slash.
+_SCHEME = re.compile(r"(sqlite|postgres(?:ql)?)(\+\w+)?:")
 
 
 def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
@@ -321,6 +333,7 @@ _ADVICE = {
     "SQLITE_BUSY": f"another process has kept its lock for {BUSY_TIMEOUT_S} s; end that one, or try again",
     "SQLITE_CANTOPEN": f"set {CACHE_VARIABLE} to a file in a directory that can be written",
     "SQLITE_CORRUPT": "the file is damaged; move it away, and a new one is made",
+    "SQLITE_IOERR": f"see that it is a file, and its disk is neither full nor gone, or set {CACHE_VARIABLE} to another",
     "SQLITE_FULL": f"free some space on its disk, or set {CACHE_VARIABLE} to a file on another one",
     "SQLITE_NOTADB": "this is no SQLite file, or a damaged one; move it away, and a new one is made",
     "SQLITE_READONLY": f"set {CACHE_VARIABLE} to a file that can be written",

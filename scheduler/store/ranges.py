@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,8 +25,13 @@ class Ranges:
         Raises:
           StoreError: it cannot be written.
         """
-        row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
         with self._database.write() as connection:
+            self.put_all(connection, [of])
+
+    def put_all(self, connection: sa.Connection, ranges: Iterable[Range]) -> None:
+        """The same of several, within a transaction of the caller's."""
+        for of in ranges:
+            row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
             connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
 
     def all(self, *, operation: str | None = None, hardware: str | None = None) -> list[Range]:

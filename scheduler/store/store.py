@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.identity import schedule_to_text, versioned
+from scheduler.core.ranges import Range
 from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
 from scheduler.store import rows, text_files
 from scheduler.store.database import Database
@@ -89,26 +90,46 @@ class Store:
         Raises:
           StoreError: it cannot be written; or it is an estimate, and what is stored was measured, which stays.
         """
-        winner, library = record.winner, record.library_entry
         with self._database.write() as connection:
-            if record.estimated:
-                held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
-                if held is not None and rows.was_measured(record.key, held[0]):
-                    raise StoreError(f"{record.key} was measured in {self.location}: no estimate replaces that")
-            connection.execute(
-                self._database.upsert(SCHEDULES, KEY),
-                {
-                    **vars(record.key),
-                    **vars(record.environment),
-                    "backend": winner.backend,
-                    "kernel_version": winner.version,
-                    "schedule": schedule_to_text(winner.schedule),
-                    "median_s": winner.measurement.median_s,
-                    "xla_s": library.measurement.median_s if library else None,
-                    "record": codec.record_to_text(record),
-                },
-            )
-            connection.execute(_finish(record.key))
+            if not self._put(connection, record):
+                raise StoreError(f"{record.key} was measured in {self.location}: no estimate replaces that")
+
+    def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
+        """Store records as `put` does, and ranges: all of them, or none where one cannot be written.
+
+        Returns:
+          the keys of estimates of what was measured, which are left out.
+
+        Raises:
+          StoreError: they cannot be written.
+        """
+        with self._database.write() as connection:
+            left = [record.key for record in records if not self._put(connection, record)]
+            self.ranges.put_all(connection, ranges)
+        return left
+
+    def _put(self, connection: sa.Connection, record: Record) -> bool:
+        """Whether it was stored: no estimate replaces what was measured."""
+        winner, library = record.winner, record.library_entry
+        if record.estimated:
+            held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
+            if held is not None and rows.was_measured(record.key, held[0]):
+                return False
+        connection.execute(
+            self._database.upsert(SCHEDULES, KEY),
+            {
+                **vars(record.key),
+                **vars(record.environment),
+                "backend": winner.backend,
+                "kernel_version": winner.version,
+                "schedule": schedule_to_text(winner.schedule),
+                "median_s": winner.measurement.median_s,
+                "xla_s": library.measurement.median_s if library else None,
+                "record": codec.record_to_text(record),
+            },
+        )
+        connection.execute(_finish(record.key))
+        return True
 
     def finish(self, key: Key) -> None:
         """Say that the search of `key` came to its end, though without a record: its trials are not resumed.

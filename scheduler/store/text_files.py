@@ -9,6 +9,7 @@ from pathlib import Path
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
+from scheduler.core.files import replace_text
 from scheduler.core.ranges import Range, is_range, range_from_text, range_to_text, ranges_from_text
 from scheduler.core.records import Calibration, Key, Record
 
@@ -122,7 +123,7 @@ def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> li
         path = directory / _slug(hardware) / _CONSTANTS
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("[\n" + ",\n".join(items) + "\n]\n", encoding="utf-8", newline="\n")
+            replace_text(path, "[\n" + ",\n".join(items) + "\n]\n")
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
         written.append(path)
@@ -164,7 +165,7 @@ def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
         path = directory / _slug(hardware) / _RANGES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8", newline="\n")
+            replace_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
         written.append(path)
@@ -189,7 +190,7 @@ def add_records(directory: Path, records: Iterable[Record]) -> list[Path]:
         kept.update((record.key, record) for record in new)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(export_text(kept.values()), encoding="utf-8", newline="\n")
+            replace_text(path, export_text(kept.values()))
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error}") from error
     return sorted(files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,8 @@ def declared(
     """
     if not callable(function) or not hasattr(inspect.unwrap(function), "__code__"):
         raise DeclarationError(f"autotune decorates a function, not {function!r}")
+    if hasattr(function, "operation"):
+        raise DeclarationError(f"{function.__name__} is decorated already: give all of its choices to one autotune")
     if not callable(reference):
         raise DeclarationError(
             f"the reference of {function.__name__} is {reference!r}: write a function of its arrays that computes the "
@@ -140,11 +143,13 @@ def tolerance_of(given: Any) -> Tolerance | tuple[Tolerance, ...]:
             return given
         case bool():
             pass
-        case int() | float():
+        case int() | float() if 0 <= given < math.inf:
             return Tolerance(absolute=float(given), relative=float(given))
         case tuple() | list():
             return tuple(one for each in given for one in [tolerance_of(each)] if isinstance(one, Tolerance))
-    raise DeclarationError(f"tolerance={given!r}: write a number, a Tolerance, or one of these for each result")
+    raise DeclarationError(
+        f"tolerance={given!r}: write a number, 0 or more, a Tolerance, or one of these for each result"
+    )
 
 
 def _takes(reference: Callable[..., Any], statics: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from search_spaces.autotuned.names import name_of
 from search_spaces.autotuned.problem import CallProblem, problem_type
 from search_spaces.autotuned.source import Source
 from search_spaces.autotuned.statics import spelled, value_of
-from search_spaces.front_end import unposed, weakly_typed
+from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Operation, Unbound
 
 
@@ -55,6 +55,8 @@ def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | U
         ]:
             raise TypeError(f"{name} lacks {', '.join(f'{static}=' for static in lacking)}")
         given = {array: x for array, x in arrays.items() if x is not None}
+        for array, x in given.items():
+            require_array(array, x)
         if (reason := _unposed(given)) is not None:
             whole = {
                 each: value_of(text) for each, text in {**known.arguments.statics, **texts}.items() if text is not None

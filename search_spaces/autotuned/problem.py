@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -59,11 +60,11 @@ class CallProblem(Problem):
 
     @property
     def flops(self) -> float:
-        return float(self._asked(self.declared.flops, 0.0))
+        return self._amount("flops", self.declared.flops, 0.0)
 
     @property
     def bytes_moved(self) -> float:
-        return float(self._asked(self.declared.bytes_moved, super().bytes_moved))
+        return self._amount("bytes_moved", self.declared.bytes_moved, super().bytes_moved)
 
     @property
     def arithmetic(self) -> str:
@@ -98,6 +99,13 @@ class CallProblem(Problem):
             else:
                 told[name] = value if isinstance(value, int) else str(value)
         return told
+
+    def _amount(self, what: str, function: Asked | None, default: float) -> float:
+        amount = float(self._asked(function, default))
+        if not 0 <= amount < math.inf:
+            name = self.declared.function.__name__
+            raise DeclarationError(f"the {what} of {name} are {amount}: a finite number from 0 on is wanted")
+        return amount
 
     def _asked(self, function: Asked | None, default: Any) -> Any:
         return default if function is None else function(values_of(self))

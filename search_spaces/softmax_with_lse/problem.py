@@ -34,7 +34,7 @@ class SoftmaxWithLseProblem(RowProblem):
     @staticmethod
     def compute(*args: jax.Array, **params: Any) -> Any:
         (x,) = args
-        if x.shape[-1] == 0:
+        if 0 in x.shape:
             return x, jnp.full(x.shape[:-1], -jnp.inf, x.dtype)
         most = jnp.max(x, axis=-1, keepdims=True)
         # A row of minus infinity is no number minus itself: its sum is 0, as `jax.nn.logsumexp` has it.
