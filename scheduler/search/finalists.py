@@ -6,7 +6,8 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from scheduler.core.records import AllFailed, Failure, Outcome, Trial
 from scheduler.core.threads import Threads
@@ -15,6 +16,9 @@ from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Result
 from scheduler.search.trials import Trials
 
 FINALISTS = 4
+# Of a run-off a record keeps the winner, the runner-up, and the best of each other backend.
+KEPT = 2
+T = TypeVar("T", bound=Hashable)
 
 
 def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: Runner) -> list[int]:
@@ -25,7 +29,7 @@ def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: 
     confirmed: set[int] = set()
     while True:
         ranked = trials.measured()
-        chosen = list(dict.fromkeys([*ranked[:FINALISTS], *best_of_each_backend(ranked, trials)]))
+        chosen = fastest(ranked, FINALISTS, lambda index: trials.ended[index].backend)
         asked = [index for index in chosen if index not in confirmed]
         if not asked:
             return chosen
@@ -36,11 +40,12 @@ def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: 
                     trials.refute(index, failure)
 
 
-def best_of_each_backend(ranked: Iterable[int], trials: Trials) -> list[int]:
-    best: dict[str, int] = {}
-    for index in ranked:
-        best.setdefault(trials.ended[index].backend, index)
-    return list(best.values())
+def fastest(ranked: Sequence[T], count: int, backend: Callable[[T], str]) -> list[T]:
+    """The first `count` of those that are ranked, and after them the first of each other backend."""
+    best: dict[str, T] = {}
+    for one in ranked:
+        best.setdefault(backend(one), one)
+    return list(dict.fromkeys([*ranked[:count], *best.values()]))
 
 
 def run_off(runner: Runner, rivals: Sequence[Rival], time_again: Callable[[Rival], Outcome], *, seed: int) -> Result:

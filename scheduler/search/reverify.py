@@ -244,18 +244,14 @@ def _timed(
 def _refreshed(
     operation: Operation[Any], record: Record, runner: Runner, rivals: Sequence[Rival], ended: Result
 ) -> Record | None:
-    """The record as a search would write it today: the winner, the runner-up, and the best of each other backend."""
+    """The record as a search would write it today; None without the library's time, to compare with."""
     by_label = {_label(rival): rival for rival in rivals}
-    ranked = [by_label[label] for label in ended.order]
-    best_of_each: dict[str, Rival] = {}
-    for rival in ranked:
-        best_of_each.setdefault(rival.backend, rival)
-    if operation.library.backend not in best_of_each:
-        return None  # there is nothing to compare with
-    kept = {_label(rival): rival for rival in (*ranked[:2], *best_of_each.values())}
+    kept = finalists.fastest(ended.order, finalists.KEPT, lambda label: by_label[label].backend)
+    if operation.library.backend not in (by_label[label].backend for label in kept):
+        return None
     entries = (
         Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s)
-        for label, rival in kept.items()
+        for label, rival in ((label, by_label[label]) for label in kept)
     )
     return dataclasses.replace(record, entries=tuple(entries), environment=runner.environment, confidence=ended.verdict)
 

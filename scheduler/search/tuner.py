@@ -24,7 +24,7 @@ from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.search.candidates import Candidates, Recorded, collect
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
-from scheduler.search.finalists import FINALISTS, all_failed, best_of_each_backend, finalists, run_off
+from scheduler.search.finalists import FINALISTS, KEPT, all_failed, fastest, finalists, run_off
 from scheduler.search.interpreter_time import search_seconds
 from scheduler.search.settled import settled, useless
 from scheduler.search.trials import Keeper, Keeping, Trials
@@ -384,7 +384,7 @@ class _Tuning:
         else:  # every finalist failed when it ran again: their trials are what is known
             times = {i: self.trials.ended[i].outcome for i in chosen}
         order = list(times)
-        kept = dict.fromkeys([*order[:2], *best_of_each_backend(order, self.trials)])
+        kept = fastest(order, KEPT, lambda i: self.trials.ended[i].backend)
         return tuple(self._entry(i, times[i]) for i in kept), ended.verdict
 
     def _entry(self, index: int, measured: Outcome) -> Entry:
