@@ -138,19 +138,10 @@ class Space(Generic[S]):
         left = list(self.choices.items())
         while left or waiting:
             if left:
-                if (size := len(points) * len(left[0][1])) > MOST_POINTS:
-                    made = ", ".join(list(self.choices)[: len(self.choices) - len(left) + 1])
-                    raise DeclarationError(
-                        f"{size:,} combinations of {made} are more than the {MOST_POINTS:,} that are looked at: offer "
-                        "fewer values, or rules of the first of these choices"
-                    )
                 points = _times(points, *left.pop(0))
             for reason, rule in list(waiting.items()):
                 try:
-                    with one_truth_value(f"the rule {reason!r}"):
-                        if (answer := rule(points)) is None:
-                            raise DeclarationError(f"the rule {reason!r} returns None: it says whether it holds")
-                        holds = np.broadcast_to(np.asarray(answer, dtype=bool), (len(points),))
+                    holds = _holds(reason, rule, points)
                 except NoColumn:
                     if left:
                         continue
@@ -228,9 +219,22 @@ def one_truth_value(who: str) -> Iterator[None]:
         ) from error
 
 
+def _holds(reason: str, rule: Rule, points: Columns) -> npt.NDArray[np.bool_]:
+    """For which points a rule holds."""
+    with one_truth_value(f"the rule {reason!r}"):
+        if (answer := rule(points)) is None:
+            raise DeclarationError(f"the rule {reason!r} returns None: it says whether it holds")
+        return np.broadcast_to(np.asarray(answer, dtype=bool), (len(points),))
+
+
 def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
     """Every point with every value of a further field `name`, which varies fastest."""
     count = len(points) * len(values)
+    if count > MOST_POINTS:
+        raise DeclarationError(
+            f"{count:,} combinations of choices up to {name} are more than the {MOST_POINTS:,} that are looked at: offer "
+            "fewer values, or rules of the choices before it"
+        )
     repeated = points.take(np.repeat(np.arange(len(points)), len(values)))
     return Columns({**repeated._arrays, name: np.tile(np.array(values), len(points))}, count)
 

@@ -394,7 +394,7 @@ def test_the_command_line_takes_the_problem_from_the_recording_and_stores_only_o
     out, _ = run("tune", "--replay", path, "--budget", 3)
     assert "m=32" in out
     assert "3 trials of" in out
-    assert "Nothing is stored" in out
+    assert "Nothing is kept: the store is in memory" in out
     assert user.keys() == []
     said = json.loads(run("tune", "matmul", *SMALL, "--replay", path, "--budget", 3, "--json", "--store")[0])
     assert said["record"]["tried"] == 3

@@ -38,6 +38,8 @@ def console_beside() -> Console:
 
 def printable(text: str) -> str:
     """With control characters escaped but for ends of lines: what somebody else wrote moves no cursor here."""
+    if text.isprintable():
+        return text
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1] for c in text)
 
 

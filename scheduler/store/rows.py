@@ -1,4 +1,4 @@
-"""Rows as a database gives them: in order, as records, and what nobody can read of them said once."""
+"""Rows as a database has them: made of records and trials; in order, as records, what nobody can read said once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scheduler.core import codec
-from scheduler.core.records import Key, Record
+from scheduler.core.identity import schedule_to_text
+from scheduler.core.records import Environment, Failure, Key, Measurement, Record, Trial
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -31,6 +32,44 @@ def record_of(key: Key, line: str) -> Record:
     if record.key != key:
         raise ValueError(f"it is the record of {record.key}")
     return record
+
+
+def of_record(record: Record) -> dict[str, Any]:
+    """The columns of a record: its text, and what queries ask for."""
+    winner, library = record.winner, record.library_entry
+    return {
+        **vars(record.key),
+        **vars(record.environment),
+        "backend": winner.backend,
+        "kernel_version": winner.version,
+        "schedule": schedule_to_text(winner.schedule),
+        "median_s": winner.measurement.median_s,
+        "xla_s": library.measurement.median_s if library else None,
+        "record": codec.record_to_text(record),
+    }
+
+
+def of_trial(key: Key, trial: Trial, environment: Environment) -> dict[str, Any]:
+    """Those of a trial."""
+    return {
+        **vars(key),
+        **vars(environment),
+        "number": trial.number,
+        "backend": trial.backend,
+        "kernel_version": trial.version,
+        "schedule": schedule_to_text(trial.schedule),
+        "predicted_s": trial.predicted_s,
+        **outcome_of(trial),
+    }
+
+
+def outcome_of(trial: Trial) -> dict[str, Any]:
+    """Those that tell what became of it."""
+    return {
+        "median_s": trial.outcome.median_s if isinstance(trial.outcome, Measurement) else None,
+        "failed_stage": trial.outcome.stage if isinstance(trial.outcome, Failure) else None,
+        "trial": codec.trial_to_text(trial),
+    }
 
 
 def was_measured(key: Key, line: str) -> bool:

@@ -14,9 +14,9 @@ import sqlalchemy as sa
 
 from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.identity import schedule_to_text, versioned
+from scheduler.core.identity import versioned
 from scheduler.core.ranges import Range
-from scheduler.core.records import Calibration, Environment, Failure, Key, Measurement, Record, Trial
+from scheduler.core.records import Calibration, Environment, Key, Record, Trial
 from scheduler.store import rows, text_files
 from scheduler.store.database import Database
 from scheduler.store.lease import Lease
@@ -110,24 +110,11 @@ class Store:
 
     def _put(self, connection: sa.Connection, record: Record) -> bool:
         """Whether it was stored: no estimate replaces what was measured."""
-        winner, library = record.winner, record.library_entry
         if record.estimated:
             held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
             if held is not None and rows.was_measured(record.key, held[0]):
                 return False
-        connection.execute(
-            self._database.upsert(SCHEDULES, KEY),
-            {
-                **vars(record.key),
-                **vars(record.environment),
-                "backend": winner.backend,
-                "kernel_version": winner.version,
-                "schedule": schedule_to_text(winner.schedule),
-                "median_s": winner.measurement.median_s,
-                "xla_s": library.measurement.median_s if library else None,
-                "record": codec.record_to_text(record),
-            },
-        )
+        connection.execute(self._database.upsert(SCHEDULES, KEY), rows.of_record(record))
         connection.execute(_finish(record.key))
         return True
 
@@ -161,19 +148,7 @@ class Store:
           StoreError: it cannot be written.
         """
         with self._database.write() as connection:
-            connection.execute(
-                sa.insert(TRIALS),
-                {
-                    **vars(key),
-                    **vars(environment),
-                    "number": trial.number,
-                    "backend": trial.backend,
-                    "kernel_version": trial.version,
-                    "schedule": schedule_to_text(trial.schedule),
-                    "predicted_s": trial.predicted_s,
-                    **_outcome(trial),
-                },
-            )
+            connection.execute(sa.insert(TRIALS), rows.of_trial(key, trial, environment))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
         """Give the latest stored trial of this number another outcome: what passed for right was found wrong.
@@ -187,7 +162,7 @@ class Store:
             TRIALS.c.backend.in_(aliases.spellings(trial.backend)),
         )
         with self._database.write() as connection:
-            connection.execute(sa.update(TRIALS).where(TRIALS.c.id == latest.scalar_subquery()), _outcome(trial))
+            connection.execute(sa.update(TRIALS).where(TRIALS.c.id == latest.scalar_subquery()), rows.outcome_of(trial))
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """The trials of `key` in the order they ended; malformed ones are skipped with a warning.
@@ -388,24 +363,12 @@ def build_shipped(records: Path, cache_db: Path) -> int:
     """
     found, calibrations = text_files.read_records(records), text_files.read_calibrations(records)
     store = Store(":memory:")
-    for record in found:
-        store.put(record)
+    store.put_all(found, text_files.read_ranges(records))
     for calibration in calibrations:
         store.put_calibration(calibration)
-    for one in text_files.read_ranges(records):
-        store.ranges.put(one)
     store._database.copy_to(cache_db)
     store.close()
     return len(found)
-
-
-def _outcome(trial: Trial) -> dict[str, Any]:
-    """The columns that tell what became of a trial."""
-    return {
-        "median_s": trial.outcome.median_s if isinstance(trial.outcome, Measurement) else None,
-        "failed_stage": trial.outcome.stage if isinstance(trial.outcome, Failure) else None,
-        "trial": codec.trial_to_text(trial),
-    }
 
 
 def _finish(key: Key) -> sa.Update:
