@@ -232,8 +232,8 @@ def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
     count = len(points) * len(values)
     if count > MOST_POINTS:
         raise DeclarationError(
-            f"{count:,} combinations of choices up to {name} are more than the {MOST_POINTS:,} that are looked at: offer "
-            "fewer values, or rules of the choices before it"
+            f"{count:,} combinations of choices up to {name} are more than the {MOST_POINTS:,} that are looked at: "
+            "offer fewer values, or rules of the choices before it"
         )
     repeated = points.take(np.repeat(np.arange(len(points)), len(values)))
     return Columns({**repeated._arrays, name: np.tile(np.array(values), len(points))}, count)
