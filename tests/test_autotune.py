@@ -610,9 +610,7 @@ def test_too_many_choices_are_refused_and_not_searched_for_hours():
     with pytest.raises(DeclarationError, match="199,999 legal schedules and no footprint to rank them by"):
         scheduler.tune(function, function.problem(jnp.zeros(8)), budget=1)
     function = added(tile=range(1, 30_000_000), name="countless")
-    with pytest.raises(
-        DeclarationError, match="29,999,999 combinations of choices up to tile are more than"
-    ):
+    with pytest.raises(DeclarationError, match="29,999,999 combinations of choices up to tile are more than"):
         scheduler.tune(function, function.problem(jnp.zeros(8)), budget=1)
 
 
