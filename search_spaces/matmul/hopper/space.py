@@ -11,7 +11,7 @@ import numpy as np
 from search_spaces.hopper.limits import ACCUMULATOR_BYTES, WGMMA_ROWS
 from search_spaces.matmul import rasterization
 from search_spaces.matmul.hopper.schedule import PING_PONG, HopperSchedule
-from search_spaces.matmul.hopper.tiling import untiled
+from search_spaces.matmul.hopper.tiling import as_wgmma, clusters, k_splits, k_steps, untiled, wg_tile
 from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, ordered, quantizing, split_tails
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space, cdiv, round_up
@@ -38,13 +38,9 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
     def tiles(tile_m: Any, tile_n: Any) -> Any:
         return p.batch * cdiv(p.m, tile_m) * cdiv(p.n, tile_n)
 
-    def splits(s: Any) -> Any:
-        """Of k, over CTAs."""
-        return s.split_k * (1 + (s.cluster == "split_k"))
-
     def work_tiles(s: Any) -> Any:
         """What is dealt out to CTAs: a tile, or its part of k."""
-        return tiles(s.tile_m, s.tile_n) * splits(s)
+        return tiles(s.tile_m, s.tile_n) * k_splits(s)
 
     def waves(s: Any) -> Any:
         """Work tiles of the busiest CTA."""
@@ -53,26 +49,15 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
     def pipeline_bytes(s: Any, stages: Any) -> Any:
         return stages * (s.tile_m + factors * s.tile_n) * s.tile_k * itemsize
 
-    def steps_of_tile(s: Any) -> Any:
-        return cdiv(cdiv(p.k, s.tile_k), splits(s))
-
     def steps(s: Any) -> Any:
-        return steps_of_tile(s) * waves(s)
-
-    def clusters(s: Any, axis: str) -> Any:
-        extent, tile = (p.m, s.tile_m) if axis == "m" else (p.n, s.tile_n)
-        return cdiv(extent, tile * (1 + (s.cluster == axis)))
+        return k_steps(p, s) * waves(s)
 
     def order_matters(s: Any) -> Any:
-        return (waves(s) > 1) & (clusters(s, "m") > 1) & (clusters(s, "n") > 1)
+        return (waves(s) > 1) & (clusters(p, s, "m") > 1) & (clusters(p, s, "n") > 1)
 
     def rows(s: Any) -> Any:
         """Of one consumer, as wgmma sees them."""
-        return np.where(
-            s.swap_ab,
-            s.tile_n // np.where(s.consumers == "cooperative_n", 2, 1),
-            s.tile_m // np.where(s.consumers == "cooperative_m", 2, 1),
-        )
+        return as_wgmma(s, *wg_tile(s))[0]
 
     tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
     most_splits = min(cores // tiles(256, 256), cdiv(p.k, 128 // itemsize) // FEWEST_STEPS)
@@ -100,7 +85,9 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
 
     def wave(s: Any) -> tuple[Any, Any]:
         """Clusters, or CTAs where these are none, that run at once, and what there is for them."""
-        return cores // (1 + ((s.cluster == "m") | (s.cluster == "n"))), p.batch * clusters(s, "m") * clusters(s, "n")
+        return cores // (1 + ((s.cluster == "m") | (s.cluster == "n"))), p.batch * clusters(p, s, "m") * clusters(
+            p, s, "n"
+        )
 
     several_waves = p.batch * cdiv(p.m, 128) * cdiv(p.n, 128) > cores
     in_order = ordered(p, factors) if several_waves else []
@@ -165,12 +152,12 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             **_of_several_results(p),
             "tiles of no power of two quantize into more even waves than all that load no more": lambda s: (
                 np.where(s.swap_ab, few_rows, _is_power_of_two(s.tile_m * s.tile_n))
-                | _among(even, s.tile_m, s.tile_n, splits(s), s.swap_ab)
-                | (s.consumers == "ordered_ping_pong") & _among(in_order, s.tile_m, s.tile_n, splits(s), s.swap_ab)
+                | _among(even, s.tile_m, s.tile_n, k_splits(s), s.swap_ab)
+                | (s.consumers == "ordered_ping_pong") & _among(in_order, s.tile_m, s.tile_n, k_splits(s), s.swap_ab)
                 | (s.tail_split_k > 1)
             ),
             "split-K gives work to idle SMs, in splits of 4 steps or more": lambda s: (
-                (splits(s) == 1) | (work_tiles(s) <= cores) & (steps_of_tile(s) >= FEWEST_STEPS)
+                (k_splits(s) == 1) | (work_tiles(s) <= cores) & (k_steps(p, s) >= FEWEST_STEPS)
             ),
             "split-K is reduced by a second kernel, or within a cluster": lambda s: (
                 (s.split_k == 1) | (s.cluster != "split_k")
@@ -180,7 +167,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
                 | (ACCUMULATOR_BYTES // 2 * np.minimum(s.tile_m, s.tile_n) <= s.stages * s.tile_k * itemsize)
             ),
             f"a last wave alone is split in parts of {FEWEST_STEPS_OF_TAIL} steps or more": lambda s: (
-                (s.tail_split_k == 1) | (splits(s) == 1) & (steps_of_tile(s) >= FEWEST_STEPS_OF_TAIL * s.tail_split_k)
+                (s.tail_split_k == 1) | (k_splits(s) == 1) & (k_steps(p, s) >= FEWEST_STEPS_OF_TAIL * s.tail_split_k)
             ),
             "a last wave is split where whole tiles would leave the busiest CTA more": lambda s: (
                 (s.tail_split_k == 1) | _among(split_tail, s.tile_m, s.tile_n, s.tail_split_k, s.swap_ab)
@@ -191,11 +178,11 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "more parts of the last wave would leave fewer SMs idle": lambda s: (
                 np.isin(s.tail_split_k, (1, max(TAIL_SPLITS)))
                 | np.logical_not(_parts_fit(*wave(s), s.tail_split_k + 1))
-                | (steps_of_tile(s) < FEWEST_STEPS_OF_TAIL * (s.tail_split_k + 1))
+                | (k_steps(p, s) < FEWEST_STEPS_OF_TAIL * (s.tail_split_k + 1))
             ),
-            "no split of k is empty": lambda s: (splits(s) - 1) * steps_of_tile(s) * s.tile_k < p.k,
+            "no split of k is empty": lambda s: (k_splits(s) - 1) * k_steps(p, s) * s.tile_k < p.k,
             "more splits of k would leave fewer SMs idle": lambda s: (
-                (splits(s) == 1) | (2 * work_tiles(s) > cores) | (steps_of_tile(s) < 2 * FEWEST_STEPS)
+                (k_splits(s) == 1) | (2 * work_tiles(s) > cores) | (k_steps(p, s) < 2 * FEWEST_STEPS)
             ),
             "ping-pong is for CTAs that compute several tiles": lambda s: (
                 np.logical_not(np.isin(s.consumers, PING_PONG)) | (waves(s) > 1)
@@ -207,7 +194,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
                 np.logical_not(np.isin(s.consumers, PING_PONG)) | untiled(p) & (s.consumers == "ping_pong"),
             ),
             "delay_release takes two steps or more, and keeps one stage of three or more": lambda s: (
-                (s.delay_release == 0) | (steps_of_tile(s) > 1) & (s.stages > 2)
+                (s.delay_release == 0) | (k_steps(p, s) > 1) & (s.stages > 2)
             ),
             "more stages than steps stay empty": lambda s: (s.stages == 2) | (s.stages <= steps(s)),
             "with under 80 KiB in flight, and more to come, the tensor cores wait for memory": lambda s: (
@@ -220,7 +207,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
                 | ((s.cluster == "m") & (p.m > s.tile_m) & (factors * s.tile_n >= s.tile_m))
                 | ((s.cluster == "n") & (p.n > s.tile_n) & (s.tile_m >= factors * s.tile_n))
             ),
-            **rasterization.rules(order_matters, lambda s: (clusters(s, "m"), clusters(s, "n"))),
+            **rasterization.rules(order_matters, lambda s: (clusters(p, s, "m"), clusters(p, s, "n"))),
         },
     )
 
@@ -256,9 +243,7 @@ def _columns_step(p: MatmulProblem) -> int:
 
 def _columns(s: Any) -> Any:
     """Columns, as wgmma sees them, of what one consumer finishes."""
-    columns = np.where(s.swap_ab, s.tile_m, s.tile_n)
-    halved = np.where(s.swap_ab, s.consumers == "cooperative_m", s.consumers == "cooperative_n")
-    return columns // (1 + halved) // (1 + (s.cluster == "split_k"))
+    return as_wgmma(s, *wg_tile(s))[1] // (1 + (s.cluster == "split_k"))
 
 
 def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:

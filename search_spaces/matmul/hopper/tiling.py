@@ -44,18 +44,16 @@ class Tiling:
 
     def __init__(self, p: MatmulProblem, s: Any) -> None:
         itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.whole.dtype.itemsize
-        halved_m, halved_n = s.consumers == "cooperative_m", s.consumers == "cooperative_n"
         self.consumers = 2 - (s.consumers == "one")
-        self.cooperating = 1 + halved_m + halved_n
-        self.wg_m, self.wg_n = s.tile_m // (1 + halved_m), s.tile_n // (1 + halved_n)
-        self.wg_rows = np.where(s.swap_ab, self.wg_n, self.wg_m)
-        self.wg_columns = np.where(s.swap_ab, self.wg_m, self.wg_n)
+        self.cooperating = 1 + (s.consumers == "cooperative_m") + (s.consumers == "cooperative_n")
+        self.wg_m, self.wg_n = wg_tile(s)
+        self.wg_rows, self.wg_columns = as_wgmma(s, self.wg_m, self.wg_n)
         self.cluster_m, self.cluster_n = 1 + (s.cluster == "m"), 1 + (s.cluster == "n")
         self.cluster_k = 1 + (s.cluster == "split_k")
-        self.grid_m, self.grid_n = cdiv(p.m, s.tile_m * self.cluster_m), cdiv(p.n, s.tile_n * self.cluster_n)
+        self.grid_m, self.grid_n = clusters(p, s, "m"), clusters(p, s, "n")
         self.products = p.batch * s.split_k
         self.tiles = self.products * self.grid_m * self.grid_n
-        self.steps = cdiv(cdiv(p.k, s.tile_k), s.split_k * self.cluster_k)
+        self.steps = k_steps(p, s)
 
         self.out_m = self.wg_m // np.where(s.swap_ab, self.cluster_k, 1)
         self.out_n = self.wg_n // np.where(s.swap_ab, 1, self.cluster_k)
@@ -97,6 +95,35 @@ class Tiling:
             residual_itemsize = jnp.dtype(p.residual).itemsize
             self.residual_swizzle = swizzled_bytes(self.epi_n, residual_itemsize, c_limits, least)
             self.extents.append(tma_extents((p.m, p.n), self.residual_swizzle, residual_itemsize, untiled=self.untiled))
+
+
+# Of what a space asks before all fields of a schedule are chosen: each takes the fewest of them.
+
+
+def wg_tile(s: Any) -> tuple[Any, Any]:
+    """What one consumer warpgroup computes of a tile, along m and n."""
+    return s.tile_m // (1 + (s.consumers == "cooperative_m")), s.tile_n // (1 + (s.consumers == "cooperative_n"))
+
+
+def as_wgmma(s: Any, m: Any, n: Any) -> tuple[Any, Any]:
+    """Rows and columns as wgmma sees what has extents `m` and `n` of the result."""
+    return np.where(s.swap_ab, n, m), np.where(s.swap_ab, m, n)
+
+
+def clusters(p: MatmulProblem, s: Any, axis: str) -> Any:
+    """How many lie along an axis of the result, "m" or "n"; of single CTAs where these are no clusters along it."""
+    extent, tile = (p.m, s.tile_m) if axis == "m" else (p.n, s.tile_n)
+    return cdiv(extent, tile * (1 + (s.cluster == axis)))
+
+
+def k_splits(s: Any) -> Any:
+    """Parts of k over CTAs, by whichever kind of split-K."""
+    return s.split_k * (1 + (s.cluster == "split_k"))
+
+
+def k_steps(p: MatmulProblem, s: Any) -> Any:
+    """Of one CTA's part of k."""
+    return cdiv(cdiv(p.k, s.tile_k), k_splits(s))
 
 
 def operand_extents(p: MatmulProblem) -> tuple[tuple[int, int], tuple[int, int]]:
