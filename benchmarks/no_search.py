@@ -35,7 +35,7 @@ from scheduler.measure import replay
 from scheduler.model.calibration import Observed, fit, observed
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from scheduler.model.residuals import Place
+from scheduler.model.residuals import ProblemPoint
 from scheduler.prediction.predict import predict
 from scheduler.search import dataset
 from scheduler.store import text_files
@@ -312,7 +312,7 @@ def library_before(hardware: Hardware, problem: Problem) -> float:
 
 def apart(one: Problem, other: Problem) -> float:
     """Doublings between two problems' sizes, whatever else differs."""
-    here, there = Place(one, 1.0).sizes, Place(other, 1.0).sizes
+    here, there = ProblemPoint(one, 1.0).sizes, ProblemPoint(other, 1.0).sizes
     return sum(abs(here.get(name, 0.0) - there.get(name, 0.0)) for name in here.keys() | there.keys())
 
 

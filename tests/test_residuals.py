@@ -12,12 +12,12 @@ from scheduler.core.records import Calibration, Measurement, Observation, Trial,
 from scheduler.model.calibration import calibrate
 from scheduler.model.constants import calibrations, residuals_of
 from scheduler.model.cost import CostModel
-from scheduler.model.residuals import LEAST, Covariance, Place, Residuals, fitted
+from scheduler.model.residuals import LEAST, Covariance, ProblemPoint, Residuals, fitted
 from scheduler.prediction.predict import SURE, predict
 from search_spaces.matmul import MATMUL, MatmulProblem
 
 KERNEL = MATMUL.kernel("mosaic_gpu")
-SEEN = tuple(Place(MatmulProblem(m, 4096, 4096), 20e-6) for m in (64, 128, 256))
+SEEN = tuple(ProblemPoint(MatmulProblem(m, 4096, 4096), 20e-6) for m in (64, 128, 256))
 
 
 def errors_of(places, error):
@@ -26,15 +26,15 @@ def errors_of(places, error):
 
 def test_an_error_is_expected_next_to_where_it_was_made_and_hardly_far_away():
     learnt = errors_of(SEEN, 0.3)
-    near, near_deviation = learnt.at(Place(MatmulProblem(160, 4096, 4096), 20e-6))
-    far, far_deviation = learnt.at(Place(MatmulProblem(65536, 64, 131072), 20e-6))
+    near, near_deviation = learnt.at(ProblemPoint(MatmulProblem(160, 4096, 4096), 20e-6))
+    far, far_deviation = learnt.at(ProblemPoint(MatmulProblem(65536, 64, 131072), 20e-6))
     assert near == pytest.approx(0.3, abs=0.03)
     assert abs(far) < 0.1 * near
     assert near_deviation < 0.05 < 0.2 < far_deviation
 
 
 def test_without_measurements_nothing_is_corrected_and_two_times_are_told_apart_from_a_tenth_on():
-    error, deviation = Residuals().at(Place(SEEN[0].problem, 1e-3))
+    error, deviation = Residuals().at(ProblemPoint(SEEN[0].problem, 1e-3))
     assert error == 0
     assert math.hypot(deviation, deviation) == pytest.approx(0.1, rel=0.2)
 
@@ -44,19 +44,19 @@ def test_without_measurements_nothing_is_corrected_and_two_times_are_told_apart_
 )
 def test_what_was_measured_tells_less_of_another_epilogue_and_of_rows_that_start_anywhere(other):
     learnt = errors_of(SEEN, 0.3)
-    alike, _ = learnt.at(Place(MatmulProblem(128, 4096, 4000), 20e-6))
-    error, _ = learnt.at(Place(other, 20e-6))
+    alike, _ = learnt.at(ProblemPoint(MatmulProblem(128, 4096, 4000), 20e-6))
+    error, _ = learnt.at(ProblemPoint(other, 20e-6))
     assert error < alike
 
 
 def test_short_launches_are_less_certain():
     learnt = errors_of(SEEN, 0.0)
-    certain, uncertain = (learnt.at(Place(SEEN[1].problem, seconds))[1] for seconds in (2e-3, 2e-6))
+    certain, uncertain = (learnt.at(ProblemPoint(SEEN[1].problem, seconds))[1] for seconds in (2e-3, 2e-6))
     assert uncertain > 2 * certain
 
 
 def test_the_likeliest_covariance_follows_the_spread_of_errors_and_few_problems_tell_nothing():
-    places = [Place(MatmulProblem(2**i, 2**j, 4096), 1e-3) for i in range(6, 12) for j in range(8, 12)]
+    places = [ProblemPoint(MatmulProblem(2**i, 2**j, 4096), 1e-3) for i in range(6, 12) for j in range(8, 12)]
     calm = fitted(places, [0.01 * (-1) ** i for i in range(len(places))])
     wild = fitted(places, [0.4 * math.sin(i) for i in range(len(places))])
     assert calm.deviation < wild.deviation

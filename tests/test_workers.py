@@ -25,7 +25,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
 from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
-from scheduler.measure.worker_process import Result
+from scheduler.measure.worker_process import WorkerResult
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -114,7 +114,7 @@ def test_a_library_goes_on_where_another_process_has_no_memory_for_it(pool, monk
     (holder,) = pool._compiled.holders(library)
     for worker in pool._workers:
         if worker is not holder:
-            full = Result(Failure("memory", "RESOURCE_EXHAUSTED"))
+            full = WorkerResult(Failure("memory", "RESOURCE_EXHAUSTED"))
             monkeypatch.setattr(worker, "request", lambda *words, full=full: asked.append(words) or full)
     assert all(isinstance(pool.measure(library, again=True), Measurement) for _ in range(3))
     assert len(asked) == 1

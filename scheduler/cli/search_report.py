@@ -22,7 +22,7 @@ from scheduler.inspect.wording import compared
 from search_spaces import spelled
 
 if TYPE_CHECKING:
-    from scheduler.search.reverify import Verdict as Reverified
+    from scheduler.search.reverify import Reverified
     from scheduler.search.task import Result
 
 

@@ -28,8 +28,8 @@ from scheduler.measure.subprocess_pipe import Children
 from scheduler.measure.worker_process import (
     CONTEXT_BYTES,
     OnDevice,
-    Result,
     WorkerProcess,
+    WorkerResult,
     cores,
     name_of,
     out_of_reach,
@@ -230,7 +230,7 @@ class Pool:
         finally:
             self._division.release(what)
 
-    def _asked(self, task: Task, do: Do, *, claims: bool = False, alone: bool = False) -> tuple[Result, int]:
+    def _asked(self, task: Task, do: Do, *, claims: bool = False, alone: bool = False) -> tuple[WorkerResult, int]:
         """A worker's answer, of one that has compiled the candidate where that is asked about again; among how many."""
         what, certain = (task.operation, task.problem, task.l2), functools.partial(self._holder, task, do)
         while True:
@@ -268,7 +268,7 @@ class Pool:
         workers = self._division.preferred((task.operation, task.problem, task.l2))
         return next((worker for worker in workers if worker not in self._compiled.holders(task)), None)
 
-    def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> Result:
+    def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> WorkerResult:
         beside = tuple(
             Held(named, problem.canonical(), l2)
             for operation, problem, l2 in self._division.held()
@@ -339,7 +339,7 @@ def _candidate(task: Task) -> Any:
     return task.operation, task.problem, task.l2, point_of(task.backend, task.schedule)
 
 
-def _may_lack_memory(task: Task, result: Result) -> bool:
+def _may_lack_memory(task: Task, result: WorkerResult) -> bool:
     """Whether it says so, or was a library's compilation that ran out of time, as XLA's autotuner tries on: for each
     algorithm that finds no memory its allocator waits `limits.ALLOCATOR_RETRY_S`.
     """

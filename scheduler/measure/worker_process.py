@@ -32,7 +32,7 @@ _ENDED = "its process had ended"
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class WorkerResult:
     """What came of a request.
 
     Attributes:
@@ -138,7 +138,7 @@ class WorkerProcess:
         if (child := self._child) is not None:  # another thread may be ending it
             child.kill()
 
-    def request(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> Result:
+    def request(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> WorkerResult:
         """What came of `request`: a failure where the process was lost over it twice, or may be blamed for it.
 
         Raises:
@@ -149,22 +149,22 @@ class WorkerProcess:
             result = self._attempt(request, limit_s, ended)
             return self._attempt(request, limit_s, ended) if result.retryable and not result.lost else result
 
-    def _attempt(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> Result:
+    def _attempt(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> WorkerResult:
         if self._child is None:
             if self._abandoned:
                 raise WorkerError("the worker processes were stopped")
-            return Result(Failure("worker", _ENDED), retryable=True, lost=_ENDED)
+            return WorkerResult(Failure("worker", _ENDED), retryable=True, lost=_ENDED)
         try:
             reply = self._child.ask(request, "prepare", limit_s, ended)
         except Overrun as overrun:
-            return Result(Failure("timeout", str(overrun)), overrun=overrun.step, lost=self._replace())
+            return WorkerResult(Failure("timeout", str(overrun)), overrun=overrun.step, lost=self._replace())
         except EOFError as death:  # it may have been killed from outside
-            return Result(Failure("worker", str(death)), retryable=True, lost=self._replace())
+            return WorkerResult(Failure("worker", str(death)), retryable=True, lost=self._replace())
         match reply:
             case protocol.Raised(text, trace):
                 raise CandidateFailed(text) from RemoteTrace(trace)
             case protocol.Answer(outcome, retryable, fatal, program):
-                return Result(outcome, retryable, lost=self._replace() if fatal else "", program=program)
+                return WorkerResult(outcome, retryable, lost=self._replace() if fatal else "", program=program)
             case protocol.Defect(trace):
                 raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
         raise WorkerError(f"a worker answered a request with {reply}")

@@ -20,7 +20,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration, Environment, Measurement, Observation, Trial, variant_of
 from scheduler.model.cost import CostModel
 from scheduler.model.pruning import prune
-from scheduler.model.residuals import LEAST, Covariance, Place, fitted
+from scheduler.model.residuals import LEAST, Covariance, ProblemPoint, fitted
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -139,7 +139,7 @@ def fit(
     scale = _scale(errors)
     constants["library_scale" if kernel.library else "scale"] = scale
     observations = [_observation(model, one, scale) for one in seen if kernel.library or one.predicted_s is not None]
-    places = [Place(operation.problem.from_canonical(o.problem), o.predicted_s) for o in observations]
+    places = [ProblemPoint(operation.problem.from_canonical(o.problem), o.predicted_s) for o in observations]
     covariance = fitted(places, [float(np.log(o.measured_s / o.predicted_s)) for o in observations])
     return Calibration(
         hardware=hardware.id,

@@ -16,7 +16,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
 from scheduler.model.cost import CostModel
 from scheduler.model.overheads import BY_ARCHITECTURE, Constants
-from scheduler.model.residuals import Covariance, Place, Residuals
+from scheduler.model.residuals import Covariance, ProblemPoint, Residuals
 from scheduler.store import patience
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -62,7 +62,7 @@ def residuals_of(operation: Operation[Any], kernel: Kernel[Any, Any], found: Map
         for one in calibration.observations:
             with contextlib.suppress(ValueError):  # written by another version of the operation, or no times
                 error = math.log(one.measured_s / one.predicted_s)
-                places.append(Place(operation.problem.from_canonical(one.problem), one.predicted_s))
+                places.append(ProblemPoint(operation.problem.from_canonical(one.problem), one.predicted_s))
                 errors.append(error)
         covariance = Covariance.of(calibration.constants)
         _residuals[key] = calibration, Residuals(tuple(places), tuple(errors), covariance)

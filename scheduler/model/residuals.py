@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 # Fewer problems do not tell how a model errs: the defaults are taken.
 LEAST = 8
-# A field that differs and is no size counts like so many lengths; one power of two of `Place.alignment` likewise.
+# A field that differs and is no size counts like so many lengths; so does a power of two of `ProblemPoint.alignment`.
 _OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
 # Standard deviation of what is the same for all problems, in log time.
 _LEVEL = 0.05
@@ -71,7 +71,7 @@ _GRID = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProblemPoint:
     """Where a problem lies among others.
 
     Attributes:
@@ -115,11 +115,11 @@ class Residuals:
       covariance: how they vary.
     """
 
-    places: tuple[Place, ...] = ()
+    places: tuple[ProblemPoint, ...] = ()
     errors: tuple[float, ...] = ()
     covariance: Covariance = dataclasses.field(default_factory=Covariance)
 
-    def at(self, place: Place) -> tuple[float, float]:
+    def at(self, place: ProblemPoint) -> tuple[float, float]:
         """The expected error there, and the standard deviation of what it then is, both in log time."""
         places = (*self.places, place)
         small = _small(places)
@@ -130,7 +130,7 @@ class Residuals:
         return float(cross @ solved[:, 0]), math.sqrt(max(float(variance), 0.0))
 
 
-def fitted(places: Sequence[Place], errors: Sequence[float]) -> Covariance:
+def fitted(places: Sequence[ProblemPoint], errors: Sequence[float]) -> Covariance:
     """The covariance under which these errors are most likely (marginal likelihood, over a grid)."""
     if len(places) < LEAST:
         return Covariance()
@@ -144,7 +144,7 @@ def fitted(places: Sequence[Place], errors: Sequence[float]) -> Covariance:
     return min(_GRID, key=cost)
 
 
-def _distances(places: Sequence[Place]) -> tuple[Array, Array]:
+def _distances(places: Sequence[ProblemPoint]) -> tuple[Array, Array]:
     """Squared doublings of all sizes between any two, and the square of what else differs, in lengths."""
     names = sorted({name for place in places for name in (*place.sizes, *place.others)})
     sizes = np.array([[place.sizes.get(name, np.nan) for name in names] for place in places])
@@ -161,7 +161,7 @@ def _distances(places: Sequence[Place]) -> tuple[Array, Array]:
     return doublings.sum(axis=-1), fields + ((alignments[:, None] - alignments[None]) * _ALIGNMENT) ** 2
 
 
-def _small(places: Sequence[Place]) -> Array:
+def _small(places: Sequence[ProblemPoint]) -> Array:
     """What is fixed in a launch, over its time."""
     return np.minimum(_SMALL_S / np.array([place.predicted_s for place in places]), _SMALLEST)
 

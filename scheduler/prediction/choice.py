@@ -16,7 +16,7 @@ from scheduler.model.constants import model_of, residuals_of
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal
 from scheduler.model.pruning import Pruned, counted, prune
-from scheduler.model.residuals import LEAST, Place
+from scheduler.model.residuals import LEAST, ProblemPoint
 from scheduler.prediction.transfer import Neighbour
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
@@ -77,7 +77,7 @@ def choose(
     if not len(pruned.points):
         return f"nothing left of {pruned.size}: {counted(pruned.dropped)}"
     residuals = residuals_of(operation, kernel, fitted)
-    error, deviation = residuals.at(Place(problem, float(pruned.predicted_s[0])))
+    error, deviation = residuals.at(ProblemPoint(problem, float(pruned.predicted_s[0])))
     if kernel.library:
         deviation = math.hypot(deviation, model.library_spread(problem))
     told = (_told(kernel, neighbour, hardware, model) for neighbour in near)
@@ -111,7 +111,7 @@ class _Told:
 
     neighbour: Neighbour
     entry: Entry
-    place: Place
+    place: ProblemPoint
     error: float
     objection: float
 
@@ -126,7 +126,7 @@ def _told(kernel: Kernel[Any, Any], neighbour: Neighbour, hardware: Hardware, mo
     favourite = float(prune(kernel, neighbour.problem, hardware, model, keep=1).predicted_s[0])
     error = math.log(entry.measurement.median_s / favourite)
     objection = max(TIE, (there / favourite) ** neighbour.weight)
-    return _Told(neighbour, entry, Place(neighbour.problem, favourite), error, objection)
+    return _Told(neighbour, entry, ProblemPoint(neighbour.problem, favourite), error, objection)
 
 
 def _variants(kernel: Kernel[Any, Any], fitted: Mapping[str, Calibration]) -> Sequence[str]:

@@ -31,7 +31,7 @@ WORKERS_OF_A_RECORD = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Rival:
+class Retimed:
     """One schedule that was timed again.
 
     Attributes:
@@ -50,7 +50,7 @@ class Rival:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Reverified:
     """Whether a record's winner is still the one to serve.
 
     Attributes:
@@ -65,7 +65,7 @@ class Verdict:
     record: Record
     state: Literal["holds", "slower", "broken", "elsewhere"]
     reason: str = ""
-    rivals: tuple[Rival, ...] = ()
+    rivals: tuple[Retimed, ...] = ()
     refreshed: Record | None = None
 
     @property
@@ -82,7 +82,7 @@ def reverify(
     options: RunnerOptions | None = None,
     within: float = WITHIN,
     seed: int = 0,
-) -> Iterator[Verdict]:
+) -> Iterator[Reverified]:
     """Times each record's entries, the library and the model's choice in turns; yields what that says of the winner.
 
     Several records at once where workers share the device, those together whose problems as many workers hold. Verdicts
@@ -102,14 +102,14 @@ def reverify(
     named: list[tuple[Operation[Any], Record]] = []
     for record in records:
         if record.estimated:
-            yield Verdict(
+            yield Reverified(
                 record, "elsewhere", "it was estimated by the compiler: there are no times to take again; tune it"
             )
             continue
         try:
             named.append((operation or load_known(record.key.operation), record))
         except ValueError as error:
-            yield Verdict(record, "broken", f"{error}; name it: --operation file.py:NAME")
+            yield Reverified(record, "broken", f"{error}; name it: --operation file.py:NAME")
     with contextlib.ExitStack() as stack:
         if named and runner is None:
             runner = start_runner(named[0][0], options)
@@ -118,8 +118,8 @@ def reverify(
         for theirs, record in named:
             assert runner is not None
             if record.key.hardware != runner.hardware.id:
-                yield Verdict(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
-            elif isinstance(judged := _judged(theirs, record, runner), Verdict):
+                yield Reverified(record, "elsewhere", f"it is not of the chip here, {runner.hardware.id}")
+            elif isinstance(judged := _judged(theirs, record, runner), Reverified):
                 yield judged
             else:
                 here.append(judged)
@@ -127,7 +127,7 @@ def reverify(
             return
         at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // WORKERS_OF_A_RECORD)
         verdict = functools.partial(_verdict, runner=runner, within=within, seed=seed)
-        threads = stack.enter_context(Threads[_Judged, Verdict](at_once, runner.close))
+        threads = stack.enter_context(Threads[_Judged, Reverified](at_once, runner.close))
         for _, reached in threads.map(verdict, sorted(here, key=lambda judged: -judged.workers)):
             yield reached
 
@@ -142,20 +142,20 @@ class _Judged:
     workers: int
 
 
-def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | Verdict:
+def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | Reverified:
     try:
         problem = operation.problem.from_canonical(record.key.problem)
     except ValueError as error:
-        return Verdict(record, "broken", f"its problem is none of {operation.name} today: {error}")
+        return Reverified(record, "broken", f"its problem is none of {operation.name} today: {error}")
     if isinstance(reason := validation.recheck(operation, problem, runner.hardware, record), str):
-        return Verdict(record, "broken", f"{reason}; tune it again")
+        return Reverified(record, "broken", f"{reason}; tune it again")
     try:
         return _Judged(operation, problem, record, runner.capacity(operation, problem, record.winner.measurement.l2))
     except NoCandidate as error:
-        return Verdict(record, "broken", str(error))
+        return Reverified(record, "broken", str(error))
 
 
-def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Verdict:
+def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Reverified:
     operation, problem, record = judged.operation, judged.problem, judged.record
     rivals = _rivals(operation, problem, runner.hardware, record)
     with runner.holding(operation, problem, record.winner.measurement.l2):
@@ -164,21 +164,21 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Verdi
     refreshed = _refreshed(operation, record, runner, rivals, ended)
     won = rivals[0].now
     if isinstance(won, Failure):
-        return Verdict(record, "broken", str(won), rivals, refreshed)
+        return Reverified(record, "broken", str(won), rivals, refreshed)
     best = min(ran, key=lambda index: ran[index].median_s)
     excess = won.median_s / ran[best].median_s - 1
     if excess > within:
-        return Verdict(record, "slower", f"{_words(rivals[best])}, is {excess:.1%} faster", rivals, refreshed)
-    return Verdict(record, "holds", "", rivals, refreshed)
+        return Reverified(record, "slower", f"{_words(rivals[best])}, is {excess:.1%} faster", rivals, refreshed)
+    return Reverified(record, "holds", "", rivals, refreshed)
 
 
-def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Rival, ...]:
+def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Retimed, ...]:
     """Whom to time, none of them timed yet."""
-    found: dict[tuple[Any, ...], Rival] = {}
+    found: dict[tuple[Any, ...], Retimed] = {}
 
     def add(role: str, backend: str, schedule: Schedule, predicted_s: float, then: Entry | None = None) -> None:
         version = operation.kernel(backend).version
-        rival = Rival(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
+        rival = Retimed(role, backend, version, schedule, predicted_s, then, Failure("time", "not timed yet"))
         found.setdefault((backend, *sorted(schedule.items())), rival)
 
     roles = ["winner", "runner-up", *["best of its backend"] * len(record.entries)]
@@ -193,12 +193,12 @@ def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, rec
 
 
 def _timed(
-    operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Rival], record: Record, seed: int
-) -> tuple[tuple[Rival, ...], Result]:
+    operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Retimed], record: Record, seed: int
+) -> tuple[tuple[Retimed, ...], Result]:
     """`rivals` with their times from a race of those that build and are right, and how it ended."""
     repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
-    def task(rival: Rival, repetitions: int, incumbent_s: float | None = None) -> Task:
+    def task(rival: Retimed, repetitions: int, incumbent_s: float | None = None) -> Task:
         return Task(
             operation,
             problem,
@@ -242,7 +242,7 @@ def _timed(
 
 
 def _refreshed(
-    operation: Operation[Any], record: Record, runner: Runner, rivals: Sequence[Rival], ended: Result
+    operation: Operation[Any], record: Record, runner: Runner, rivals: Sequence[Retimed], ended: Result
 ) -> Record | None:
     """The record as a search would write it today; None without the library's time, to compare with."""
     by_label = {_label(rival): rival for rival in rivals}
@@ -256,9 +256,9 @@ def _refreshed(
     return dataclasses.replace(record, entries=tuple(entries), environment=runner.environment, confidence=ended.verdict)
 
 
-def _label(rival: Rival) -> str:
+def _label(rival: Retimed) -> str:
     return label_of(rival.backend, rival.schedule)
 
 
-def _words(rival: Rival) -> str:
+def _words(rival: Retimed) -> str:
     return f"{rival.role}, {choice_text(rival.backend, rival.schedule)}"
