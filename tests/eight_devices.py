@@ -451,6 +451,22 @@ def test_on_explicit_axes_what_would_be_gathered_or_does_not_fold_is_the_library
     assert typed(pallas, *args) == "float32[8@x,8,48@y]"
 
 
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("axes", [("x",), ("x", None, "y")], ids=str)
+def test_a_vmap_over_an_axis_that_an_explicit_mesh_divides_is_the_librarys(axes, how):
+    one_axis = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    for mesh in (EXPLICIT, one_axis) if len(axes) == 1 else (EXPLICIT,):
+        x, b = put(A.reshape(8, 8, 32), *axes, on=mesh), put(B, on=mesh)
+        if len(axes) == 1:
+            close(how(jax.vmap(tuned_matmul, (0, None)))(x, b), A.reshape(8, 8, 32) @ B)
+            plain = jax.grad(lambda a: jnp.sin(jax.vmap(jnp.matmul, (0, None))(a, B)).sum())(A.reshape(8, 8, 32))
+            ours = jax.grad(lambda a, b: jnp.sin(jax.vmap(tuned_matmul, (0, None))(a, b)).sum())
+            close(jax.jit(ours)(x, b), plain, 1e-3, 1e-3)
+            assert typed(jax.vmap(tuned_matmul, (0, None)), x, b) == typed(jax.vmap(jnp.matmul, (0, None)), x, b)
+        rows = how(jax.vmap(scheduler.tuned_rms_norm, (0, None)))
+        close(rows(x, put(A[0], on=mesh)), jax.vmap(scheduler.tuned_rms_norm, (0, None))(A.reshape(8, 8, 32), A[0]))
+
+
 def test_on_explicit_axes_attention_rows_vmap_and_export_ask_kernels():
     q, k, v = (put(x, "x", None, "y", on=EXPLICIT) for x in QKV)
     close(attention(q, k, v), plain_attention(*QKV))

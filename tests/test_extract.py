@@ -313,6 +313,7 @@ def test_the_command_takes_the_shapes_of_a_function_with_arguments(step_file, ca
         ("STEP", ["f32[8]"], 2, "too many positional arguments"),
         ("loss", ["8x8", "f32[8]"], 2, "'8x8' is no array: write its dtype and extents"),
         ("loss", ["f33[8,8]", "f32[8]"], 2, "'f33[8,8]' is no array"),
+        ("loss", ["f32[8@x,8@x]", "f32[8]"], 2, "'f32[8@x,8@x]' names an axis of the mesh twice"),
         ("absent", [], 2, "has no attribute 'absent'"),
         ("NUMBER", [], 2, "is a int, not a function"),
         ("breaks", [], 1, "step.py:12, in breaks: TypeError: add got incompatible shapes"),

@@ -195,7 +195,7 @@ def test_records_of_other_chips_and_unknown_operations_are_told_apart():
     assert found == {record().key: "holds", other.key: "elsewhere"}
     foreign = record(key=dataclasses.replace(record().key, operation="never_loaded"))
     (unknown,) = reverify([foreign], runner=Told())
-    assert unknown.state == "broken"
+    assert unknown.state == "elsewhere"
     assert "no operation 'never_loaded'" in unknown.reason
     assert "--operation file.py:NAME" in unknown.reason
 

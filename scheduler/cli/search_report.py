@@ -157,19 +157,25 @@ def reverified_json(verdict: Reverified) -> Json:
 def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
     """What became of each stored winner, a row each."""
     states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
-    choices = compared([(v.record.winner.backend, v.record.winner.schedule) for v in verdicts])
-    rows = []
-    for verdict, schedule in zip(verdicts, choices.texts, strict=True):
-        record = verdict.record
-        then, now = seconds_text(record.winner.measurement.median_s), verdict.now
-        rows.append(
-            Row(
-                f"{record.key.operation} {spelled(record.key.operation, record.key.problem)}",
-                (record.environment.jax, then, seconds_text(now.median_s) if now else ""),
-                [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
+    of_operation: dict[str, list[Reverified]] = {}
+    for verdict in verdicts:
+        of_operation.setdefault(verdict.record.key.operation, []).append(verdict)
+    groups = []
+    for operation, some in of_operation.items():
+        choices = compared([(v.record.winner.backend, v.record.winner.schedule) for v in some])
+        rows = []
+        for verdict, schedule in zip(some, choices.texts, strict=True):
+            record = verdict.record
+            then, now = seconds_text(record.winner.measurement.median_s), verdict.now
+            rows.append(
+                Row(
+                    f"{operation} {spelled(operation, record.key.problem)}",
+                    (record.environment.jax, then, seconds_text(now.median_s) if now else ""),
+                    [schedule, states[verdict.state] + (f": {verdict.reason}" if verdict.reason else "")],
+                )
             )
-        )
-    yield from ledger("problem, and its winner", ("jax then", "then", "now"), [(choices.note, rows)], width)
+        groups.append((choices.note, rows))
+    yield from ledger("problem, and its winner", ("jax then", "then", "now"), groups, width)
 
 
 def failed_beside(trials: Sequence[Trial], record: Record) -> list[str]:

@@ -44,6 +44,8 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
     if jax_compat.has_explicit_axes(args):
 
         def part(posed: Problem, *local: Any) -> Any:
+            if jax_compat.has_explicit_axes(local):
+                raise explicit.WholeError("a `vmap` has taken an axis of the mesh that divides them")
             return tuned_call(operation, posed, *local, params=params, options=options)
 
         return explicit.over(operation, problem, options, part, *args)

@@ -97,6 +97,9 @@ def array(text: str, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
     """
     if (match := _ARRAY.fullmatch(text.strip())) is None or (axes := _axes(match[2])) is None:
         raise ValueError(f"{text!r} is no array: write its dtype and extents, as in bfloat16[4096,512]")
+    divided = [name for _, names in axes for name in names]
+    if len(set(divided)) < len(divided):
+        raise ValueError(f"{text!r} names an axis of the mesh twice: it can divide one axis of an array")
     spec = PartitionSpec(*(names or None for _, names in axes))
     if mesh is None and any(spec):
         raise ValueError(f"{text!r} is divided over a mesh: give --mesh with the extents of its axes")

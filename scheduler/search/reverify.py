@@ -55,7 +55,7 @@ class Reverified:
 
     Attributes:
       state: "holds"; "slower": another is faster now by more than the limit; "broken": it cannot run, or is not served;
-        "elsewhere": it is of another chip, or an estimate, and was not timed.
+        "elsewhere": it is of another chip, an estimate, or of an operation that nobody has named, and was not timed.
       reason: what is faster and by how much, or why it cannot run; "" where it holds.
       rivals: the winner first, and all that was timed beside it; empty where nothing was.
       refreshed: the record with today's times, order and environment; None where it was not timed, or the library did
@@ -109,7 +109,7 @@ def reverify(
         try:
             named.append((operation or load_known(record.key.operation), record))
         except ValueError as error:
-            yield Reverified(record, "broken", f"{error}; name it: --operation file.py:NAME")
+            yield Reverified(record, "elsewhere", f"{error}; name it: --operation file.py:NAME")
     with contextlib.ExitStack() as stack:
         if named and runner is None:
             runner = start_runner(named[0][0], options)
