@@ -191,8 +191,9 @@ def problem_to_json(problem: str) -> object:
     return fields if isinstance(fields, dict) and _canonical(fields) == problem else problem
 
 
-def _canonical(fields: Mapping[str, object]) -> str:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))  # as `Problem.canonical` writes it
+def _canonical(fields: Mapping[str, object], *, allow_nan: bool = True) -> str:
+    """As `Problem.canonical` writes it."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=allow_nan)
 
 
 # Decoding: by the types of the fields, but for these, which mean the same wherever they occur.
@@ -209,10 +210,9 @@ def _problem(value: object) -> str:
     if not isinstance(value, dict):
         return text(value)
     try:
-        json.dumps(value, allow_nan=False)
+        return _canonical(value, allow_nan=False)
     except ValueError:
         raise ValueError(f"finite numbers are wanted, found {_canonical(value)}") from None
-    return _canonical(value)
 
 
 def _backend(value: object) -> str:

@@ -107,7 +107,13 @@ def _finite(value: object) -> float | None:
 
 def _encodable(value: object) -> str | None:
     """No half of a surrogate pair, which JSON can spell and no database or terminal takes."""
-    return value if isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value) else None
+    if not isinstance(value, str):
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return None
+    return value
 
 
 text = Scalar("text", _encodable)

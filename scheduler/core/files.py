@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
+import threading
 from pathlib import Path
 
 
@@ -27,24 +27,16 @@ def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     if os.path.exists(path) and not (target.is_file() and os.access(target.parent, os.W_OK)):
         Path(path).write_bytes(content)
         return
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as fresh:
-        try:
-            fresh.write(content)
-            fresh.flush()
-            os.fsync(fresh.fileno())
-            if target.exists():
-                shutil.copymode(target, fresh.name)
-            else:
-                os.chmod(fresh.name, 0o666 & ~_umask())
-            os.replace(fresh.name, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(fresh.name)
-            raise
-
-
-def _umask() -> int:
-    """Of this process, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    fresh = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, fresh)
+        fresh.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise

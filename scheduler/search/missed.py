@@ -103,7 +103,7 @@ def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None, r
         return [record for record in records if record.key == key]
 
     # In the order in which calls are answered (`dispatch.stored`): what was measured goes first, its own or a range.
-    entries = [recheck(operation, problem, hardware, record) for record in find(key)]
+    entries = (recheck(operation, problem, hardware, record) for record in find(key))
     own = next((entry for entry in entries if isinstance(entry, Entry)), None)
     if own is not None and not own.measurement.estimated:
         return Missed(miss, operation, problem, settled=own)
