@@ -332,7 +332,9 @@ def _cudnn_params(scale: float, causal: bool, window: int | None, padding: bool)
     return params
 
 
-def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensionNumbers | None]) -> None:
+def let_policies_see(
+    primitive: Primitive, product: Callable[..., tuple[Any, Any, lax.DotDimensionNumbers] | None]
+) -> None:
     """Makes policies of `jax.checkpoint` take applications of `primitive` for the `dot_general` that they are.
 
     JAX's policies know dots by their primitive. So the rule by which `jax.checkpoint` divides an application asks the
@@ -341,7 +343,8 @@ def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensi
 
     Args:
       primitive: has several results, as JAX has it, and no effects.
-      product: of an application's parameters; what is multiplied are its first two operands. None where it is no dot.
+      product: of an application's parameters: the shapes and dtypes of two operands, and how they are multiplied; None
+        where it is no dot.
     """
     if (rules := getattr(partial_eval, "partial_eval_jaxpr_custom_rules", None)) is None:
         return
@@ -353,9 +356,10 @@ def let_policies_see(primitive: Primitive, product: Callable[..., lax.DotDimensi
         if any(unknown):
             return None, eqn, every, every, missing
         seen, operands = eqn, [x.aval for x in eqn.invars]
-        if (numbers := product(**eqn.params)) is not None:
-            operands = operands[:2]
-            (seen,) = jax.make_jaxpr(functools.partial(lax.dot_general, dimension_numbers=numbers))(*operands).eqns
+        if (dot := product(**eqn.params)) is not None:
+            *factors, numbers = dot
+            (seen,) = jax.make_jaxpr(functools.partial(lax.dot_general, dimension_numbers=numbers))(*factors).eqns
+            operands = [x.aval for x in seen.invars]
         answer = policy(seen.primitive, *operands, **seen.params)
         if isinstance(answer, ad_checkpoint.Offloadable):
             away, back, kept = _moved(eqn, answer)

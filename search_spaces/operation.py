@@ -26,7 +26,7 @@ class Bound(Generic[P]):
 
     Attributes:
       problem: what the call poses.
-      operands: arrays or tracers, shaped as ``problem.operands()``.
+      operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one (`unfolded`).
       restore: ``restore(*results)`` is what the caller gets; None is `Problem.pack`, the results as they are.
       params: what reaches `Kernel.run` besides arrays.
     """
@@ -75,7 +75,8 @@ class Operation(Generic[P]):
     ``call(operation, problem, *args, **params)`` of another, tuned and cached under that one's name. What belongs to
     the results (they themselves, tangents, cotangents) is one array, or a tuple where `Problem.result` is a tuple.
     A tangent or cotangent that is zero is None, given or returned. ``call.params`` are the params of the call by their
-    names, for a formula of the rule's own or another operation.
+    names, for a formula of the rule's own or another operation. Where a front end or `batch` leaves several axes in
+    place of one that `shard` names (`unfolded`), all rules get such arrays, and results are such.
 
     Attributes:
       name: as a cache and a command line spell it.

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from search_spaces.problem import Problem, as_tuple
@@ -93,23 +93,34 @@ class Divided(Generic[P]):
     Attributes:
       problem: what each device asks a kernel for.
       local: what each device computes: another one where `problem` is only what is summed of it.
+      finished: what is left of that for each device where sums are scattered; else it is `local`.
       operands, results: specs that arrays then have.
       shapes: of results on one device.
+      summed_shapes: theirs before they are scattered.
       sums: mesh axes over which results of `problem` are summed, of each.
+      scattered: those of them over which the sums are then divided, of each axis of each result.
       gathered: in words, what of the operands was divided, is not any more, and why.
     """
 
     problem: P
     local: P
+    finished: P
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     shapes: tuple[tuple[int, ...], ...]
+    summed_shapes: tuple[tuple[int, ...], ...]
     sums: tuple[MeshAxes, ...]
+    scattered: tuple[Spec, ...]
     gathered: tuple[str, ...]
+    partial: Callable[[P], P]
     finish: Callable[[P, Sequence[Any], Sequence[Any]], Any] | None = None
 
     def compute(
-        self, call: Callable[..., Any], args: Sequence[Any], total: Callable[[Any, MeshAxes], Any]
+        self,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        total: Callable[[Any, MeshAxes], Any],
+        scatter: Callable[[Any, MeshAxes, int], Any],
     ) -> tuple[Any, ...]:
         """The results of one device.
 
@@ -117,14 +128,30 @@ class Divided(Generic[P]):
           call: ``call(problem, *args)`` makes a tuned call.
           args: what the device has of the operands.
           total: ``total(x, axes)`` is the sum of x over the devices along these mesh axes.
+          scatter: ``scatter(x, axes, dim)`` is this device's part of that sum, divided along an axis of x.
         """
+        asked = self.problem.operands()
         # An axis of extent 1 may be one that the local problem does not have.
-        args = [x.reshape(s.shape) for x, s in zip(args, self.local.operands(), strict=True)]
-        parts = as_tuple(call(self.problem, *args[: len(self.problem.operands())]))
-        results: Sequence[Any] = [total(x, axes) if axes else x for x, axes in zip(parts, self.sums, strict=True)]
-        if any(self.sums) and self.finish is not None:
-            results = as_tuple(self.finish(self.local, results, args))
+        wanted = (*asked, *self.finished.operands()[len(asked) :])
+        args = [x.reshape(s.shape) for x, s in zip(args, wanted, strict=True)]
+        results: Sequence[Any] = as_tuple(call(self.problem, *args[: len(asked)]))
+        if any(self.sums):
+            results = [self._summed(number, x, total, scatter) for number, x in enumerate(results)]
+            if self.finish is not None:
+                left = self.partial(self.finished).results()
+                results = [x.reshape(s.shape) for x, s in zip(results, left, strict=True)]
+                results = as_tuple(self.finish(self.finished, results, args))
         return tuple(x.reshape(shape) for x, shape in zip(results, self.shapes, strict=True))
+
+    def _summed(self, number: int, x: Any, total: Callable[..., Any], scatter: Callable[..., Any]) -> Any:
+        left = self.sums[number]
+        if any(self.scattered):
+            ways = self.scattered[number]
+            x = x.reshape(self.summed_shapes[number])
+            for dim, axes in enumerate(ways):
+                x = scatter(x, axes, dim) if axes else x
+            left = tuple(axis for axis in left if axis not in itertools.chain(*ways))
+        return total(x, left) if left else x
 
 
 def as_spec(given: Sequence[Any], rank: int) -> Spec:
@@ -144,7 +171,8 @@ def divide(
 
     Each mesh axis divides one letter. First those that no result has: where all operands are divided alike along them,
     and nowhere else. Then others as results are divided, then as operands are. So XLA divides a `dot_general`. An
-    extent that is no multiple is not divided.
+    extent that is no multiple is not divided. What is summed is scattered where results are wanted divided over those
+    axes, and operands that are not summed come divided alike.
 
     Args:
       mesh: how many devices lie along each of its axes.
@@ -173,7 +201,7 @@ def divide(
                 if not set(nowhere).issuperset(letters):
                     claims.add(letters, axes)
 
-    extents = {letter: extent // claims.parts(letter) for letter, extent in claims.extents.items()}
+    extents = claims.local_extents()
     local = sharding.local(problem, extents)
     sums = tuple(
         tuple(axis for letter in sharding.summed if letter not in itertools.chain(*array) for axis in claims.of[letter])
@@ -182,16 +210,36 @@ def divide(
     partial = sharding.partial(local) if any(sums) and sharding.partial is not None else local
     if partial is not local:  # all that is summed is in what it returns
         sums = (tuple(dict.fromkeys(itertools.chain(*sums))),) * len(partial.results())
+    summed_shapes = tuple(_shape(array, extents) for array in of_results)
+    specs = [claims.spec(array) for array in of_operands]
+    before = tuple(map(claims.spec, of_results))
+    if any(sums) and [s.shape for s in partial.results()] == [s.shape for s in local.results()]:
+        claims.scatter(nowhere, of_results, wanted)
+        specs = [
+            spec if claims.has(array, nowhere) else claims.spec(array)
+            for array, spec in zip(of_operands, specs, strict=True)
+        ]
+    after = tuple(map(claims.spec, of_results))
     return Divided(
         problem=partial,
         local=local,
-        operands=tuple(map(claims.spec, of_operands)),
-        results=tuple(map(claims.spec, of_results)),
-        shapes=tuple(tuple(math.prod(extents[x] for x in letters) for letters in array) for array in of_results),
+        finished=sharding.local(problem, claims.local_extents()),
+        operands=tuple(specs),
+        results=after,
+        shapes=tuple(_shape(array, claims.local_extents()) for array in of_results),
+        summed_shapes=summed_shapes,
         sums=sums,
-        gathered=tuple(_gathered(claims, of_operands, given)),
+        scattered=tuple(
+            tuple(now[len(had) :] for had, now in zip(*each, strict=True)) for each in zip(before, after, strict=True)
+        ),
+        gathered=tuple(_gathered(claims, of_operands, given, specs)),
+        partial=sharding.partial or (lambda p: p),
         finish=sharding.finish,
     )
+
+
+def _shape(array: Sequence[Letters], extents: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(math.prod(extents[x] for x in letters) for letters in array)
 
 
 class _Claims:
@@ -202,17 +250,37 @@ class _Claims:
         self.extents, self.mesh = extents, mesh
         self.of: dict[str, MeshAxes] = dict.fromkeys(extents, ())
 
+    def local_extents(self) -> dict[str, int]:
+        """Of each letter on one device."""
+        return {letter: extent // self.parts(letter) for letter, extent in self.extents.items()}
+
+    def has(self, array: Sequence[Letters], letters: Sequence[str]) -> bool:
+        """Whether some axis of an array is of these letters."""
+        return not set(letters).isdisjoint(itertools.chain(*array))
+
+    def scatter(self, summed: Sequence[str], arrays: Sequence[Sequence[Letters]], wanted: Sequence[Spec]) -> None:
+        """Divides results, as they are wanted, over axes along which they are sums of parts: those letters' own."""
+        for array, spec in zip(arrays, wanted, strict=False):
+            for letters, axes in zip(array, spec, strict=True):
+                others = {axis for letter, own in self.of.items() if letter not in summed for axis in own}
+                free = {axis for letter in summed for axis in self.of[letter]} - others
+                reached = itertools.takewhile({*free, *self.along(letters)}.__contains__, axes)
+                self.add(letters, tuple(reached), free)
+
     def parts(self, letter: str) -> int:
         return math.prod(self.mesh[axis] for axis in self.of[letter])
 
-    def add(self, letters: Letters, axes: MeshAxes) -> None:
-        """Divides an axis of these letters over `axes`, or over the first of them, as far as that can be."""
+    def add(self, letters: Letters, axes: MeshAxes, free: Container[str] = ()) -> None:
+        """Divides an axis of these letters over `axes`, or over the first of them, as far as that can be.
+
+        Those that are `free` may divide another letter already.
+        """
         before = self.along(letters)
         if axes[: len(before)] != before:
             return
         for axis in axes[len(before) :]:
             letter = self._next(letters, axis)
-            if letter is None or self.owner(axis) is not None:
+            if letter is None or (self.owner(axis) is not None and axis not in free):
                 return
             self.of[letter] += (axis,)
 
@@ -253,11 +321,12 @@ class _Claims:
         return f"{' times '.join(str(self.extents[x]) for x in letters)} does not divide by {devices}"
 
 
-def _gathered(claims: _Claims, arrays: Sequence[Sequence[Letters]], given: Sequence[Spec]) -> list[str]:
+def _gathered(
+    claims: _Claims, arrays: Sequence[Sequence[Letters]], given: Sequence[Spec], specs: Sequence[Spec]
+) -> list[str]:
     found = []
-    for number, (array, spec) in enumerate(zip(arrays, given, strict=True)):
-        for letters, axes in zip(array, spec, strict=True):
-            along = claims.along(letters)
+    for number, (array, had, has) in enumerate(zip(arrays, given, specs, strict=True)):
+        for letters, axes, along in zip(array, had, has, strict=True):
             if along[: len(axes)] != axes:
                 name = " ".join(letters)
                 why = claims.why_not(letters, axes)

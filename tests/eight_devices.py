@@ -131,7 +131,17 @@ def test_a_result_that_is_wanted_otherwise_takes_no_more_than_jnp_matmul(a, b, o
     def wanted(product):
         return lambda x, w: lax.with_sharding_constraint(product(x, w), NamedSharding(AUTO, P(*out)))
 
-    same_movement(wanted(pallas), wanted(jnp.matmul), put(A, *a), put(B, *b))
+    args = put(A, *a), put(B, *b)
+    if b == ():
+        same_movement(wanted(pallas), wanted(jnp.matmul), *args)
+        return
+    (mine, moved, complained), (other, expected, _) = (
+        compiled(wanted(pallas), *args),
+        compiled(wanted(jnp.matmul), *args),
+    )
+    assert expected == {"all-reduce": 1}
+    assert (moved, complained) == ({"reduce-scatter": 1}, False)
+    close(mine(*args), other(*args))
 
 
 def test_62_rows_over_4_devices_are_computed_whole():
@@ -306,6 +316,124 @@ def test_lengths_and_the_log_sum_exp_are_divided_with_the_sequences():
     close(program(*args), ours(*QKV, lengths, backends="xla"))
 
 
+# Leading axes of which each is divided, with several elements of each on a device: those of one device are no rows.
+LEADING = jax.random.normal(jax.random.key(20), (8, 64, 32))
+COLUMNS_BIAS, LEADING_RESIDUAL = jnp.linspace(-1, 1, 48), jnp.cos(LEADING @ B)
+
+
+def gated(x, w):
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    return tuned_gated_matmul(x, w, backends="pallas")
+
+
+def plainly_gated(x, w):
+    h = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+    return (jax.nn.silu(h[..., :24].astype(jnp.float32)) * h[..., 24:]).astype(jnp.bfloat16)
+
+
+def split(x, w):
+    return tuned_matmul(x, w, split_sizes=(32, 16), backends="pallas")
+
+
+FOLDED = {
+    "a product": (pallas, jnp.matmul, ()),
+    "with an epilogue": (
+        lambda x, w, c, r: tuned_matmul(x, w, bias=c, activation="gelu", residual=r, backends="pallas"),
+        lambda x, w, c, r: jax.nn.gelu(x @ w + c) + r,
+        (COLUMNS_BIAS, LEADING_RESIDUAL),
+    ),
+    "in several arrays": (split, lambda x, w: ((x @ w)[..., :32], (x @ w)[..., 32:]), ()),
+    "transposed": (lambda x, w: tuned_matmul(x.mT, w, transpose_a=True, backends="pallas"), jnp.matmul, ()),
+    "vmapped": (jax.vmap(pallas, (0, None)), jnp.matmul, ()),
+    "vmapped along its rows": (jax.vmap(pallas, (1, None), 1), jnp.matmul, ()),
+    "gated": (gated, plainly_gated, ()),
+}
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_each_leading_axis_may_be_divided(name):
+    ours, plain, added = FOLDED[name]
+    spec = ("data", "model")
+    args = put(LEADING, *spec, on=MODEL), put(B, on=MODEL), *(put(x, *spec[: x.ndim - 1], on=MODEL) for x in added)
+    tolerance = {"rtol": 0.05, "atol": 0.05} if name == "gated" else {}
+    assert same_movement(ours, plain, *args, **tolerance) == {}
+    scheduler.reload()
+
+    def gradient(f):
+        return jax.grad(lambda *xs: sum((y**2).sum() for y in jax.tree.leaves(f(*xs))), tuple(range(len(args))))
+
+    (mine, moved, complained), (other, expected, _) = compiled(gradient(ours), *args), compiled(gradient(plain), *args)
+    assert set(moved) == {"all-reduce"} == set(expected)  # of the weights' gradients; XLA takes one for each mesh axis
+    assert not complained
+    if name != "gated":  # sums of bfloat16 over devices, in another order
+        close(mine(*args), other(*args), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_each_leading_axis_of_rows_may_be_divided(name, mapped):
+    ours, plain = ROWS[name]
+    ours = jax.vmap(ours) if mapped else ours
+    x = put(LEADING, "data", "model", on=MODEL)
+    assert same_movement(ours, plain, x) == {}
+
+    def gradient(f):
+        return jax.grad(lambda x: sum((y**2).sum() for y in jax.tree.leaves(f(x))))
+
+    assert same_movement(gradient(ours), gradient(plain), x, rtol=1e-3, atol=1e-3) == {}
+
+
+def test_each_leading_axis_of_batches_and_of_mapped_attention_may_be_divided():
+    a, b = (jax.random.normal(jax.random.key(i), (4, 8, *shape)) for i, shape in enumerate([(6, 32), (32, 16)]))
+    assert same_movement(pallas, jnp.matmul, *(put(x, "data", "model", on=MODEL) for x in (a, b))) == {}
+    qkv = [jax.random.normal(jax.random.key(i), (4, 8, 16, heads, 16)) for i, heads in enumerate((4, 2, 2))]
+    args = [put(x, "data", "model", on=MODEL) for x in qkv]
+
+    def gradient(f):
+        return jax.grad(lambda *qkv: jnp.sin(f(*qkv)).sum(), (0, 1, 2))
+
+    ours, plain = jax.vmap(attention), jax.vmap(plain_attention)
+    assert same_movement(ours, plain, *args, rtol=1e-3, atol=1e-3) == {}
+    assert same_movement(gradient(ours), gradient(plain), *args, rtol=1e-3, atol=1e-3) == {}
+
+
+def test_a_scan_over_layers_keeps_leading_axes_apart():
+    ws = put(jax.random.normal(jax.random.key(21), (3, 32, 32)) / 6, on=MODEL)
+    x = put(LEADING, "data", "model", on=MODEL)
+
+    def loss(product):
+        def run(x, ws):
+            return (lax.scan(lambda x, w: (jnp.tanh(product(x, w)), None), x, ws)[0] ** 2).sum()
+
+        return jax.grad(run, (0, 1))
+
+    (mine, moved, _), (other, expected, _) = compiled(loss(pallas), x, ws), compiled(loss(jnp.matmul), x, ws)
+    assert set(moved) == {"all-reduce"} == set(expected)
+    close(mine(x, ws), other(x, ws), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "added"), [(("data", "model"), "residual"), (("data", None, "model"), "residual"), ((), "bias"), ((), "")]
+)
+def test_a_sum_over_devices_is_scattered_where_the_result_is_wanted_divided(spec, added):
+    x, residual = jax.random.normal(jax.random.key(22), (4, 16, 32)), jax.random.normal(jax.random.key(23), (4, 16, 48))
+    args = [put(x, "data", None, "model", on=MODEL), put(B, "model", on=MODEL)]
+    more = {"residual": put(residual, *spec, on=MODEL), "bias": put(COLUMNS_BIAS, "model", on=MODEL)}
+    args += [more[added]] if added else []
+    out = NamedSharding(MODEL, P(*(spec or ("data", None, "model"))))
+
+    def ours(x, w, *rest):
+        return lax.with_sharding_constraint(pallas(x, w, **dict(zip([added], rest, strict=False))), out)
+
+    def plain(x, w, *rest):
+        return lax.with_sharding_constraint(sum(rest, x @ w), out)
+
+    program, moved, complained = compiled(ours, *args)
+    assert (moved, complained) == ({"reduce-scatter": 1}, False)  # half of what an all-reduce moves
+    assert program(*args).sharding.is_equivalent_to(out, 3)
+    close(program(*args), jax.jit(plain)(*args), rtol=1e-3, atol=1e-3)
+
+
 def test_a_megatron_block_takes_one_all_reduce_and_no_gather():
     keys = jax.random.split(jax.random.key(7), 4)
     wq, wk, wv, wo = (jax.random.normal(key, (128, 128)) / 12 for key in keys)
@@ -439,9 +567,18 @@ def test_on_explicit_axes_what_jnp_matmul_refuses_is_refused_in_its_words(a, b):
     assert found[0] == found[1]
 
 
-def test_on_explicit_axes_what_would_be_gathered_or_does_not_fold_is_the_librarys():
+def test_on_explicit_axes_what_would_be_gathered_is_the_librarys_and_each_leading_axis_may_be_divided():
     x = A.reshape(8, 8, 32)
-    for spec in (("x", "y"), (None, "x"), ("x", None, "y")):
+    for spec in (("x", "y"), (None, "x")):
+        args = put(x, *spec, on=EXPLICIT), put(B, on=EXPLICIT)
+        close(pallas(*args), x @ B)
+        assert typed(pallas, *args) == typed(jnp.matmul, *args)
+        gradients = [
+            jax.jit(jax.grad(lambda *xs, f=f: (f(*xs) ** 2).sum(), (0, 1)))(*args) for f in (pallas, jnp.matmul)
+        ]
+        close(*gradients, rtol=1e-3, atol=1e-3)
+        assert [str(jax.typeof(x)) for x in gradients[0]] == [str(jax.typeof(x)) for x in gradients[1]]
+    for spec in (("x", None, "y"), (None, None, ("x", "y"))):
         args = put(x, *spec, on=EXPLICIT), put(B, on=EXPLICIT)
         close(jax.jit(tuned_matmul)(*args), x @ B)
         assert typed(tuned_matmul, *args) == typed(jnp.matmul, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 
@@ -15,6 +16,7 @@ from test_vjp import TWIST, TwistProblem
 
 import scheduler
 from scheduler import tuned, tuned_flash_attention, tuned_matmul, tuned_softmax
+from search_spaces.softmax import SOFTMAX
 
 X = jax.random.normal(jax.random.key(0), (32, 24), jnp.float32)
 W = jax.random.normal(jax.random.key(1), (24, 40), jnp.float32)
@@ -131,21 +133,17 @@ def sharded(kind):
     [(AxisType.Auto, "divided over the devices of a mesh"), (AxisType.Explicit, "on a mesh with explicit axes")],
 )
 def test_of_what_is_not_divided_who_leaves_xla_out_is_told_why_and_others_may_read_it(kind, why, jitted, caplog):
-    def moments(x, **options):
-        return tuned_softmax(x, return_lse=True, **options)
-
-    strict = functools.partial(moments, backends="pallas")
+    whole = tuned(dataclasses.replace(SOFTMAX, shard=None))
+    strict = functools.partial(whole, backends="pallas")
     strict = jax.jit(strict) if jitted else strict
-    with pytest.raises(
-        scheduler.NoCandidate, match=rf"{why} .*softmax_with_lse does not say how it is divided .*; only xla"
-    ):
+    with pytest.raises(scheduler.NoCandidate, match=rf"{why} .*softmax does not say how it is divided .*; only xla"):
         strict(sharded(kind))
     with pytest.raises(scheduler.NoCandidate, match=why):
-        jax.grad(lambda x: strict(x)[0].sum())(sharded(kind))
+        jax.grad(lambda x: strict(x).sum())(sharded(kind))
     with pytest.raises(scheduler.IllegalSchedule, match=why):
-        moments(sharded(kind), schedule={"row_tile": 16})
+        whole(sharded(kind), schedule={"row_tile": 16})
     with caplog.at_level(logging.DEBUG, "scheduler"):
-        close(moments(sharded(kind), on_miss="error")[0], jax.nn.softmax(X))  # none could be served, so none is missing
+        close(whole(sharded(kind), on_miss="error"), jax.nn.softmax(X))  # none could be served, so none is missing
     assert why in caplog.text
 
 

@@ -1023,7 +1023,9 @@ def test_bind_gives_the_problem_that_a_call_poses_and_restores_its_result():
     for other, posed in ((b, {"m": 24}), (bs, {"m": 4, "batch": 6})):
         bound = MATMUL.bind(a, other, bias=None, activation="relu")
         assert bound.problem == MatmulProblem(**{"n": 6, "k": 5, "dtype": "float32", "activation": "relu"} | posed)
-        close(bound.restore(bound.problem.reference(*bound.operands)), jax.nn.relu(a @ other))
+        assert [x.ndim for x in bound.operands] == ([4, 2] if other is b else [4, 4])  # leading axes are not folded
+        folded = [x.reshape(s.shape) for x, s in zip(bound.operands, bound.problem.operands(), strict=True)]
+        close(bound.restore(bound.problem.reference(*folded)), jax.nn.relu(a @ other))
     bound = MATMUL.bind(a[0, 0, 0], b, bias=bias)
     assert bound.problem == MatmulProblem(1, 6, 5, "float32", bias="float32")
     close(bound.restore(bound.problem.reference(*bound.operands)), a[0, 0, 0] @ b + bias)

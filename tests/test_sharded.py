@@ -84,10 +84,13 @@ def test_parts_times_devices_are_the_whole_and_no_axis_divides_two_letters(data,
                 assert extent % devices(axes) == 0
                 for axis in axes:
                     divides.setdefault(axis, set()).add(of)
+    scattered = {axis for spec in found.scattered for axes in spec for axis in axes}
     for axis, places in divides.items():  # one letter, alone or in an axis that is made of it and another
-        assert set.intersection(*map(set, places)), (axis, places)
+        assert set.intersection(*map(set, places)) or (axis in scattered and len(places) == 2), (axis, places)
 
-    for s, spec, local in zip(operands, found.operands, found.local.operands(), strict=True):
+    asked = len(found.problem.operands())
+    parts = (*found.local.operands()[:asked], *found.finished.operands()[asked:])
+    for s, spec, local in zip(operands, found.operands, parts, strict=True):
         assert s.size == local.size * math.prod(map(devices, spec))
     for s, spec, shape in zip(results, found.results, found.shapes, strict=True):
         assert tuple(extent // devices(axes) for extent, axes in zip(s.shape, spec, strict=True)) == shape
@@ -95,9 +98,8 @@ def test_parts_times_devices_are_the_whole_and_no_axis_divides_two_letters(data,
     over = math.prod(mesh[axis] for axis in divides)
     assert found.local.flops * over == pytest.approx(problem.flops)
     for axes in found.sums:
-        assert all(axis not in [a for spec in found.results for b in spec for a in b] for axis in axes) or (
-            operation is FLASH_ATTENTION_BACKWARD
-        )
+        divided = {a for spec in found.results for b in spec for a in b}
+        assert divided.intersection(axes) == scattered.intersection(axes) or operation is FLASH_ATTENTION_BACKWARD
     for number, (spec, kept) in enumerate(zip(given_operands, found.operands, strict=True)):
         lost = any(axes != now[: len(axes)] for axes, now in zip(spec, kept, strict=True))
         assert lost == any(reason.startswith(f"operand {number} ") for reason in found.gathered)
@@ -115,6 +117,27 @@ def test_a_divided_contraction_asks_for_the_product_alone_and_says_what_is_gathe
     ragged = divide(MATMUL.shard(odd), odd, {"x": 4}, [("x",), ()])
     assert ragged.problem.m == 62
     assert ragged.gathered == ("operand 0 along m, divided over x: 62 is no multiple of 4",)
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(
+    ("wanted", "results", "scattered"),
+    [
+        (("x",), (("x",), ()), (("x",), ())),
+        ((None, "x"), ((), ("x",)), ((), ("x",))),
+        ((("x", "y"),), (("x",), ()), (("x",), ())),  # nothing is summed over y: that part is left to XLA
+        ((("y", "x"),), (("y", "x"), ()), (("x",), ())),
+        (("y",), (("y",), ()), ((), ())),
+    ],
+)
+def test_a_sum_is_scattered_over_its_own_axes_alone(wanted, results, scattered):
+    problem = MatmulProblem(64, 48, 32, residual="bfloat16")
+    found = divide(MATMUL.shard(problem), problem, {"x": 4, "y": 2}, [(None, "x"), ("x",), wanted], [wanted])
+    assert (found.results, found.scattered) == ((results,), (scattered,))
+    assert found.sums == (("x",),)
+    assert found.operands[2] == results
+    m, n = (math.prod({"x": 4, "y": 2}[axis] for axis in axes) for axes in results)
+    assert found.finished == MatmulProblem(64 // m, 48 // n, 8, residual="bfloat16")
 
 
 @pytest.mark.one_jax
@@ -211,7 +234,7 @@ def test_jax_tells_programs_apart_by_all_that_decides_how_their_parts_are_answer
     }
     problem, usual = MatmulProblem(64, 48, 32), Options()
     changed = dataclasses.replace(usual, **{name: other[name]})
-    told = [digest(MATMUL, problem, {}, "cpu", options) for options in (usual, changed, usual)]
+    told = [digest(MATMUL, problem, (), {}, "cpu", options) for options in (usual, changed, usual)]
     assert told[0] == told[2]
     # These change nothing that is answered: how often JAX was made to ask, and that a device asks while XLA compiles.
     assert (told[0] == told[1]) is (name in ("generation", "divided"))

@@ -129,8 +129,8 @@ def test_words_that_mean_nothing_are_said_in_a_sentence(words, status, said, cap
 
 
 def test_an_operation_that_says_nothing_is_xla_s(capfd):
-    _, err = run(capfd, "softmax_with_lse", "rows=8", "columns=8", *MESH, status=1)
-    assert "softmax_with_lse does not say what of it may be divided" in err
+    _, err = run(capfd, ROOT / "tests" / "test_api.py:SCALE", "n=8", *MESH, status=1)
+    assert "scale does not say what of it may be divided" in err
 
 
 @settings(deadline=None, max_examples=50)

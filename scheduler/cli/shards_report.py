@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ def _told(way: Way) -> Iterator[str]:
     yield f"each device: {divided.problem}"
     if axes := _summed(way):
         rest = "" if divided.problem == divided.local else "; what the problem does with them is a pass after that"
-        yield f"results are summed over {', '.join(axes)}{rest}"
+        scattered = " and scattered" if any(itertools.chain(*divided.scattered)) else ""
+        yield f"results are summed over {', '.join(axes)}{scattered}{rest}"
     yield from (f"gathered: {each}" for each in divided.gathered)
 
 

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import uuid
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,13 +24,21 @@ from scheduler.model import constants
 from scheduler.store.layered import Cache
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem
+from search_spaces.unfolded import Shape
 
 # By the stores as calls see them since the last `reload`.
 _known: weakref.WeakKeyDictionary[Cache, dict[Any, str]] = weakref.WeakKeyDictionary()
 _code = functools.cache(digest_of_code)
 
 
-def digest(operation: Operation[Any], problem: Problem, params: Params, platform: str, options: Options) -> str:
+def digest(
+    operation: Operation[Any],
+    problem: Problem,
+    shapes: Sequence[Shape],
+    params: Params,
+    platform: str,
+    options: Options,
+) -> str:
     """Of all that decides how the parts of a call are answered.
 
     JAX's compilation cache tells programs apart by it, whose schedules are chosen only when they are compiled.
@@ -42,7 +51,7 @@ def digest(operation: Operation[Any], problem: Problem, params: Params, platform
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
     among = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
-    asked = (operation.name, versions, problem.canonical(), params, platform)
+    asked = (operation.name, versions, problem.canonical(), tuple(shapes), params, platform)
     how = (options.on_miss, options.sure, among, options.schedule, options.target, plan)
     text = f"{asked!r} {how!r} {_all_known(operation, platform, options)}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from search_spaces.operation import Operation, Params
 from search_spaces.partitioning_compat import DividedCall, Parts
 from search_spaces.problem import Problem
 from search_spaces.sharding import Divided, Sharding, Spec, divide
+from search_spaces.unfolded import Shape, axes_of, unfold
 
 # Makes a tuned call of an operation on what one device has.
 Bind = Callable[..., Any]
@@ -25,12 +27,20 @@ Bind = Callable[..., Any]
 logger = logging.getLogger("scheduler")
 
 
-def sharding_of(operation: Operation[Any], problem: Problem, options: Options) -> Sharding[Any] | str:
-    """What of such a call the devices of a mesh may divide; or why none of them is asked for a part, in words."""
+def sharding_of(
+    operation: Operation[Any], problem: Problem, shapes: Sequence[Shape], options: Options
+) -> Sharding[Any] | str:
+    """What of such a call the devices of a mesh may divide; or why none of them is asked for a part, in words.
+
+    Args:
+      shapes: of the operands, that may have several axes in place of one.
+    """
     if options.backends == frozenset({operation.library.backend}):
         return "only the library may answer, which XLA divides by itself"
-    unsaid = f"{operation.name} does not say how it is divided over devices (Operation.shard)"
-    return operation.sharding(problem) or unsaid
+    found = operation.sharding(problem)
+    if found is None:
+        return f"{operation.name} does not say how it is divided over devices (Operation.shard)"
+    return unfold(found, axes) if (axes := axes_of(found, problem, shapes)) else found
 
 
 def lower(
@@ -50,7 +60,8 @@ def lower(
     Raises:
       SchedulerError: processes of one job could choose apart.
     """
-    sharding = sharding_of(operation, problem, options)
+    shapes = tuple(aval.shape for aval in ctx.avals_in)
+    sharding = sharding_of(operation, problem, shapes, options)
     if isinstance(sharding, str):
         return sharding
     if (reason := partitioning_compat.why_whole(ctx)) is not None:
@@ -65,23 +76,28 @@ def lower(
 
     (platform,) = ctx.platforms or ctx.module_context.platforms
     call = DividedCall(
-        meant=(operation, problem, params, dataclasses.replace(options, generation=0)),
+        meant=(operation, problem, shapes, params, dataclasses.replace(options, generation=0)),
         divide=parts,
         within=functools.partial(missed.asking_from, missed.line_asking()),
     )
-    key = digest(operation, problem, params, platform, options)
+    key = digest(operation, problem, shapes, params, platform, options)
     return partitioning_compat.lower_divided(ctx, args, sharding, call, key)
 
 
 def compute(found: Divided[Any], call: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
     """The results of one device, where all axes of the mesh are manual. `call` is ``call(problem, *args)``."""
-    return found.compute(call, args, lax.psum)
+    return found.compute(call, args, lax.psum, _scatter)
+
+
+def _scatter(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def told(found: Divided[Any]) -> str:
     """What each device computes, in words."""
     sums = {axis for axes in found.sums for axis in axes}
-    summed = f", summed over {', '.join(sorted(sums))}" if sums else ""
+    scattered = " and scattered" if any(itertools.chain(*found.scattered)) else ""
+    summed = f", summed over {', '.join(sorted(sums))}{scattered}" if sums else ""
     return "; ".join([f"each device asks for {found.problem}{summed}", *found.gathered])
 
 

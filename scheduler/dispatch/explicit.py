@@ -36,7 +36,7 @@ def over(operation: Operation[Any], problem: Problem, options: Options, call: Ca
     Raises:
       WholeError: it cannot be divided, or not without gathering what JAX would leave divided.
     """
-    sharding = sharding_of(operation, problem, options)
+    sharding = sharding_of(operation, problem, [x.shape for x in args], options)
     if isinstance(sharding, str):
         raise WholeError(sharding)
     mesh = _mesh.get()

@@ -22,6 +22,7 @@ from search_spaces import jax_compat
 from search_spaces.kernel import Library, Target
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
+from search_spaces.unfolded import Shape, Unfolded, axes_of, unfold
 
 # It has as many results as its problem.
 tuned_call_p = Primitive("tuned_call")
@@ -33,6 +34,9 @@ ANY_TARGET = Target(platform="any", kind="any", architecture="any", cores=1)
 
 def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options) -> Any:
     """`operation` on arrays shaped as `problem.operands()`, by the schedule that `options` allow and choose.
+
+    Where `Operation.shard` has a letter for an axis, arrays may have several axes in its place (`unfolded`): all that
+    have that letter, results too.
 
     Returns:
       An array, or a tuple of them, as in `problem.result()`.
@@ -60,21 +64,49 @@ def _of_kernels(operation: Operation[Any], params: Params) -> Params:
 
 def _bind(operation: Operation[Any], problem: Problem, params: Params, options: Options, /, *args: Any) -> Any:
     """The same, differentiated by the primitive's own rules, whatever `Operation.vjp_fwd` says."""
-    wanted = problem.operands()
+    wanted = [(s.shape, s.dtype) for s in problem.operands()]
     found = [(jnp.shape(x), jnp.result_type(x)) for x in args]
-    if found != [(s.shape, s.dtype) for s in wanted]:
+    try:
+        if [dtype for _, dtype in found] != [dtype for _, dtype in wanted]:
+            raise ValueError("their dtypes differ")
+        _unfolded(operation, problem, tuple(shape for shape, _ in found))
+    except ValueError as error:
+        told = ", ".join(map(_typed, found)) or "nothing"
         raise ValueError(
-            f"{operation.name} {problem} wants {', '.join(map(_typed, [(s.shape, s.dtype) for s in wanted]))} "
-            f"and got {', '.join(map(_typed, found)) or 'nothing'}"
-        )
+            f"{operation.name} {problem} wants {', '.join(map(_typed, wanted))} and got {told}: {error}"
+        ) from None
     args = jax_compat.alike(args)
     bound = tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
     return problem.pack(bound)
 
 
+@functools.lru_cache(maxsize=4096)
+def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]) -> Unfolded[Any] | None:
+    """How operands of these shapes have several axes for one of the problem's; None where they have not.
+
+    Raises:
+      ValueError: they are no operands of it.
+    """
+    if list(shapes) == [s.shape for s in problem.operands()]:
+        return None
+    sharding = operation.sharding(problem)
+    if sharding is None or len(shapes) != len(problem.operands()):
+        raise ValueError("they are others")
+    return unfold(sharding, axes_of(sharding, problem, shapes))
+
+
+def _unfolded_args(operation: Operation[Any], problem: Problem, args: Any) -> Unfolded[Any] | None:
+    return _unfolded(operation, problem, tuple(x.shape for x in args))
+
+
 def library(operation: Operation[Any], problem: Problem, params: Params, /, *args: Any) -> tuple[jax.Array, ...]:
-    """The library kernel's answer."""
-    return operation.library.results(problem, Library(), ANY_TARGET, *args, **dict(params))
+    """The library kernel's answer, of arrays as `tuned_call` takes them."""
+
+    def run(posed: Problem, *own: Any) -> tuple[jax.Array, ...]:
+        return operation.library.results(posed, Library(), ANY_TARGET, *own, **dict(params))
+
+    unfolded = _unfolded_args(operation, problem, args)
+    return run(problem, *args) if unfolded is None else unfolded.each(problem, run, *args)
 
 
 def _typed(array: tuple[tuple[int, ...], Any]) -> str:
@@ -95,8 +127,22 @@ def _run(*args: Any, operation: Operation[Any], problem: Problem, params: Params
         return _compiled(operation, problem, params, options)(*args)
 
 
-def _types(*avals: Any, problem: Problem, **_: Any) -> Any:
-    return [jax_compat.result_aval(s.shape, s.dtype, like=avals[0]) for s in problem.results()]
+def _types(*avals: Any, operation: Operation[Any], problem: Problem, **_: Any) -> Any:
+    results = _results(operation, problem, tuple(x.shape for x in avals))
+    return [jax_compat.result_aval(s.shape, s.dtype, like=avals[0]) for s in results]
+
+
+def _results(
+    operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What comes of operands of these shapes."""
+    unfolded, own = _unfolded(operation, problem, shapes), problem.results()
+    if unfolded is None:
+        return own
+    return tuple(
+        jax.ShapeDtypeStruct(shape, s.dtype)
+        for shape, s in zip(unfolded.shapes(problem)[len(shapes) :], own, strict=True)
+    )
 
 
 def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
@@ -114,8 +160,13 @@ def _lower(ctx: Any, *args: Any, operation: Operation[Any], problem: Problem, pa
 
     (platform,) = ctx.platforms or ctx.module_context.platforms
     found = dispatch.decide(operation, problem, platform, options)
-    run = functools.partial(found.kernel.results, problem, found.schedule, found.target, **dict(params))
-    return jax_compat.lower(run, ctx, args)
+
+    def run(posed: Problem, *own: Any) -> tuple[jax.Array, ...]:
+        return found.kernel.results(posed, found.schedule, found.target, *own, **dict(params))
+
+    unfolded = _unfolded_args(operation, problem, ctx.avals_in)
+    answer = functools.partial(run, problem) if unfolded is None else functools.partial(unfolded.at_once, problem, run)
+    return jax_compat.lower(answer, ctx, args)
 
 
 def _part(operation: Operation[Any], params: Params, options: Options, problem: Problem, *args: Any) -> Any:
@@ -194,9 +245,15 @@ def _batch(
 ) -> Any:
     sizes = [x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None]
     call = _caller(operation, problem, params, options)
-    wanted = problem.results()
+    shapes = (
+        x.shape if dim is None else (*x.shape[:dim], *x.shape[dim + 1 :]) for x, dim in zip(args, dims, strict=True)
+    )
+    wanted = _results(operation, problem, tuple(shapes))
     if sizes[0] == 0:
         return [jnp.zeros((0, *s.shape), s.dtype) for s in wanted], [0] * len(wanted)
+    if sizes[0] == 1:
+        only = (x if dim is None else x.squeeze(dim) for x, dim in zip(args, dims, strict=True))
+        return [x[None] for x in as_tuple(call(problem, *only))], [0] * len(wanted)
     joined = None if operation.batch is None else operation.batch(call, problem, args, dims)
     if joined is not None:
         result, dim = joined
@@ -228,6 +285,12 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
     return call
 
 
+def _as_dot(*, problem: Problem, **_: Any) -> tuple[Any, Any, lax.DotDimensionNumbers] | None:
+    if (numbers := problem.dimension_numbers) is None:
+        return None
+    return *problem.operands()[:2], numbers  # type: ignore[return-value]  # it has two or more
+
+
 tuned_call_p.def_impl(_run)
 tuned_call_p.def_abstract_eval(_types)
 mlir.register_lowering(tuned_call_p, _lower)
@@ -237,4 +300,4 @@ for _platform in ("cpu", "cuda", "rocm", "tpu"):
 ad.primitive_jvps[tuned_call_p] = _differentiate
 ad.primitive_transposes[tuned_call_p] = _transpose
 batching.primitive_batchers[tuned_call_p] = _batch
-jax_compat.let_policies_see(tuned_call_p, lambda *, problem, **_: problem.dimension_numbers)
+jax_compat.let_policies_see(tuned_call_p, _as_dot)

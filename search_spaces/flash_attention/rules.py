@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.attention import heads
-from search_spaces.attention.batch import as_sequences, sequences_apart
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD, FlashAttentionBackwardProblem
 from search_spaces.sharding import Sharding
+from search_spaces.unfolded import in_front
 
 Call = Callable[..., Any]
 
@@ -46,22 +46,26 @@ def batch(call: Call, p: FlashAttentionProblem, args: Any, dims: Any) -> tuple[A
     if dims[0] is not None and all(dim is None for dim in dims[1:]):
         return _as_heads(call, p, args, dims[0], size)
     many = dataclasses.replace(p, batch=size * p.batch)
-    return sequences_apart(call(many, *as_sequences(args, dims, size)), size), 0
+    return call(many, *(in_front(x, each, size) for x, each in zip(args, dims, strict=True))), 0
 
 
 def _as_heads(call: Call, p: FlashAttentionProblem, args: Any, dim: int, size: int) -> tuple[Any, Any]:
     """Query head n uses key head n // group: the new axis goes between the two."""
     q, *shared = args
-    q = jnp.moveaxis(q, dim, 0).reshape(size, p.batch, p.q_len, p.kv_heads, p.group, p.head_dim)
-    q = jnp.moveaxis(q, 0, 3).reshape(p.batch, p.q_len, size * p.heads, p.head_dim)
+    q = jnp.moveaxis(q, dim, 0)
+    *sequences, q_len, _, head_dim = q.shape[1:]
+    q = q.reshape(size, *sequences, q_len, p.kv_heads, p.group, head_dim)
+    q = jnp.moveaxis(q, 0, -3).reshape(*sequences, q_len, size * p.heads, head_dim)
     results = call(dataclasses.replace(p, heads=size * p.heads), q, *shared)
-    out, *lse = results if p.return_lse else (results,)
-    out = jnp.moveaxis(out.reshape(p.batch, p.q_len, p.kv_heads, size, p.group, p.value_dim), 3, 0)
-    apart = [out.reshape(size, p.batch, p.q_len, p.heads, p.value_dim)]
-    for x in lse:
-        x = jnp.moveaxis(x.reshape(p.batch, p.kv_heads, size, p.group, p.q_len), 2, 0)
-        apart.append(x.reshape(size, p.batch, p.heads, p.q_len))
-    return jax.tree.unflatten(jax.tree.structure(results), apart), 0
+
+    def apart(x: jax.Array, before: tuple[int, ...]) -> jax.Array:
+        x = jnp.moveaxis(x.reshape(*before, p.kv_heads, size, p.group, -1), -3, 0)
+        return x.reshape(size, *before, p.heads, -1)
+
+    if not p.return_lse:
+        return apart(results, (*sequences, q_len)), 0
+    out, lse = results
+    return (apart(out, (*sequences, q_len)), apart(lse, tuple(sequences))), 0
 
 
 def shard(p: FlashAttentionProblem) -> Sharding[FlashAttentionProblem]:

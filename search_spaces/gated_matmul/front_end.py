@@ -1,4 +1,4 @@
-"""The gated product as users call it: leading axes fold into m; what no problem says goes to XLA."""
+"""The gated product as users call it: leading axes are m; what no problem says goes to XLA."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from search_spaces.front_end import unposed, weakly_typed
 from search_spaces.gated_matmul import xla
 from search_spaces.gated_matmul.problem import DTYPES, GatedMatmulProblem
 from search_spaces.operation import Bound, Unbound
+from search_spaces.unfolded import lead
 
 
 def bind(
@@ -52,7 +53,7 @@ def bind(
         )
         return Unbound(posed, answer)
     shape = (*x.shape[:-1], posed.n)
-    return Bound(posed, (x.reshape(posed.m, posed.k), *weights, *biases), lambda out: out.reshape(shape))
+    return Bound(posed, (x.reshape(*lead(x.shape[:-1]), posed.k), *weights, *biases), lambda out: out.reshape(shape))
 
 
 def _columns(x: Any, weights: Sequence[Any], transpose_w: bool) -> int:

@@ -44,7 +44,9 @@ def jvp(call: Call, p: GatedMatmulProblem, primals: Any, tangents: Any) -> tuple
         _sum(
             None if dx is None else call(MATMUL, product, dx, w),
             None if dw is None else call(MATMUL, product, x, dw),
-            None if db is None else jnp.broadcast_to(db.astype(jnp.float32), (p.m, product.n)).astype(p.dtype),
+            None
+            if db is None
+            else jnp.broadcast_to(db.astype(jnp.float32), (*x.shape[:-1], product.n)).astype(p.dtype),
         )
         for w, dw, db in zip(weights, dweights, dbiases or none, strict=True)
     ]
@@ -65,10 +67,8 @@ def batch(call: Call, p: GatedMatmulProblem, args: Any, dims: Any) -> tuple[jax.
     """Batched rows join the rows; not where weights or biases are batched."""
     if any(dim is not None for dim in dims[1:]):
         return None
-    size = args[0].shape[dims[0]]
-    many = dataclasses.replace(p, m=size * p.m)
-    out = call(many, jnp.moveaxis(args[0], dims[0], 0).reshape(size * p.m, p.k), *args[1:])
-    return out.reshape(size, p.m, p.n), 0
+    many = dataclasses.replace(p, m=args[0].shape[dims[0]] * p.m)
+    return call(many, jnp.moveaxis(args[0], dims[0], 0), *args[1:]), 0
 
 
 def shard(p: GatedMatmulProblem) -> Sharding[GatedMatmulProblem]:
@@ -89,7 +89,7 @@ def _product(p: GatedMatmulProblem) -> MatmulProblem:
 
 
 def _halves(x: jax.Array | None, n: int) -> list[Any]:
-    return [None, None] if x is None else [x[:, :n], x[:, n:]]
+    return [None, None] if x is None else [x[..., :n], x[..., n:]]
 
 
 def _sum(*terms: jax.Array | None) -> jax.Array | None:

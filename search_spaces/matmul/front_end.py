@@ -16,6 +16,7 @@ from search_spaces.matmul import rules, several_results, xla
 from search_spaces.matmul.problem import MatmulProblem, Operands
 from search_spaces.operation import Bound, Unbound
 from search_spaces.problem import Arrays
+from search_spaces.unfolded import lead
 
 
 def bind(
@@ -126,18 +127,19 @@ def _folded(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
     """What one matrix of each operand poses, `p`, for all of their leading axes."""
     a, b, bias, residual = operands
     shape = _result_shape(a, b, p.m, p.n)
-    lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    whole = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    sizes = lead(whole)
     matrices = p.named([s.shape for s in p.operands()])
     many_a, many_b = math.prod(a.shape[:-2]) > 1, math.prod(b.shape[:-2]) > 1
     if many_a and many_b:
-        a, b = jnp.broadcast_to(a, (*lead, *matrices.a)), jnp.broadcast_to(b, (*lead, *matrices.b))
+        a, b = jnp.broadcast_to(a, (*whole, *matrices.a)), jnp.broadcast_to(b, (*whole, *matrices.b))
     many = Operands(many_a, many_b, bias=False, residual=many_a or many_b)
     given = [
-        (x.reshape((-1, *matrix) if is_many else matrix), 0 if is_many else None)
+        (x.reshape((*sizes, *matrix) if is_many else matrix), is_many)
         for x, matrix, is_many in zip((a, b, bias, residual), matrices, many, strict=True)
         if x is not None
     ]
-    args, dims = zip(*given, strict=True)
+    args, mapped = zip(*given, strict=True)
 
     def shaped(*results: jax.Array) -> Arrays:
         if not p.split_sizes:
@@ -146,12 +148,13 @@ def _folded(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
 
     if not any(many):
         return Bound(p, args, shaped)
-    wider = rules.widened(p, args, dims)
-    return Bound(
-        wider.problem,
-        wider.operands,
-        lambda *results: shaped(*(jnp.moveaxis(wider.split(c), wider.dim, 0) for c in results)),
-    )
+    wider = rules.widened(p, args, mapped, sizes)
+    places = range(wider.dim, wider.dim + len(sizes))
+
+    def in_front(c: jax.Array) -> jax.Array:
+        return jnp.moveaxis(wider.split(c), places, range(len(sizes)))
+
+    return Bound(wider.problem, wider.operands, lambda *results: shaped(*map(in_front, results)))
 
 
 def _result_shape(a: jax.Array, b: jax.Array, m: int, n: int) -> tuple[int, ...]:

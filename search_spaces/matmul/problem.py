@@ -241,7 +241,7 @@ class MatmulProblem(Problem):
     def apply_epilogue(self, acc: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
         """The epilogue of accumulators ``[batch, m, n]``, in their dtype, with what the whole operands `args` add."""
         _, _, bias, residual = self.named(args)
-        rows = None if bias is None else bias[..., None, :]
+        rows = None if bias is None else as_rows(bias, acc.ndim)
         return epilogue.apply(acc, bias=rows, activation=self.activation, residual=residual)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
@@ -331,3 +331,8 @@ class MatmulProblem(Problem):
         slope, curve = (1.13, 2.0**-20) if self.activation else (1.0, 0.0)
         absolute = 6 * deviation * (slope * (product + accumulation) + curve)
         return Tolerance(absolute=absolute, relative=out)
+
+
+def as_rows(bias: jax.Array, rank: int) -> jax.Array:
+    """``[batch, n]`` as it is added to a result of so many axes, ``[batch, m, n]``: rows may have several."""
+    return bias.reshape(*bias.shape[:-1], *(1,) * (rank - bias.ndim), bias.shape[-1])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from search_spaces.matmul.problem import RESULTS, MatmulProblem
+from search_spaces.matmul.problem import RESULTS, MatmulProblem, as_rows
 from search_spaces.problem import Arrays
 from search_spaces.sharding import Sharding
+from search_spaces.unfolded import axes_of
 
 Call = Callable[..., Any]
 
@@ -32,21 +34,22 @@ def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[Arra
         return p.cut(whole), None if moved is None else p.cut(moved)
     a, b, *_ = p.named(primals)
     da, db, dbias, dresidual = p.named(tangents)
-    out = p.whole
+    dtype = p.whole.dtype
     moving = ([] if da is None else [call(p.plain, da, b)]) + ([] if db is None else [call(p.plain, a, db)])
     if dbias is not None:  # in float32, so that a backward pass sums it over the rows in float32
-        rows = dbias.astype(jnp.float32)[..., None, :]
-        moving.append(p.cut(jnp.broadcast_to(rows, out.shape).astype(out.dtype)))
+        shape = _result_shape(p, primals)
+        rows = as_rows(dbias.astype(jnp.float32), len(shape))
+        moving.append(p.cut(jnp.broadcast_to(rows, shape).astype(dtype)))
     if p.activation and moving:
         acc = call(p.unrounded, a, b)
         result, slope = (
-            x.astype(out.dtype) for x in jax.jvp(lambda x: p.apply_epilogue(x, primals), (acc,), (jnp.ones_like(acc),))
+            x.astype(dtype) for x in jax.jvp(lambda x: p.apply_epilogue(x, primals), (acc,), (jnp.ones_like(acc),))
         )
         moving = [slope * sum(moving[1:], moving[0])]
     else:
         result = call(p, *primals)
     if dresidual is not None:
-        moving.append(dresidual.astype(out.dtype))
+        moving.append(dresidual.astype(dtype))
     return result, jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *moving) if moving else None
 
 
@@ -69,7 +72,7 @@ def transpose(call: Call, p: MatmulProblem, cotangent: Any, args: Any) -> tuple[
     if a is None or b is None:
         cotangents = [*_transpose(call, p.plain, cotangent, a, b)]
     if p.bias:
-        rows = cotangent.astype(jnp.float32).sum(axis=-2)
+        rows = cotangent.astype(jnp.float32).sum(axis=_row_axes(p, cotangent.shape))
         cotangents.append(rows.astype(p.bias) if bias is None else None)
     if p.residual:
         cotangents.append(cotangent.astype(p.residual) if residual is None else None)
@@ -105,8 +108,31 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
 def _joined(p: MatmulProblem, cotangents: Sequence[jax.Array | None]) -> jax.Array:
     """What belongs to each result, side by side."""
     column = next(jnp.zeros_like(ct[..., :1]) for ct in cotangents if ct is not None)
-    wanted = zip(cotangents, p.results(), strict=True)
-    return jnp.concatenate([jnp.broadcast_to(column, s.shape) if ct is None else ct for ct, s in wanted], axis=-1)
+    wanted = zip(cotangents, p.columns, strict=True)
+    return jnp.concatenate(
+        [jnp.broadcast_to(column, (*column.shape[:-1], n)) if ct is None else ct for ct, n in wanted], axis=-1
+    )
+
+
+def _axes(p: MatmulProblem, shapes: Sequence[tuple[int, ...] | None]) -> dict[str, tuple[int, ...]]:
+    """The extents of what a letter of the sharding has in arrays of these shapes, operands and then the result."""
+    plain = p.joined
+    sharding = shard(plain)
+    of_one = {letter: (extent,) for letter, extent in sharding.extents(plain).items()}
+    return of_one | axes_of(sharding, plain, shapes)
+
+
+def _result_shape(p: MatmulProblem, args: Sequence[Any]) -> tuple[int, ...]:
+    """Of all columns in one array."""
+    axes = _axes(p, [x.shape for x in args])
+    return *axes.get("batch", ()), *axes["m"], *axes["n"]
+
+
+def _row_axes(p: MatmulProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a result of this shape."""
+    axes = _axes(p, [*(None for _ in p.operands()), shape])
+    first = len(axes.get("batch", ()))
+    return tuple(range(first, first + len(axes["m"])))
 
 
 def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
@@ -118,7 +144,9 @@ def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, i
     a_dim, b_dim, bias_dim, _ = p.named(dims)
     if b_dim is None and (a_dim is None or bias_dim is not None):
         return _batch_apart(call, p, args, dims)
-    wider = widened(p, args, dims)
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)]
+    wider = widened(p, moved, [dim is not None for dim in dims], (size,))
     return jax.tree.map(wider.split, call(wider.problem, *wider.operands)), wider.dim
 
 
@@ -131,35 +159,52 @@ class Widened(NamedTuple):
     dim: int
 
 
-def widened(p: MatmulProblem, args: Any, dims: Any) -> Widened:
-    """An operand that is not batched is read once: the other's new axis joins m or n. Two batched ones batch.
+def widened(p: MatmulProblem, args: Sequence[jax.Array], mapped: Sequence[bool], sizes: tuple[int, ...]) -> Widened:
+    """An operand that is not mapped is read once: the other's new axes join m or n. Two mapped ones batch.
 
-    A residual goes with the result, repeated where it is not batched, and so does a bias along n. One of `a` and `b` is
-    batched, and a bias only where `b` is. Along n several results of each would be many: they batch instead, and `a` is
+    A residual goes with the result, repeated where it is not mapped, and so does a bias along n. One of `a` and `b` is
+    mapped, and a bias only where `b` is. Along n several results of each would be many: they batch instead, and `a` is
     repeated.
+
+    Args:
+      args: those that are mapped have axes of these sizes in front.
     """
-    a, b, bias, residual = p.named(args)
-    a_dim, b_dim, bias_dim, residual_dim = p.named(dims)
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    lead = 1 if p.batch > 1 else 0  # axes that batch already
+    new, count = len(sizes), math.prod(sizes)
+    axes = _axes(p, [x.shape[new:] if is_mapped else x.shape for x, is_mapped in zip(args, mapped, strict=True)])
+    lead, rows, steps = (len(axes.get(letter, ())) for letter in ("batch", "m", "k"))
+    a_mapped, b_mapped, *_ = mapped
+    # Repeated where they are not mapped. Of `a` and `b` that is for those that batch.
+    a, b, bias, residual = p.named(
+        [x if is_mapped else jnp.broadcast_to(x, (*sizes, *x.shape)) for x, is_mapped in zip(args, mapped, strict=True)]
+    )
 
-    def along(x: jax.Array | None, dim: int | None, place: int) -> jax.Array | None:
-        """`x` with the new axis joined to the one at `place`."""
-        return None if x is None else _merge(_with_axis(x, dim, place, size), place)
+    def at(x: jax.Array | None, place: int) -> jax.Array | None:
+        return None if x is None else jnp.moveaxis(x, range(new), range(place, place + new))
 
-    if b_dim is None:  # next to m; free where it is there already, as in [v, m, k]
-        wider = dataclasses.replace(p, m=size * p.m)
-        a, residual = along(a, a_dim, lead + (1 if p.transpose_a else 0)), along(residual, residual_dim, lead)
-        return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead, size), lead)
-    if a_dim is None and not p.split_sizes:
-        wider = dataclasses.replace(p, n=size * p.n)
-        b, bias = along(b, b_dim, lead + (0 if p.transpose_b else 1)), along(bias, bias_dim, lead)
-        residual = along(residual, residual_dim, lead + 1)
-        return Widened(wider, _given(a, b, bias, residual), lambda c: _split(c, lead + 1, size), lead + 1)
-    batched = dataclasses.replace(p, batch=size * p.batch)
-    first = [_with_axis(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
-    operands = tuple(x.reshape(s.shape) for x, s in zip(first, batched.operands(), strict=True))
-    return Widened(batched, operands, lambda c: c.reshape(size, *p.whole.shape[:-1], c.shape[-1]), 0)
+    def joined(x: jax.Array | None, place: int) -> jax.Array | None:
+        """The same, joined to the axis that is there."""
+        x = at(x, place)
+        return (
+            None
+            if x is None
+            else x.reshape(*x.shape[:place], count * x.shape[place + new], *x.shape[place + new + 1 :])
+        )
+
+    if not b_mapped:  # in front of m
+        wider = dataclasses.replace(p, m=count * p.m)
+        a, residual = at(a, lead + (steps if p.transpose_a else 0)), at(residual, lead)
+        return Widened(wider, _given(a, args[1], p.named(args).bias, residual), lambda c: c, lead)
+    if not a_mapped and not p.split_sizes:
+        wider = dataclasses.replace(p, n=count * p.n)
+        b, bias = joined(b, lead + (0 if p.transpose_b else steps)), joined(bias, lead)
+        place = lead + rows
+        residual = joined(residual, place)
+
+        def split(c: jax.Array) -> jax.Array:
+            return c.reshape(*c.shape[:place], *sizes, c.shape[place] // count, *c.shape[place + 1 :])
+
+        return Widened(wider, _given(args[0], b, bias, residual), split, place)
+    return Widened(dataclasses.replace(p, batch=count * p.batch), _given(a, b, bias, residual), lambda c: c, 0)
 
 
 def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
@@ -206,20 +251,3 @@ def _finish(local: MatmulProblem, sums: Sequence[Any], args: Sequence[Any]) -> A
 
 def _given(*operands: jax.Array | None) -> tuple[jax.Array, ...]:
     return tuple(x for x in operands if x is not None)
-
-
-def _with_axis(x: jax.Array, dim: int | None, place: int, size: int) -> jax.Array:
-    """The batched axis at `place`; `x` is repeated along it where it is not batched."""
-    if dim is not None:
-        return jnp.moveaxis(x, dim, place)
-    return jnp.broadcast_to(jnp.expand_dims(x, place), (*x.shape[:place], size, *x.shape[place:]))
-
-
-def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """Axes `axis` and the next one as one."""
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-
-
-def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """The inverse of `_merge`: the first of the two axes has `size` elements."""
-    return x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])

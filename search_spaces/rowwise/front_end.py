@@ -1,4 +1,4 @@
-"""Row-wise operations as users call them: leading axes fold into rows; what no problem says goes to the formula."""
+"""Row-wise operations as users call them: leading axes are rows; what no problem says goes to the formula."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
 from search_spaces.problem import as_tuple
 from search_spaces.rowwise.problem import RowProblem
+from search_spaces.unfolded import lead
 
 
 def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
@@ -39,7 +40,8 @@ def bind(problem: type[RowProblem], *arrays: Any, **params: Any) -> Bound[Any] |
     def restore(*results: jax.Array) -> Any:
         return posed.pack([out.reshape(shape) for out, shape in zip(results, shapes, strict=True)])
 
-    return Bound(posed, (*(x.reshape(-1, columns) for x in by_row), *shared), restore, tuple(params.items()))
+    rows = [x.reshape(*lead(leading), columns) for x in by_row]
+    return Bound(posed, (*rows, *shared), restore, tuple(params.items()))
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:

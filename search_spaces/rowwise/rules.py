@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.sharding import Sharding
+from search_spaces.unfolded import in_front
 
 Call = Callable[..., Any]
 
@@ -22,13 +20,9 @@ def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int] | 
         return None
     size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)
 
-    def joined(x: jax.Array, dim: int | None) -> jax.Array:
-        each = jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        return each.reshape(size * p.rows, -1)
-
     many = dataclasses.replace(p, rows=size * p.rows)
-    out = call(many, *map(joined, by_row, row_dims), *shared)
-    return jax.tree.map(lambda x: x.reshape(size, p.rows, *x.shape[1:]), out), 0
+    rows = (in_front(x, dim, size) for x, dim in zip(by_row, row_dims, strict=True))
+    return call(many, *rows, *shared), 0
 
 
 def shard(p: RowProblem) -> Sharding[Any]:
@@ -38,5 +32,5 @@ def shard(p: RowProblem) -> Sharding[Any]:
         return "columns" if shape[-1] == p.columns else "halves"
 
     by_row, shared = p.apart([letters(s.shape) for s in p.operands()])
-    results = [f"rows {letters(s.shape)}" for s in p.results()]
+    results = [f"rows {letters(s.shape)}" if len(s.shape) > 1 else "rows" for s in p.results()]
     return Sharding(f"{', '.join([*(f'rows {x}' for x in by_row), *shared])} -> {', '.join(results)}", ("rows",))

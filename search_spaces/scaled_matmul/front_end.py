@@ -1,4 +1,4 @@
-"""The scaled product as users call it: leading axes fold into m; what no problem says goes to XLA."""
+"""The scaled product as users call it: leading axes are m; what no problem says goes to XLA."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from search_spaces.front_end import unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
 from search_spaces.scaled_matmul.problem import BLOCK, DTYPES, RESULTS, ScaledMatmulProblem, dequantized
 from search_spaces.space import cdiv
+from search_spaces.unfolded import lead
 
 
 def bind(
@@ -26,12 +27,14 @@ def bind(
     """
     if jnp.ndim(a) < 1 or jnp.ndim(b) != 2 or jnp.shape(a)[-1] != jnp.shape(b)[1 if transpose_b else 0]:
         raise ValueError(f"a {jnp.shape(a)} and b {jnp.shape(b)} are not [..., k] and [k, n] ({transpose_b=})")
-    lead, k = jnp.shape(a)[:-1], jnp.shape(a)[-1]
+    leading, k = jnp.shape(a)[:-1], jnp.shape(a)[-1]
     n = jnp.shape(b)[0 if transpose_b else 1]
     blocks_k, blocks_n = cdiv(k, BLOCK), cdiv(n, BLOCK)
     blocks = (blocks_n, blocks_k) if transpose_b else (blocks_k, blocks_n)
     column, row = ((n, 1), (n,)) if transpose_b else ((1, n), (n,))
-    a_scale = _shaped("a_scale", a_scale, {lead: lead, (*lead, 1): lead, (*lead, blocks_k): (*lead, blocks_k)})
+    a_scale = _shaped(
+        "a_scale", a_scale, {leading: leading, (*leading, 1): leading, (*leading, blocks_k): (*leading, blocks_k)}
+    )
     b_scale = _shaped("b_scale", b_scale, {row: row, column: row, blocks: blocks})
     if str(jnp.dtype(out_dtype)) not in RESULTS:
         raise TypeError(f"out_dtype is {jnp.dtype(out_dtype)}; a result is {', '.join(RESULTS)}")
@@ -41,10 +44,17 @@ def bind(
     if (reason := _unposed(a, b, a_scale, b_scale)) is not None:
         answer = functools.partial(_formula, a, b, a_scale, b_scale, transpose_b=transpose_b, out_dtype=out_dtype)
         return Unbound(reason, answer)
-    rows = math.prod(lead)
-    operands = (a.reshape(rows, k), b, a_scale.reshape(rows, *a_scale.shape[len(lead) :]), b_scale)
-    problem = ScaledMatmulProblem.of(*operands, transpose_b=bool(transpose_b), out_dtype=out_dtype)
-    return Bound(problem, operands, lambda out: out.reshape(*lead, n))
+    m, blocks_of_a = math.prod(leading), a_scale.shape[len(leading) :]
+    matrices = (
+        jax.ShapeDtypeStruct((m, k), a.dtype),
+        b,
+        jax.ShapeDtypeStruct((m, *blocks_of_a), a_scale.dtype),
+        b_scale,
+    )
+    problem = ScaledMatmulProblem.of(*matrices, transpose_b=bool(transpose_b), out_dtype=out_dtype)
+    rows = lead(leading)
+    operands = (a.reshape(*rows, k), b, a_scale.reshape(*rows, *blocks_of_a), b_scale)
+    return Bound(problem, operands, lambda out: out.reshape(*leading, n))
 
 
 def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from search_spaces.scaled_matmul.problem import ScaledMatmulProblem
 from search_spaces.sharding import Sharding
+from search_spaces.unfolded import in_front
 
 
 def batch(call: Callable[..., Any], p: ScaledMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int] | None:
@@ -20,14 +20,8 @@ def batch(call: Callable[..., Any], p: ScaledMatmulProblem, args: Any, dims: Any
         return None
     a, b, a_scale, b_scale = args
     size = a.shape[a_dim]
-    a = jnp.moveaxis(a, a_dim, 0)
-    if a_scale_dim is None:
-        a_scale = jnp.broadcast_to(a_scale, (size, *a_scale.shape))
-    else:
-        a_scale = jnp.moveaxis(a_scale, a_scale_dim, 0)
     many = dataclasses.replace(p, m=size * p.m)
-    out = call(many, a.reshape(size * p.m, p.k), b, a_scale.reshape(size * p.m, *a_scale.shape[2:]), b_scale)
-    return out.reshape(size, p.m, p.n), 0
+    return call(many, in_front(a, a_dim, size), b, in_front(a_scale, a_scale_dim, size), b_scale), 0
 
 
 def shard(p: ScaledMatmulProblem) -> Sharding[ScaledMatmulProblem]:

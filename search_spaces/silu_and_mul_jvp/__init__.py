@@ -23,6 +23,7 @@ SILU_AND_MUL_JVP = Operation[SiluAndMulJvpProblem](
     kernels=(XlaRows(),),
     transpose=transpose,
     batch=rules.batch,
+    shard=rules.shard,
 )
 
 __all__ = ["SILU_AND_MUL_JVP", "SiluAndMulJvpProblem"]

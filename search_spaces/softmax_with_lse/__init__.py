@@ -14,6 +14,7 @@ SOFTMAX_WITH_LSE = Operation[SoftmaxWithLseProblem](
     problem=SoftmaxWithLseProblem,
     kernels=(InterpretedRows(), XlaRows()),
     batch=rules.batch,
+    shard=rules.shard,
     front_end=front_end.bind,
 )
 
