@@ -332,9 +332,7 @@ def _cudnn_params(scale: float, causal: bool, window: int | None, padding: bool)
     return params
 
 
-def let_policies_see(
-    primitive: Primitive, product: Callable[..., tuple[Any, Any, lax.DotDimensionNumbers] | None]
-) -> None:
+def let_policies_see(primitive: Primitive, product: Callable[..., tuple[Any, ...] | None]) -> None:
     """Makes policies of `jax.checkpoint` take applications of `primitive` for the `dot_general` that they are.
 
     JAX's policies know dots by their primitive. So the rule by which `jax.checkpoint` divides an application asks the
@@ -343,8 +341,7 @@ def let_policies_see(
 
     Args:
       primitive: has several results, as JAX has it, and no effects.
-      product: of an application's parameters: the shapes and dtypes of two operands, and how they are multiplied; None
-        where it is no dot.
+      product: of an application's parameters: two operands' shapes and dtypes, and how they multiply; None for no dot.
     """
     if (rules := getattr(partial_eval, "partial_eval_jaxpr_custom_rules", None)) is None:
         return

@@ -145,7 +145,7 @@ class Divided(Generic[P]):
 
     def _summed(self, number: int, x: Any, total: Callable[..., Any], scatter: Callable[..., Any]) -> Any:
         left = self.sums[number]
-        if any(self.scattered):
+        if any(itertools.chain(*self.scattered)):
             ways = self.scattered[number]
             x = x.reshape(self.summed_shapes[number])
             for dim, axes in enumerate(ways):

@@ -285,10 +285,9 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
     return call
 
 
-def _as_dot(*, problem: Problem, **_: Any) -> tuple[Any, Any, lax.DotDimensionNumbers] | None:
-    if (numbers := problem.dimension_numbers) is None:
-        return None
-    return *problem.operands()[:2], numbers  # type: ignore[return-value]  # it has two or more
+def _as_dot(*, problem: Problem, **_: Any) -> tuple[Any, ...] | None:
+    numbers = problem.dimension_numbers
+    return None if numbers is None else (*problem.operands()[:2], numbers)
 
 
 tuned_call_p.def_impl(_run)

@@ -59,8 +59,10 @@ class Tiling:
         self.out_n = self.wg_n // np.where(s.swap_ab, 1, self.cluster_k)
         self.epi_m, self.epi_n = np.where(s.swap_ab, self.out_m, WGMMA_ROWS), s.epi_tile_n
         self.subtiles = (self.out_m // self.epi_m) * (self.out_n // self.epi_n)
-        # With `swap_ab` a subtile has all of a consumer's columns: in ping-pong, a second is worth less than a stage.
-        one = s.swap_ab & np.isin(s.consumers, PING_PONG)
+        # In ping-pong a second is worth less than a stage, as the other consumer multiplies meanwhile; but a subtile of
+        # a residual would arrive late: 8192 x 3072 x 768 takes 62.9 us for 56.2 on an H200, and 50.6 for 51.1 without.
+        # With `swap_ab` a subtile has all of a consumer's columns.
+        one = np.isin(s.consumers, PING_PONG) & (s.swap_ab | (not p.residual))
         self.epi_stages = np.where(one, 1, np.minimum(2, self.subtiles))
         self.out_itemsize = np.where(s.split_k > 1, ACCUMULATOR_BYTES, out_itemsize)
 
