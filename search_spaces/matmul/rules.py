@@ -172,39 +172,36 @@ def widened(p: MatmulProblem, args: Sequence[jax.Array], mapped: Sequence[bool],
     new, count = len(sizes), math.prod(sizes)
     axes = _axes(p, [x.shape[new:] if is_mapped else x.shape for x, is_mapped in zip(args, mapped, strict=True)])
     lead, rows, steps = (len(axes.get(letter, ())) for letter in ("batch", "m", "k"))
-    a_mapped, b_mapped, *_ = mapped
-    # Repeated where they are not mapped. Of `a` and `b` that is for those that batch.
-    a, b, bias, residual = p.named(
-        [x if is_mapped else jnp.broadcast_to(x, (*sizes, *x.shape)) for x, is_mapped in zip(args, mapped, strict=True)]
-    )
+    given, is_mapped = p.named(args), p.named(mapped)
 
-    def at(x: jax.Array | None, place: int) -> jax.Array | None:
-        return None if x is None else jnp.moveaxis(x, range(new), range(place, place + new))
+    def at(name: str, place: int) -> jax.Array | None:
+        """An operand with its new axes there; repeated along them where it is not mapped."""
+        if (x := getattr(given, name)) is None:
+            return None
+        x = x if getattr(is_mapped, name) else jnp.broadcast_to(x, (*sizes, *x.shape))
+        return jnp.moveaxis(x, range(new), range(place, place + new))
 
-    def joined(x: jax.Array | None, place: int) -> jax.Array | None:
-        """The same, joined to the axis that is there."""
-        x = at(x, place)
+    def joined(name: str, place: int) -> jax.Array | None:
+        """The same, of one axis with the one that was there."""
+        x = at(name, place)
         return (
-            None
-            if x is None
-            else x.reshape(*x.shape[:place], count * x.shape[place + new], *x.shape[place + new + 1 :])
+            x if x is None else x.reshape(*x.shape[:place], count * x.shape[place + new], *x.shape[place + new + 1 :])
         )
 
-    if not b_mapped:  # in front of m
+    if not is_mapped.b:  # in front of m
         wider = dataclasses.replace(p, m=count * p.m)
-        a, residual = at(a, lead + (steps if p.transpose_a else 0)), at(residual, lead)
-        return Widened(wider, _given(a, args[1], p.named(args).bias, residual), lambda c: c, lead)
-    if not a_mapped and not p.split_sizes:
-        wider = dataclasses.replace(p, n=count * p.n)
-        b, bias = joined(b, lead + (0 if p.transpose_b else steps)), joined(bias, lead)
-        place = lead + rows
-        residual = joined(residual, place)
+        a, residual = at("a", lead + (steps if p.transpose_a else 0)), at("residual", lead)
+        return Widened(wider, _present(a, given.b, given.bias, residual), lambda c: c, lead)
+    if not is_mapped.a and not p.split_sizes:
+        wider, place = dataclasses.replace(p, n=count * p.n), lead + rows
+        b, bias = joined("b", lead + (0 if p.transpose_b else steps)), joined("bias", lead)
 
         def split(c: jax.Array) -> jax.Array:
             return c.reshape(*c.shape[:place], *sizes, c.shape[place] // count, *c.shape[place + 1 :])
 
-        return Widened(wider, _given(args[0], b, bias, residual), split, place)
-    return Widened(dataclasses.replace(p, batch=count * p.batch), _given(a, b, bias, residual), lambda c: c, 0)
+        return Widened(wider, _present(given.a, b, bias, joined("residual", place)), split, place)
+    batched = dataclasses.replace(p, batch=count * p.batch)
+    return Widened(batched, _present(*(at(name, 0) for name in given._fields)), lambda c: c, 0)
 
 
 def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
@@ -249,5 +246,5 @@ def _finish(local: MatmulProblem, sums: Sequence[Any], args: Sequence[Any]) -> A
     return local.cut(total)
 
 
-def _given(*operands: jax.Array | None) -> tuple[jax.Array, ...]:
+def _present(*operands: jax.Array | None) -> tuple[jax.Array, ...]:
     return tuple(x for x in operands if x is not None)
