@@ -93,6 +93,15 @@ def test_a_record_that_cannot_be_stored_is_printed_and_ends_with_status_1(as_jso
     assert "tile-scheduler: what was found could not be stored in " in err
 
 
+@pytest.mark.parametrize(("own", "told"), [({}, "1"), ({"OPENBLAS_NUM_THREADS": "3"}, "3")])
+def test_the_commands_numpy_has_one_thread_unless_the_user_says_otherwise(own, told):
+    code = "import os, sys, scheduler; early = 'numpy' in sys.modules; import scheduler.cli.app"
+    code += "; print(early, 'numpy' in sys.modules, os.environ['OPENBLAS_NUM_THREADS'])"
+    inherited = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    ran = subprocess.run([sys.executable, "-c", code], env=inherited | own, capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout.split() == ["False", "True", told], ran.stderr
+
+
 def test_the_state_of_the_cache_is_cold_or_warm():
     _, err = run("tune", "matmul", *SMALL, "--l2", "tepid", status=2)
     assert "--l2 is cold or warm, not tepid" in " ".join(err.split())

@@ -40,6 +40,15 @@ def test_every_problem_has_a_schedule_that_fits(problem):
     assert np.any(fits(found))
 
 
+@pytest.mark.parametrize(("added", "most"), [({}, 5), ({"bias": "bfloat16"}, 5), ({"residual": "bfloat16"}, 4)])
+def test_ping_pong_of_the_largest_tiles_has_a_fifth_stage_where_no_residual_arrives(added, most):
+    problem = MatmulProblem(16384, 16384, 512, **added)
+    points, _ = KERNEL.space(problem, TARGET).legal()
+    largest = (points.consumers == "ordered_ping_pong") & (points.tile_m * points.tile_n == 128 * 192)
+    largest &= (points.tile_k == 64) & np.logical_not(points.swap_ab)
+    assert points.stages[largest & fits(footprint(problem, points))].max() == most
+
+
 @pytest.mark.parametrize("problem", LARGE + SMALL, ids=str)
 def test_every_legal_schedule_gives_each_warpgroup_what_wgmma_multiplies(problem):
     points, _ = KERNEL.space(problem, TARGET).legal()

@@ -18,6 +18,10 @@ RAGGED = {"m": 5000, "n": 3000, "k": 7000}
 
 CASES = {  # name: fields of the problem beside 4096^3, and those of the schedule that differ from the model's first
     "ordered ping-pong, 128 x 192": ({}, PLAIN | ORDERED | {"tile_m": 128, "tile_n": 192}),
+    "ordered ping-pong, 128 x 192, five stages": (
+        {},
+        PLAIN | ORDERED | {"tile_m": 128, "tile_n": 192, "stages": 5},
+    ),
     "ordered ping-pong, 128 x 192, bias and residual": (
         EPILOGUE,
         PLAIN | ORDERED | {"tile_m": 128, "tile_n": 192, "stages": 3},

@@ -35,7 +35,6 @@ def pool():
     with Pool(
         Gpu(index="", uuid="searches", driver="", free_bytes=FREE_BYTES), RunnerOptions(workers=WORKERS, searches=2)
     ) as pool:
-        pool._division.settle()
         yield pool
 
 

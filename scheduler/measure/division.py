@@ -14,7 +14,7 @@ from typing import Any
 from scheduler.core.errors import DeviceLost, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2
-from scheduler.core.threads import WAKE_S
+from scheduler.core.threads import WAKE_S, Threads
 from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import require_memory
 from scheduler.measure.worker_process import CONTEXT_BYTES, WorkerProcess
@@ -118,29 +118,19 @@ class Division:
         self._numbers = itertools.count()
         self._count = 0  # among how many workers the memory is divided
         self._wanted = 0  # among how many it is to be, while something is held
-        self._starting: set[WorkerProcess] = set()
-        self._started = threading.Condition(self._lock)
-        self._refusals: list[WorkerError] = []
-        self._dividing = False  # and the lock is given away meanwhile
         self._busy: dict[WorkerProcess, What] = {}
         self._owners: dict[WorkerProcess, What] = {}
         self._asked: collections.defaultdict[WorkerProcess, set[What]] = collections.defaultdict(set)
         self.living: set[WorkerProcess] = set()
 
     def start(self, count: int) -> None:
-        """Starts so many workers, and waits for the first.
+        """Starts so many workers.
 
         Raises:
           DeviceLost: none of them starts.
         """
         with self._lock:
             self._divide(count)
-
-    def settle(self) -> None:
-        """Waits until no worker is starting any more."""
-        with self._lock:
-            while self._starting:
-                self._started.wait(WAKE_S)
 
     def hold(self, what: What, *, to_itself: bool = False) -> None:
         """Waits until `what` can be held beside what is held already, or by itself; to be followed by `release`."""
@@ -240,7 +230,7 @@ class Division:
 
     def _found(self, mine: _Waiting, certain: Callable[[], WorkerProcess | None]) -> WorkerProcess | None:
         """The worker for this request, or None: then it waits."""
-        if self._dividing or (not mine.alone and any(other.alone for other in self._waiting)):
+        if not mine.alone and any(other.alone for other in self._waiting):
             return None
         count = 1 if mine.alone else self._among()
         if self._count != count:
@@ -248,8 +238,6 @@ class Division:
                 return None
             self._divide(count)
         if not self.living:
-            if self._starting:
-                return None
             self._count = 0  # the next request tries to start them again
             raise DeviceLost("the worker processes were lost, and the device takes no new ones")
         mine.certain = certain()
@@ -310,52 +298,25 @@ class Division:
         return all(rank(worker, mine) <= rank(worker, other) for other in others)
 
     def _divide(self, count: int) -> None:
-        """Starts `count` workers in place of those there are, each with its share of the memory; the first is awaited.
-
-        The others join as they come: a host makes one CUDA context after the other, 60 on four GPUs in 19 seconds.
-        """
-        self._dividing = True
-        try:
-            self._count = 0  # unless it succeeds, the next request tries again
-            self.settle()
-            self.living, self._refusals = set(), []
-            self._owners.clear()
-            self._asked.clear()
-            self._forget()
-            for worker in self._workers:
-                worker.stop()
-            self._starting = set(self._workers[:count])
-            for worker in self._workers[:count]:
-                begin = functools.partial(self._begin, worker, self._shares.bytes(count))
-                threading.Thread(target=begin, name="scheduler-start", daemon=True).start()
-            while self._starting and not self.living:
-                self._started.wait(WAKE_S)
-            if not self.living:
-                raise DeviceLost(str(self._refusals[0])) from self._refusals[0]
-            self._count = count
-        except (KeyboardInterrupt, SystemExit):
-            self._stop()
-            raise
-        finally:
-            self._dividing = False
-
-    def _begin(self, worker: WorkerProcess, share_bytes: int) -> None:
-        """Starts a worker, in a thread of its own."""
-        try:
-            refused = worker.begin(share_bytes)
-        except WorkerError as closed:
-            refused = closed
-        except Exception as defect:  # of a process that is ended meanwhile, too
-            refused = WorkerError(f"a worker process did not start: {defect!r}")
-        with self._lock:
-            self._starting.discard(worker)
-            if refused is None:
-                self.living.add(worker)
-            else:
-                self._refusals.append(refused)
-            self._started.notify_all()
-            if not self._dividing:
-                self._wake()
+        """Starts `count` workers in place of those there are, each with its share of the memory."""
+        self._count = 0  # unless it succeeds, the next request tries again
+        self.living = set()
+        self._owners.clear()
+        self._asked.clear()
+        self._forget()
+        for worker in self._workers:
+            worker.stop()
+        refusals = []
+        share_bytes = self._shares.bytes(count)
+        with Threads[WorkerProcess, WorkerError | None](count, self._stop) as starters:
+            for worker, refused in starters.map(lambda worker: worker.begin(share_bytes), self._workers[:count]):
+                if refused is not None:
+                    refusals.append(refused)
+                else:
+                    self.living.add(worker)
+        if not self.living:
+            raise DeviceLost(str(refusals[0])) from refusals[0]
+        self._count = count
 
 
 def _fewer(count: int) -> Iterator[int]:
