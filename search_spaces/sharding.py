@@ -115,6 +115,11 @@ class Divided(Generic[P]):
     partial: Callable[[P], P]
     finish: Callable[[P, Sequence[Any], Sequence[Any]], Any] | None = None
 
+    @property
+    def scatters(self) -> bool:
+        """Whether sums are divided, not whole on each device."""
+        return any(itertools.chain(*self.scattered))
+
     def compute(
         self,
         call: Callable[..., Any],
@@ -145,7 +150,7 @@ class Divided(Generic[P]):
 
     def _summed(self, number: int, x: Any, total: Callable[..., Any], scatter: Callable[..., Any]) -> Any:
         left = self.sums[number]
-        if any(itertools.chain(*self.scattered)):
+        if self.scatters:
             ways = self.scattered[number]
             x = x.reshape(self.summed_shapes[number])
             for dim, axes in enumerate(ways):
@@ -210,13 +215,13 @@ def divide(
     partial = sharding.partial(local) if any(sums) and sharding.partial is not None else local
     if partial is not local:  # all that is summed is in what it returns
         sums = (tuple(dict.fromkeys(itertools.chain(*sums))),) * len(partial.results())
-    summed_shapes = tuple(_shape(array, extents) for array in of_results)
+    summed_shapes = tuple(shape_of(array, extents) for array in of_results)
     specs = [claims.spec(array) for array in of_operands]
     before = tuple(map(claims.spec, of_results))
     if any(sums) and [s.shape for s in partial.results()] == [s.shape for s in local.results()]:
         claims.scatter(nowhere, of_results, wanted)
         specs = [
-            spec if claims.has(array, nowhere) else claims.spec(array)
+            claims.spec(array) if set(nowhere).isdisjoint(itertools.chain(*array)) else spec
             for array, spec in zip(of_operands, specs, strict=True)
         ]
     after = tuple(map(claims.spec, of_results))
@@ -226,7 +231,7 @@ def divide(
         finished=sharding.local(problem, claims.local_extents()),
         operands=tuple(specs),
         results=after,
-        shapes=tuple(_shape(array, claims.local_extents()) for array in of_results),
+        shapes=tuple(shape_of(array, claims.local_extents()) for array in of_results),
         summed_shapes=summed_shapes,
         sums=sums,
         scattered=tuple(
@@ -238,7 +243,8 @@ def divide(
     )
 
 
-def _shape(array: Sequence[Letters], extents: Mapping[str, int]) -> tuple[int, ...]:
+def shape_of(array: Sequence[Letters], extents: Mapping[str, int]) -> tuple[int, ...]:
+    """Of an array with axes of these letters."""
     return tuple(math.prod(extents[x] for x in letters) for letters in array)
 
 
@@ -253,10 +259,6 @@ class _Claims:
     def local_extents(self) -> dict[str, int]:
         """Of each letter on one device."""
         return {letter: extent // self.parts(letter) for letter, extent in self.extents.items()}
-
-    def has(self, array: Sequence[Letters], letters: Sequence[str]) -> bool:
-        """Whether some axis of an array is of these letters."""
-        return not set(letters).isdisjoint(itertools.chain(*array))
 
     def scatter(self, summed: Sequence[str], arrays: Sequence[Sequence[Letters]], wanted: Sequence[Spec]) -> None:
         """Divides results, as they are wanted, over axes along which they are sums of parts: those letters' own."""

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.problem import Problem
-from search_spaces.sharding import Letters, Sharding
+from search_spaces.sharding import Letters, Sharding, shape_of
 
 P = TypeVar("P", bound=Problem)
 Shape = tuple[int, ...]
@@ -94,10 +94,7 @@ class Unfolded(Sharding[P]):
     def shapes(self, problem: P) -> list[Shape]:
         """Of operands, and then of results."""
         extents = self.extents(problem)
-        return [
-            tuple(math.prod(extents[x] for x in letters) for letters in array)
-            for array in itertools.chain(*self.arrays)
-        ]
+        return [shape_of(array, extents) for array in itertools.chain(*self.arrays)]
 
     def at_once(self, problem: P, run: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> tuple[jax.Array, ...]:
         """The results of ``run(problem, *args)``, which takes the problem's own arrays, folded."""
@@ -120,7 +117,7 @@ class Unfolded(Sharding[P]):
         one = self.local(problem, extents | dict.fromkeys(outer, 1))
         operands, results = self.arrays
         inner = [tuple(x for x in array if x[0] not in outer) for array in results]
-        shapes = [tuple(math.prod(extents[x] for x in letters) for letters in array) for array in inner]
+        shapes = [shape_of(array, extents) for array in inner]
 
         def mapped(*args: jax.Array) -> tuple[jax.Array, ...]:
             found = run(one, *(x.reshape(s.shape) for x, s in zip(args, one.operands(), strict=True)))
@@ -142,8 +139,9 @@ def _names(letter: str, axes: Shape) -> tuple[str, ...]:
     return tuple(f"{letter}_{i}" for i in range(len(axes)))
 
 
-def unfold(sharding: Sharding[P], axes: Mapping[str, Shape]) -> Unfolded[P]:
-    """The sharding of arrays in which these letters have so many axes."""
+def unfold(sharding: Sharding[P], problem: P, shapes: Sequence[Shape]) -> Unfolded[P]:
+    """The sharding of operands of these shapes; raises as `axes_of`."""
+    axes = axes_of(sharding, problem, shapes)
     names = {letter: _names(letter, extents) for letter, extents in axes.items()}
 
     def expanded(letters: Sequence[str]) -> tuple[str, ...]:
@@ -164,5 +162,5 @@ def unfold(sharding: Sharding[P], axes: Mapping[str, Shape]) -> Unfolded[P]:
         partial=sharding.partial,
         finish=sharding.finish,
         folded=sharding,
-        axes=dict(axes),
+        axes=axes,
     )

@@ -12,7 +12,7 @@ import pytest
 
 from search_spaces.kernel import Library, Target
 from search_spaces.matmul import MATMUL, MatmulProblem, rules
-from search_spaces.unfolded import axes_of, unfold
+from search_spaces.unfolded import unfold
 
 TARGET = Target("cpu", "cpu", "cpu", 1)
 LAYOUTS = list(itertools.product([False, True], [False, True], [1, 3]))
@@ -22,7 +22,7 @@ def product(problem: MatmulProblem, *args: jax.Array) -> jax.Array:
     """XLA's product, insisting on the operands that the problem describes, folded or not."""
     assert [x.dtype for x in args] == [s.dtype for s in problem.operands()]
     sharding = rules.shard(problem)
-    unfolded = unfold(sharding, axes_of(sharding, problem, [x.shape for x in args]))
+    unfolded = unfold(sharding, problem, [x.shape for x in args])
     (result,) = unfolded.at_once(problem, lambda p, *xs: MATMUL.library.results(p, Library(), TARGET, *xs), *args)
     assert (result.size, result.dtype) == (problem.result().size, problem.result().dtype)
     return result

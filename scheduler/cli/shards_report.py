@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ def _told(way: Way) -> Iterator[str]:
     yield f"each device: {divided.problem}"
     if axes := _summed(way):
         rest = "" if divided.problem == divided.local else "; what the problem does with them is a pass after that"
-        scattered = " and scattered" if any(itertools.chain(*divided.scattered)) else ""
+        scattered = " and scattered" if divided.scatters else ""
         yield f"results are summed over {', '.join(axes)}{scattered}{rest}"
     yield from (f"gathered: {each}" for each in divided.gathered)
 

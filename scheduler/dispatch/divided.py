@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from search_spaces.operation import Operation, Params
 from search_spaces.partitioning_compat import DividedCall, Parts
 from search_spaces.problem import Problem
 from search_spaces.sharding import Divided, Sharding, Spec, divide
-from search_spaces.unfolded import Shape, axes_of, unfold
+from search_spaces.unfolded import Shape, unfold
 
 # Makes a tuned call of an operation on what one device has.
 Bind = Callable[..., Any]
@@ -40,7 +39,7 @@ def sharding_of(
     found = operation.sharding(problem)
     if found is None:
         return f"{operation.name} does not say how it is divided over devices (Operation.shard)"
-    return unfold(found, axes) if (axes := axes_of(found, problem, shapes)) else found
+    return unfold(found, problem, shapes)
 
 
 def lower(
@@ -96,7 +95,7 @@ def _scatter(x: Any, axes: tuple[str, ...], dim: int) -> Any:
 def told(found: Divided[Any]) -> str:
     """What each device computes, in words."""
     sums = {axis for axes in found.sums for axis in axes}
-    scattered = " and scattered" if any(itertools.chain(*found.scattered)) else ""
+    scattered = " and scattered" if found.scatters else ""
     summed = f", summed over {', '.join(sorted(sums))}{scattered}" if sums else ""
     return "; ".join([f"each device asks for {found.problem}{summed}", *found.gathered])
 

@@ -71,7 +71,7 @@ def unless(arrays: Sequence[Any], tuned: Callable[[], Any], plain: Callable[[], 
         return tuned() if found == wanted else f"its result would be {found}, where JAX's is {wanted}"
     except WholeError as reason:
         return str(reason)
-    except partitioning_compat.ShardingTypeError as error:  # leading axes that do not fold
+    except partitioning_compat.ShardingTypeError as error:  # axes that do not fold into n
         return str(error).splitlines()[0]
     finally:
         _mesh.reset(before)

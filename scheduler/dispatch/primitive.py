@@ -22,7 +22,7 @@ from search_spaces import jax_compat
 from search_spaces.kernel import Library, Target
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
-from search_spaces.unfolded import Shape, Unfolded, axes_of, unfold
+from search_spaces.unfolded import Shape, Unfolded, unfold
 
 # It has as many results as its problem.
 tuned_call_p = Primitive("tuned_call")
@@ -92,7 +92,7 @@ def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, 
     sharding = operation.sharding(problem)
     if sharding is None or len(shapes) != len(problem.operands()):
         raise ValueError("they are others")
-    return unfold(sharding, axes_of(sharding, problem, shapes))
+    return unfold(sharding, problem, shapes)
 
 
 def _unfolded_args(operation: Operation[Any], problem: Problem, args: Any) -> Unfolded[Any] | None:
@@ -245,15 +245,15 @@ def _batch(
 ) -> Any:
     sizes = [x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None]
     call = _caller(operation, problem, params, options)
-    shapes = (
-        x.shape if dim is None else (*x.shape[:dim], *x.shape[dim + 1 :]) for x, dim in zip(args, dims, strict=True)
-    )
-    wanted = _results(operation, problem, tuple(shapes))
+    count = len(problem.results())
     if sizes[0] == 0:
-        return [jnp.zeros((0, *s.shape), s.dtype) for s in wanted], [0] * len(wanted)
+        shapes = [
+            x.shape if dim is None else (*x.shape[:dim], *x.shape[dim + 1 :]) for x, dim in zip(args, dims, strict=True)
+        ]
+        return [jnp.zeros((0, *s.shape), s.dtype) for s in _results(operation, problem, tuple(shapes))], [0] * count
     if sizes[0] == 1:
         only = (x if dim is None else x.squeeze(dim) for x, dim in zip(args, dims, strict=True))
-        return [x[None] for x in as_tuple(call(problem, *only))], [0] * len(wanted)
+        return [x[None] for x in as_tuple(call(problem, *only))], [0] * count
     joined = None if operation.batch is None else operation.batch(call, problem, args, dims)
     if joined is not None:
         result, dim = joined
@@ -265,7 +265,7 @@ def _batch(
         rest = iter(elements)
         return as_tuple(call(problem, *(x if dim is None else next(rest) for x, dim in zip(args, dims, strict=True))))
 
-    return lax.map(one, moved), [0] * len(wanted)
+    return lax.map(one, moved), [0] * count
 
 
 def _caller(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:

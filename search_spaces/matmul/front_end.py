@@ -1,4 +1,4 @@
-"""The matrix product as users call it: leading axes fold into m, n or the batch; what no problem says goes to XLA."""
+"""The matrix product as users call it: leading axes are of m or the batch, or fold into n; the rest goes to XLA."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bind(
             return c if sizes is None else _cut(c, sizes, b)
 
         return Unbound(posed, answer)
-    return _folded(posed, operands)
+    return _of_leading_axes(posed, operands)
 
 
 def _cut(c: jax.Array, sizes: tuple[int, ...], b: jax.Array) -> tuple[jax.Array, ...]:
@@ -123,7 +123,7 @@ def _problem(
         return str(error)
 
 
-def _folded(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
+def _of_leading_axes(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
     """What one matrix of each operand poses, `p`, for all of their leading axes."""
     a, b, bias, residual = operands
     shape = _result_shape(a, b, p.m, p.n)
