@@ -151,6 +151,7 @@ def noted(place, **fields):
 @pytest.fixture(scope="module")
 def pool():
     with Pool(Gpu(index="", uuid="memory", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
+        pool._division.settle()
         yield pool
 
 
@@ -171,11 +172,13 @@ def test_as_many_workers_hold_a_problem_as_fit_and_the_next_problem_has_them_all
         with ThreadPoolExecutor(2) as threads:
             assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
             assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [small(1), small(2)]))
+            pool._division.settle()
             assert sum(worker.pid is not None for worker in pool._workers) == 2
             task = large(pool)
             assert pool.capacity(task.operation, task.problem) == 1
             library = dataclasses.replace(task, backend="xla", schedule={})
             assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [task, library]))
+            pool._division.settle()
             assert sum(worker.pid is not None for worker in pool._workers) == 1
             assert pool.confirm(task) is None
             assert isinstance(pool.measure(task, again=True), Measurement)
@@ -192,6 +195,7 @@ def test_problems_of_two_sizes_at_once_wait_for_each_other(pool):
 def test_a_problem_joins_those_held_where_as_many_workers_hold_it_and_a_share_has_the_memory():
     least, some, large = DoubleProblem(8), DoubleProblem(5 * 2**21), DoubleProblem(2**25)
     with Pool(Gpu(index="", uuid="joining", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+        pool._division.settle()
         share = pool._shares.bytes(2)
         assert needed_bytes(some, CPU) + needed_bytes(least, CPU) <= share < 2 * needed_bytes(some, CPU)
         assert pool.capacity(DOUBLE, large) == 1
@@ -243,6 +247,7 @@ def test_a_librarys_compilation_that_does_not_end_beside_others_is_tried_alone(t
     """As XLA's autotuner, which waits for memory for each algorithm."""
     gpu = Gpu(index="", uuid="autotuned", driver="", free_bytes=2 * GIB)
     with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=10)) as pool:
+        pool._division.settle()
         library = dataclasses.replace(noted(tmp_path, autotuned=True), backend="xla")
         for worker in pool._workers:
             (tmp_path / str(worker.pid)).touch()
@@ -260,6 +265,7 @@ def test_what_no_memory_holds_is_said_before_anything_runs(pool):
 @pytest.mark.one_jax
 def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an_error(monkeypatch):
     with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
+        pool._division.settle()
         first, second = pool._workers
         monkeypatch.setattr("scheduler.measure.worker_process.RESTART_PAUSES_S", (0.0,))
 
@@ -282,6 +288,7 @@ def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an
 def test_the_memory_that_a_worker_may_take_is_its_share(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # for the user's programs
     with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), RunnerOptions(workers=2)) as pool:
+        pool._division.settle()
         with open(f"/proc/{pool._workers[0].pid}/environ", "rb") as file:
             told = dict(line.split(b"=", 1) for line in file.read().split(b"\0") if b"=" in line)
         assert float(told[b"XLA_CLIENT_MEM_FRACTION"]) == pytest.approx((4 - 0.5) / 16, abs=1e-4)

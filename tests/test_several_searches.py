@@ -35,6 +35,7 @@ def pool():
     with Pool(
         Gpu(index="", uuid="searches", driver="", free_bytes=FREE_BYTES), RunnerOptions(workers=WORKERS, searches=2)
     ) as pool:
+        pool._division.settle()
         yield pool
 
 
@@ -212,6 +213,17 @@ def test_to_confirm_a_finalist_claims_no_worker(pool, log):
         assert pool._division._owners == {}
         assert isinstance(pool.measure(task(problem), again=True), Measurement)
         assert pool._division._owners == {pool._compiled.holders(task(problem))[0]: what(problem)}
+
+
+def test_a_run_off_claims_all_who_have_compiled_the_library_at_once(pool, log):
+    problem = logged(log, 122)
+    with pool.holding(*what(problem)):
+        assert isinstance(pool.measure(library(problem)), Measurement)
+        assert pool.confirm(library(problem)) is None
+        compiled = pool._compiled.holders(library(problem))
+        assert len(compiled) > 1
+        assert isinstance(pool.measure(library(problem), again=True), Measurement)
+        assert pool._division._owners == dict.fromkeys(compiled, what(problem))
 
 
 def test_all_that_race_are_asked_at_once_before_the_first_round_where_other_problems_may_be_at_their_workers(pool):

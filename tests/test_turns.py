@@ -1,6 +1,8 @@
 """Turns on a device: nobody else can take them away, hold them for ever, or have a search wait for what is no lock."""
 
+import contextlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -56,6 +58,48 @@ def test_turns_exclude_each_other(runtime):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(turn, range(12)))
     assert set(most) == {1}
+
+
+def test_who_is_soon_waits_for_no_more_than_two_of_those_in_the_row(runtime):
+    order = []
+
+    def turn(number):
+        with turns.turn("row", soon=number == "soon"):
+            order.append(number)
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(12) as threads:
+        with turns.turn("row"):
+            waiting = [threads.submit(turn, number) for number in range(10)]
+            time.sleep(0.3)
+            waiting.append(threads.submit(turn, "soon"))
+            time.sleep(0.3)
+        for each in waiting:
+            each.result()
+    assert len(order) == 11
+    assert order.index("soon") <= 2
+
+
+def test_few_are_within_at_a_time_and_who_has_waited_long_enough_goes_on(runtime, monkeypatch):
+    inside, most = [], []
+
+    def within(_):
+        with turns.few_at_once("start"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(within, range(24)))
+    assert max(most) == turns.AT_ONCE
+    monkeypatch.setattr(turns, "AT_ONCE_LIMIT_S", 0.2)
+    with contextlib.ExitStack() as hanging:
+        for _ in range(turns.AT_ONCE):
+            hanging.enter_context(turns.few_at_once("start"))
+        began = time.monotonic()
+        with turns.few_at_once("start"):
+            assert 0.2 <= time.monotonic() - began < 5
 
 
 HARM = {
@@ -116,8 +160,7 @@ def test_without_a_runtime_directory_locks_lie_in_the_cache_and_without_a_home_w
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with turns.turn("cpu"):
         assert stat.S_IMODE((tmp_path / f"tile-scheduler-{os.geteuid()}").stat().st_mode) == 0o700
-    (tmp_path / f"tile-scheduler-{os.geteuid()}" / "cpu.lock").unlink()
-    (tmp_path / f"tile-scheduler-{os.geteuid()}").rmdir()
+    shutil.rmtree(tmp_path / f"tile-scheduler-{os.geteuid()}")
     (tmp_path / f"tile-scheduler-{os.geteuid()}").symlink_to(tmp_path)
     with pytest.raises(WorkerError, match="set XDG_RUNTIME_DIR to one"):
         turns.require("cpu")

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
 from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
-from scheduler.measure.worker_process import WorkerResult
+from scheduler.measure.worker_process import WorkerProcess, WorkerResult
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -47,6 +48,7 @@ LIBRARY = Task(DOUBLE, PROBLEM, "xla", {}, 5)
 def pool():
     # No GPU answers to an empty index: these workers run on the CPU, through the same pipes.
     with Pool(Gpu(index="", uuid="test", driver="0", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+        pool._division.settle()
         yield pool
 
 
@@ -155,6 +157,46 @@ def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
     assert all(gone(pid) for pid in started)
 
 
+def test_a_pool_begins_with_its_first_worker_and_others_join(monkeypatch):
+    begin, held, order = WorkerProcess.begin, threading.Event(), []
+
+    def later(worker, share_bytes):
+        order.append(worker)
+        if worker is not order[0]:
+            assert held.wait(60)
+        return begin(worker, share_bytes)
+
+    monkeypatch.setattr(WorkerProcess, "begin", later)
+    try:
+        with Pool(Gpu(index="", uuid="joined", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+            assert pool._division.living == {order[0]}
+            assert isinstance(pool.measure(task("ok")), Measurement)
+            held.set()
+            pool._division.settle()
+            assert pool._division.living == {*pool._workers}
+            order[0]._child.kill()
+            assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
+    finally:
+        held.set()
+
+
+def test_a_pool_is_closed_while_workers_start(monkeypatch):
+    begin, began = WorkerProcess.begin, []
+
+    def later(worker, share_bytes):
+        began.append(worker)
+        if len(began) > 1:
+            time.sleep(1)
+        return begin(worker, share_bytes)
+
+    monkeypatch.setattr(WorkerProcess, "begin", later)
+    with Pool(Gpu(index="", uuid="closed", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+        pass
+    pool._division.settle()
+    assert all(worker.pid is None or gone(worker.pid) for worker in pool._workers)
+    assert len(pool._division.living) == 1
+
+
 def test_closing_a_pool_ends_what_is_under_way():
     with (
         Pool(Gpu(index="", uuid="closing", driver="", free_bytes=GIB), RunnerOptions(workers=1)) as pool,
@@ -203,6 +245,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
 from scheduler.measure.runner import RunnerOptions
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
+pool._division.settle()
 print(*(worker._child._process.pid for worker in pool._workers), flush=True)
 {then}
 """

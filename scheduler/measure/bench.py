@@ -68,7 +68,8 @@ class Bench:
     Args:
       hardware: the chip of JAX's default device here.
       l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same ones.
-      exclusive: entered around everything that runs on the device, so that processes sharing it take turns.
+      exclusive: entered around everything that runs on the device, so that processes sharing it take turns. It is
+        told whether this turn should come soon: for rounds of a run-off a whole problem waits, with all its workers.
       seed: of the inputs.
       announce: told each step before it begins, so that whoever watches knows what a process hangs in.
     """
@@ -80,7 +81,7 @@ class Bench:
         hardware: Hardware,
         *,
         l2: L2 = "cold",
-        exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        exclusive: Callable[[bool], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
         announce: Callable[[Step], None] = lambda step: None,
     ) -> None:
@@ -137,7 +138,8 @@ class Bench:
         candidate = self._candidates.get(point_of(backend, schedule))
         if candidate is None:
             return self.measure(backend, schedule, repetitions)
-        return self._time(candidate, repetitions)
+        with self._turn(soon=True):
+            return self._time(candidate, repetitions)
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
         """Whether a candidate is right for other inputs too, and on the neighbour of the problem; None where it is.
@@ -286,13 +288,13 @@ class Bench:
         return measured
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, *, soon: bool = False) -> Iterator[None]:
         """A turn on the device, or the one that is this bench's already."""
         if self._in_turn:
             yield
             return
         self._announce("wait")
-        with self._exclusive():
+        with self._exclusive(soon):
             self._announce("run")
             self._in_turn = True
             try:

@@ -14,7 +14,7 @@ from typing import Any
 from scheduler.core.errors import DeviceLost, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import L2
-from scheduler.core.threads import WAKE_S, Threads
+from scheduler.core.threads import WAKE_S
 from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import require_memory
 from scheduler.measure.worker_process import CONTEXT_BYTES, WorkerProcess
@@ -69,14 +69,13 @@ class Shares:
 
 @dataclasses.dataclass(eq=False)
 class _Waiting:
-    """A request that waits for a worker, the only one where it is `alone`, or for a certain one, which it may claim."""
+    """A request that waits for a worker, the only one where it is `alone`, or for a certain one."""
 
     what: What
     number: int
     alone: bool
     ready: threading.Condition
     certain: WorkerProcess | None = None
-    claims: bool = False
 
 
 Rank = Callable[[WorkerProcess, _Waiting], tuple[bool, bool, bool, int, int]]
@@ -88,8 +87,8 @@ class Division:
     Problems are held together that as many workers hold, and a share has the memory for; others wait, in the order in
     which they came. Each has its part of the workers, and what others leave of theirs; of those that have theirs, a
     worker takes one that it has a bench of, then the oldest: a bench takes as long to make as a candidate or two. Who
-    claims a certain worker (finalists race where they were compiled) has it for its problem until that is no longer
-    held, so that no timing waits for another problem's compilations.
+    claims workers (finalists race where they were compiled) has them for its problem until that is no longer held, so
+    that no timing waits for another problem's compilations.
 
     Args:
       workers: all there may be.
@@ -118,19 +117,29 @@ class Division:
         self._numbers = itertools.count()
         self._count = 0  # among how many workers the memory is divided
         self._wanted = 0  # among how many it is to be, while something is held
+        self._starting: set[WorkerProcess] = set()
+        self._started = threading.Condition(self._lock)
+        self._refusals: list[WorkerError] = []
+        self._dividing = False  # and the lock is given away meanwhile
         self._busy: dict[WorkerProcess, What] = {}
         self._owners: dict[WorkerProcess, What] = {}
         self._asked: collections.defaultdict[WorkerProcess, set[What]] = collections.defaultdict(set)
         self.living: set[WorkerProcess] = set()
 
     def start(self, count: int) -> None:
-        """Starts so many workers.
+        """Starts so many workers, and waits for the first.
 
         Raises:
           DeviceLost: none of them starts.
         """
         with self._lock:
             self._divide(count)
+
+    def settle(self) -> None:
+        """Waits until no worker is starting any more."""
+        with self._lock:
+            while self._starting:
+                self._started.wait(WAKE_S)
 
     def hold(self, what: What, *, to_itself: bool = False) -> None:
         """Waits until `what` can be held beside what is held already, or by itself; to be followed by `release`."""
@@ -173,21 +182,19 @@ class Division:
         what: What,
         *,
         certain: Callable[[], WorkerProcess | None] = lambda: None,
-        claims: bool = False,
         alone: bool = False,
     ) -> Iterator[tuple[WorkerProcess, int]]:
         """A worker to be asked of `what`, which is held, and among how many the memory is divided. Waits for it.
 
         Args:
           certain: which worker it must be, or None. Asked more than once: what it names may be lost in the meantime.
-          claims: that one is its problem's alone from then on.
           alone: with the whole memory to itself. Who waits for that is waited for by the others.
 
         Raises:
           DeviceLost: no worker starts; or all were lost, and none could be started in the place of the last.
         """
         with self._lock:
-            mine = _Waiting(what, next(self._numbers), alone, threading.Condition(self._lock), claims=claims)
+            mine = _Waiting(what, next(self._numbers), alone, threading.Condition(self._lock))
             self._waiting.append(mine)
             found = None
             try:
@@ -205,6 +212,15 @@ class Division:
             with self._lock:
                 del self._busy[found]
                 self._wake()
+
+    def claim(self, what: What, workers: Iterable[WorkerProcess]) -> None:
+        """They are its problem's alone, once they have done what they are at, until it is no longer held.
+
+        Those that another problem has claimed stay with that.
+        """
+        with self._lock:
+            for worker in workers:
+                self._owners.setdefault(worker, what)
 
     def preferred(self, what: What) -> list[WorkerProcess]:
         """The living workers, first those that are its own, then those that were asked of it, those at rest first."""
@@ -230,7 +246,7 @@ class Division:
 
     def _found(self, mine: _Waiting, certain: Callable[[], WorkerProcess | None]) -> WorkerProcess | None:
         """The worker for this request, or None: then it waits."""
-        if not mine.alone and any(other.alone for other in self._waiting):
+        if self._dividing or (not mine.alone and any(other.alone for other in self._waiting)):
             return None
         count = 1 if mine.alone else self._among()
         if self._count != count:
@@ -238,12 +254,12 @@ class Division:
                 return None
             self._divide(count)
         if not self.living:
+            if self._starting:
+                return None
             self._count = 0  # the next request tries to start them again
             raise DeviceLost("the worker processes were lost, and the device takes no new ones")
         mine.certain = certain()
         if mine.certain is not None:
-            if mine.claims:
-                self._owners.setdefault(mine.certain, mine.what)
             return None if mine.certain in self._busy else mine.certain
         rank = self._ranks()
         return next((worker for worker in self.preferred(mine.what) if self._may_take(worker, mine, rank)), None)
@@ -298,25 +314,52 @@ class Division:
         return all(rank(worker, mine) <= rank(worker, other) for other in others)
 
     def _divide(self, count: int) -> None:
-        """Starts `count` workers in place of those there are, each with its share of the memory."""
-        self._count = 0  # unless it succeeds, the next request tries again
-        self.living = set()
-        self._owners.clear()
-        self._asked.clear()
-        self._forget()
-        for worker in self._workers:
-            worker.stop()
-        refusals = []
-        share_bytes = self._shares.bytes(count)
-        with Threads[WorkerProcess, WorkerError | None](count, self._stop) as starters:
-            for worker, refused in starters.map(lambda worker: worker.begin(share_bytes), self._workers[:count]):
-                if refused is not None:
-                    refusals.append(refused)
-                else:
-                    self.living.add(worker)
-        if not self.living:
-            raise DeviceLost(str(refusals[0])) from refusals[0]
-        self._count = count
+        """Starts `count` workers in place of those there are, each with its share of the memory; the first is awaited.
+
+        The others join as they come: a host makes one CUDA context after the other, 60 on four GPUs in 19 seconds.
+        """
+        self._dividing = True
+        try:
+            self._count = 0  # unless it succeeds, the next request tries again
+            self.settle()
+            self.living, self._refusals = set(), []
+            self._owners.clear()
+            self._asked.clear()
+            self._forget()
+            for worker in self._workers:
+                worker.stop()
+            self._starting = set(self._workers[:count])
+            for worker in self._workers[:count]:
+                begin = functools.partial(self._begin, worker, self._shares.bytes(count))
+                threading.Thread(target=begin, name="scheduler-start", daemon=True).start()
+            while self._starting and not self.living:
+                self._started.wait(WAKE_S)
+            if not self.living:
+                raise DeviceLost(str(self._refusals[0])) from self._refusals[0]
+            self._count = count
+        except (KeyboardInterrupt, SystemExit):
+            self._stop()
+            raise
+        finally:
+            self._dividing = False
+
+    def _begin(self, worker: WorkerProcess, share_bytes: int) -> None:
+        """Starts a worker, in a thread of its own."""
+        try:
+            refused = worker.begin(share_bytes)
+        except WorkerError as closed:
+            refused = closed
+        except Exception as defect:  # of a process that is ended meanwhile, too
+            refused = WorkerError(f"a worker process did not start: {defect!r}")
+        with self._lock:
+            self._starting.discard(worker)
+            if refused is None:
+                self.living.add(worker)
+            else:
+                self._refusals.append(refused)
+            self._started.notify_all()
+            if not self._dividing:
+                self._wake()
 
 
 def _fewer(count: int) -> Iterator[int]:

@@ -221,7 +221,9 @@ class Pool:
         self.capacity(*what)
         self._division.hold(what)
         try:
-            result, among = self._asked(task, do, claims=claims)
+            if claims:
+                self._division.claim(what, self._compiled.holders(task))
+            result, among = self._asked(task, do)
             if do == "again" or not _may_lack_memory(task, result) or not self._shares.worth_trying_alone(what, among):
                 return result.outcome
             alone, _ = self._asked(task, do, alone=True)
@@ -230,11 +232,11 @@ class Pool:
         finally:
             self._division.release(what)
 
-    def _asked(self, task: Task, do: Do, *, claims: bool = False, alone: bool = False) -> tuple[WorkerResult, int]:
+    def _asked(self, task: Task, do: Do, *, alone: bool = False) -> tuple[WorkerResult, int]:
         """A worker's answer, of one that has compiled the candidate where that is asked about again; among how many."""
         what, certain = (task.operation, task.problem, task.l2), functools.partial(self._holder, task, do)
         while True:
-            with self._division.worker(what, certain=certain, claims=claims, alone=alone) as taken:
+            with self._division.worker(what, certain=certain, alone=alone) as taken:
                 worker, among = taken
                 result = self._asked_of(worker, task, do)
                 if result.lost:

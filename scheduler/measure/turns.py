@@ -26,6 +26,9 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 # autotuner, `limits.AUTOTUNED_LIMIT_S`). Who holds a GPU for longer is not tuning, and is waited for no more.
 OTHERS_LIMIT_S = 900.0
 POLL_S = 0.01
+# The driver makes one CUDA context after the other: 60 processes that ask for one at once have theirs all after 15 s,
+# and those that ask a few at a time from the first second on. Who hangs over it keeps nobody waiting for longer.
+AT_ONCE, AT_ONCE_LIMIT_S = 4, 20.0
 
 _log = logging.getLogger("scheduler")
 _not_waited_for: set[Path] = set()
@@ -44,20 +47,35 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextlib.contextmanager
-def turn(name: str, bus: str = "") -> Iterator[None]:
+def turn(name: str, bus: str = "", *, soon: bool = False) -> Iterator[None]:
     """One process at a time is within, of those that say the same `name`, whoever started it.
 
     Args:
       name: of the device.
       bus: its PCI address as the driver writes it; "" where it has none: then only one user's processes take turns.
+      soon: before most of the others that wait now: these wait in a row, of which one competes with who is soon.
 
     Raises:
       WorkerError: there is no place for locks, or what is there is no lock; what to do.
     """
     with contextlib.ExitStack() as stack:
-        fcntl.flock(stack.enter_context(_closing(_opened(name))), fcntl.LOCK_EX)
+        with contextlib.nullcontext() if soon else _locked(f"{name}.row"):
+            stack.enter_context(_locked(name))
         if bus and (shared := _of_device(bus)) is not None:
             stack.enter_context(_among_users(shared))
+        yield
+
+
+@contextlib.contextmanager
+def few_at_once(name: str) -> Iterator[None]:
+    """So few processes of this user's are within at a time, of those that say the same `name`, or that have waited
+    long enough; raises as `turn` does.
+    """
+    until = time.monotonic() + AT_ONCE_LIMIT_S
+    with contextlib.ExitStack() as stack:
+        places = [stack.enter_context(_closing(_opened(f"{name}.{number}"))) for number in range(AT_ONCE)]
+        while not any(map(_taken, places)) and time.monotonic() < until:
+            time.sleep(POLL_S)
         yield
 
 
@@ -103,16 +121,28 @@ def _closing(lock: int) -> Iterator[int]:
 
 def _wait_for(lock: int, file: Path) -> None:
     until = time.monotonic() + OTHERS_LIMIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    while not _taken(lock):
+        if time.monotonic() > until:
+            _not_waited_for.add(file)
+            _log.warning("%s was locked for %.0f s; this process waits for it no more", file, OTHERS_LIMIT_S)
             return
-        except BlockingIOError:
-            if time.monotonic() > until:
-                _not_waited_for.add(file)
-                _log.warning("%s was locked for %.0f s; this process waits for it no more", file, OTHERS_LIMIT_S)
-                return
         time.sleep(POLL_S)
+
+
+def _taken(lock: int) -> bool:
+    """Whether it is this process's now, which nobody else had."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    with _closing(_opened(name)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _opened(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from scheduler.core import hardware as chips
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.records import Failure, Outcome, Stage
+from scheduler.measure import turns
 from scheduler.measure.bench import Bench, Step
 from scheduler.measure.benches_at_hand import BenchesAtHand
 from scheduler.measure.blame import first_line
@@ -66,8 +68,9 @@ def main() -> None:
 
 
 def _on_device(hello: Hello, announce: Callable[[Step], None]) -> Service:
-    # By its name: among several platforms JAX passes over one that does not start.
-    target = chips.target_of(jax.devices(hello.platform)[0])
+    with turns.few_at_once("start") if hello.platform == "cuda" else contextlib.nullcontext():
+        # By its name: among several platforms JAX passes over one that does not start.
+        target = chips.target_of(jax.devices(hello.platform)[0])
     infer_layouts_sooner()
     return _Measuring(target, Gpu("", hello.uuid, "", 0, bus=hello.bus), announce)
 
