@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -337,6 +338,32 @@ def test_a_library_that_takes_as_long_as_it_is_known_to_take_is_compiled_once(lo
     other = Scripted(logged(log, 8))
     other.task = dataclasses.replace(other.task, library_s=1e-3)
     assert other.compile(1e-3 * (1 + 2 * AGREEING))
+
+
+def test_a_librarys_further_processes_compile_it_at_the_same_time_until_those_that_are_at_it_may_agree(log):
+    scripted, workers = Scripted(logged(log, 8)), range(LIBRARY_COMPILATIONS + 1)
+    further = functools.partial(scripted.compiled.further, scripted.task, workers)
+    with further() as nobody:
+        assert nobody is None, "it is not known to run"
+    assert scripted.compile(1e-3)
+    with further() as one, further() as other:
+        assert (one, other) == (1, 2)
+        with further() as nobody:
+            assert nobody is None
+        scripted.compiled.ran(scripted.task, one, 1.1e-3, "")
+        scripted.compiled.ran(scripted.task, other, 1.2e-3, "")
+    with further() as more:
+        assert more == 3
+        with further() as nobody:
+            assert nobody is None
+        scripted.compiled.ran(scripted.task, more, 1e-3, "")
+    with further() as last:
+        assert last == 4
+        scripted.compiled.ran(scripted.task, last, 1e-3, "")
+    with further() as nobody:
+        assert nobody is None
+    with scripted.compiled.further(task(logged(log, 8)), workers) as nobody:
+        assert nobody is None, "who is no library is compiled once"
 
 
 class Bench:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import functools
 import tempfile
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -192,7 +194,11 @@ class Pool:
             self._division.release(what)
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        outcome = self._request(task, "again" if again else "measure", claims=again)
+        if again:
+            with self._compiled.further(task, self._division.preferred(_what(task))) as worker:
+                outcome = self._request(task, "again", on=worker, claims=True)
+        else:
+            outcome = self._request(task, "measure")
         assert outcome is not None
         if isinstance(outcome, Measurement):
             self._limits.saw(task, outcome)
@@ -203,8 +209,10 @@ class Pool:
         if isinstance(outcome, Failure):
             return outcome
         # Other candidates are confirmed meanwhile; in the run-off everybody would wait for these compilations.
-        while self._next_to_compile(task) is not None and isinstance(self._request(task, "again"), Measurement):
-            pass
+        if self._compiled.want_more(task):
+            at_once = AGREEING_COMPILATIONS - 1  # beside the one that has measured it
+            with Threads[int, None](at_once, self.close) as threads:
+                collections.deque(threads.map(lambda _: self._compile_further(task), range(at_once)), maxlen=0)
         return None
 
     def others(self) -> int:
@@ -216,14 +224,21 @@ class Pool:
         self._children.shut_down()
         self._programs.cleanup()
 
-    def _request(self, task: Task, do: Do, *, claims: bool = False) -> Outcome | None:
-        what = task.operation, task.problem, task.l2
+    def _compile_further(self, task: Task) -> None:
+        """Has workers compile a library, one after the other, as its time is that of several compilations."""
+        while True:
+            with self._compiled.further(task, self._division.preferred(_what(task))) as worker:
+                if worker is None or not isinstance(self._request(task, "again", on=worker), Measurement):
+                    return
+
+    def _request(self, task: Task, do: Do, *, claims: bool = False, on: WorkerProcess | None = None) -> Outcome | None:
+        what = _what(task)
         self.capacity(*what)
         self._division.hold(what)
         try:
             if claims:
                 self._division.claim(what, self._compiled.holders(task))
-            result, among = self._asked(task, do)
+            result, among = self._asked(task, do, on)
             if do == "again" or not _may_lack_memory(task, result) or not self._shares.worth_trying_alone(what, among):
                 return result.outcome
             alone, _ = self._asked(task, do, alone=True)
@@ -232,11 +247,15 @@ class Pool:
         finally:
             self._division.release(what)
 
-    def _asked(self, task: Task, do: Do, *, alone: bool = False) -> tuple[WorkerResult, int]:
-        """A worker's answer, of one that has compiled the candidate where that is asked about again; among how many."""
-        what, certain = (task.operation, task.problem, task.l2), functools.partial(self._holder, task, do)
+    def _asked(
+        self, task: Task, do: Do, on: WorkerProcess | None = None, *, alone: bool = False
+    ) -> tuple[WorkerResult, int]:
+        """The answer of a worker, `on` if it lives; of one that has compiled the candidate where that is asked about
+        again; and among how many.
+        """
         while True:
-            with self._division.worker(what, certain=certain, alone=alone) as taken:
+            certain = functools.partial(self._holder, task, do, on)
+            with self._division.worker(_what(task), certain=certain, alone=alone) as taken:
                 worker, among = taken
                 result = self._asked_of(worker, task, do)
                 if result.lost:
@@ -249,26 +268,20 @@ class Pool:
                     self._compiled.ran(task, worker, median_s, result.program)
                 case Failure() if do == "again" and self._compiled.others(task, worker):
                     self._compiled.fill(task)  # it may lack memory for the operands: those that have them go on
+                    on = None
                     continue
             return result, among
 
-    def _holder(self, task: Task, do: Do) -> WorkerProcess | None:
-        """Who is to be asked about a candidate again: the next of those that have compiled it, or, of a library, one
-        that has not yet. None for whoever is free.
+    def _holder(self, task: Task, do: Do, on: WorkerProcess | None) -> WorkerProcess | None:
+        """Who is to be asked: `on`; about a candidate again, the next of those that have compiled it. None for whoever
+        is free.
         """
         if do == "measure":
             return None
-        workers = self._division.preferred((task.operation, task.problem, task.l2))
-        holders = [worker for worker in self._compiled.holders(task) if worker in workers]
-        more = self._next_to_compile(task) if do == "again" else None
-        return more or next(iter(holders), None)
-
-    def _next_to_compile(self, task: Task) -> WorkerProcess | None:
-        """Who is to compile a library that others have compiled, as its time is that of several compilations."""
-        if not task.operation.kernel(task.backend).library or not self._compiled.want_more(task):
-            return None
-        workers = self._division.preferred((task.operation, task.problem, task.l2))
-        return next((worker for worker in workers if worker not in self._compiled.holders(task)), None)
+        workers = self._division.preferred(_what(task))
+        if on in workers:
+            return on
+        return next((worker for worker in self._compiled.holders(task) if worker in workers), None)
 
     def _asked_of(self, worker: WorkerProcess, task: Task, do: Do) -> WorkerResult:
         beside = tuple(
@@ -295,6 +308,8 @@ class _Compiled:
         self._holders: dict[Any, list[WorkerProcess]] = {}
         self._first: dict[Any, list[tuple[float, str]]] = {}  # times and programs of each one's first measurement
         self._full: set[Any] = set()
+        self._at_it: collections.defaultdict[Any, list[WorkerProcess]] = collections.defaultdict(list)
+        self._lock = threading.Lock()
 
     def clear(self) -> None:
         self._holders.clear()
@@ -322,11 +337,31 @@ class _Compiled:
         """No further worker is to compile it."""
         self._full.add(_candidate(task))
 
-    def want_more(self, task: Task) -> bool:
-        """Whether another worker can compile it, and may find what wins, or what is slower."""
+    @contextlib.contextmanager
+    def further(self, task: Task, workers: Sequence[WorkerProcess]) -> Iterator[WorkerProcess | None]:
+        """Within it the first of `workers` that has not compiled a library compiles it, too; None where none is to."""
+        with self._lock:
+            at_it = self._at_it[_candidate(task)]
+            those = (worker for worker in workers if worker not in at_it and worker not in self.holders(task))
+            found = next(those, None) if self.want_more(task, len(at_it)) else None
+            at_it += [found] if found is not None else []
+        try:
+            yield found
+        finally:
+            with self._lock:
+                at_it[:] = [worker for worker in at_it if worker is not found]
+
+    def want_more(self, task: Task, at_it: int = 0) -> bool:
+        """Whether another worker can compile it, a library, beside so many that are at it, and may find what wins, or
+        what is slower.
+        """
+        if not task.operation.kernel(task.backend).library:
+            return False
         candidate = _candidate(task)
         first = self._first.get(candidate, [])
         if not first or candidate in self._full or len(first) >= LIBRARY_COMPILATIONS:
+            return False
+        if at_it and len(first) + at_it >= AGREEING_COMPILATIONS:  # these may agree
             return False
         times_s, programs = [seconds for seconds, _ in first], {program for _, program in first}
         if task.library_s is not None and abs(times_s[0] / task.library_s - 1) <= AGREEING:
@@ -335,6 +370,10 @@ class _Compiled:
         if len(first) >= AGREEING_COMPILATIONS and agree:
             return False
         return task.incumbent_s is None or times_s[0] <= BEYOND_REACH * task.incumbent_s
+
+
+def _what(task: Task) -> What:
+    return task.operation, task.problem, task.l2
 
 
 def _candidate(task: Task) -> Any:
