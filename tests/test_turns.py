@@ -60,24 +60,25 @@ def test_turns_exclude_each_other(runtime):
     assert set(most) == {1}
 
 
-def test_who_is_soon_waits_for_no_more_than_two_of_those_in_the_row(runtime):
+def test_who_is_soon_comes_before_most_and_who_is_last_after_most(runtime):
     order = []
 
-    def turn(number):
-        with turns.turn("row", soon=number == "soon"):
-            order.append(number)
+    def turn(when):
+        with turns.turn("row", when=when):
+            order.append(when)
             time.sleep(0.05)
 
-    with ThreadPoolExecutor(12) as threads:
+    with ThreadPoolExecutor(16) as threads:
         with turns.turn("row"):
-            waiting = [threads.submit(turn, number) for number in range(10)]
-            time.sleep(0.3)
-            waiting.append(threads.submit(turn, "soon"))
-            time.sleep(0.3)
+            waiting = []
+            for when in ("last", "usual", "soon"):
+                waiting += [threads.submit(turn, when) for _ in range(1 if when == "soon" else 6)]
+                time.sleep(0.3)
         for each in waiting:
             each.result()
-    assert len(order) == 11
+    assert sorted(order) == sorted(["soon", *["usual"] * 6, *["last"] * 6])
     assert order.index("soon") <= 2
+    assert order[:7].count("last") < order[7:].count("last")
 
 
 def test_few_are_within_at_a_time_and_who_has_waited_long_enough_goes_on(runtime, monkeypatch):

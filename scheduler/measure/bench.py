@@ -21,6 +21,7 @@ from scheduler.measure.checks import Checks, Compiled, Results, compiled_checks
 from scheduler.measure.lowered import asked_onchip_bytes
 from scheduler.measure.program_text import digest
 from scheduler.measure.rotation import condition, rotating_results, rotating_sets
+from scheduler.measure.turns import When
 from scheduler.measure.verification import Rows, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal, onchip_bytes
@@ -68,8 +69,8 @@ class Bench:
     Args:
       hardware: the chip of JAX's default device here.
       l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same ones.
-      exclusive: entered around everything that runs on the device, so that processes sharing it take turns. It is
-        told whether this turn should come soon: for rounds of a run-off a whole problem waits, with all its workers.
+      exclusive: entered around everything that runs on the device, so that processes sharing it take turns; it is
+        told when this turn should come.
       seed: of the inputs.
       announce: told each step before it begins, so that whoever watches knows what a process hangs in.
     """
@@ -81,7 +82,7 @@ class Bench:
         hardware: Hardware,
         *,
         l2: L2 = "cold",
-        exclusive: Callable[[bool], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        exclusive: Callable[[When], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
         announce: Callable[[Step], None] = lambda step: None,
     ) -> None:
@@ -138,7 +139,7 @@ class Bench:
         candidate = self._candidates.get(point_of(backend, schedule))
         if candidate is None:
             return self.measure(backend, schedule, repetitions)
-        with self._turn(soon=True):
+        with self._turn("soon"):
             return self._time(candidate, repetitions)
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
@@ -217,10 +218,9 @@ class Bench:
                 return Failure("lower", what)
         # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and it
         # has operands and results of its own.
-        turn = self._turn if kernel.library else contextlib.nullcontext
         if kernel.library:
             self._results.clear()
-        with turn():
+        with self._turn("last") if kernel.library else contextlib.nullcontext():
             # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
             self._announce("compile")
             try:
@@ -288,13 +288,13 @@ class Bench:
         return measured
 
     @contextlib.contextmanager
-    def _turn(self, *, soon: bool = False) -> Iterator[None]:
+    def _turn(self, when: When = "usual") -> Iterator[None]:
         """A turn on the device, or the one that is this bench's already."""
         if self._in_turn:
             yield
             return
         self._announce("wait")
-        with self._exclusive(soon):
+        with self._exclusive(when):
             self._announce("run")
             self._in_turn = True
             try:

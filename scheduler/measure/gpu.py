@@ -84,13 +84,13 @@ class Gpu:
         # Within a container the driver may list ids as the host knows them: then only their number tells.
         return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
 
-    def exclusive(self, soon: bool = False) -> contextlib.AbstractContextManager[None]:
+    def exclusive(self, when: turns.When = "usual") -> contextlib.AbstractContextManager[None]:
         """Within, this process alone holds the GPU, among those that take turns, whoever started them.
 
         Args:
-          soon: as in `turns.turn`.
+          when: as in `turns.turn`.
         """
-        return turns.turn(self.uuid, self.bus, soon=soon)
+        return turns.turn(self.uuid, self.bus, when)
 
 
 def _visible() -> list[str] | None:

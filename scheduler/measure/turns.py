@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import platformdirs
 
@@ -29,6 +30,12 @@ POLL_S = 0.01
 # The driver makes one CUDA context after the other: 60 processes that ask for one at once have theirs all after 15 s,
 # and those that ask a few at a time from the first second on. Who hangs over it keeps nobody waiting for longer.
 AT_ONCE, AT_ONCE_LIMIT_S = 4, 20.0
+
+# Who waits for a turn: for rounds of a run-off a whole problem waits, with all its workers ("soon"); a library's
+# compilation takes as long as fifty turns of others ("last"). They queue in rows, one lock each, of which the first
+# competes with those of the next row; "" is the device's own.
+When = Literal["soon", "usual", "last"]
+_ROWS: dict[When, tuple[str, ...]] = {"soon": ("",), "usual": (".row", ""), "last": (".last", ".row", "")}
 
 _log = logging.getLogger("scheduler")
 _not_waited_for: set[Path] = set()
@@ -47,20 +54,24 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextlib.contextmanager
-def turn(name: str, bus: str = "", *, soon: bool = False) -> Iterator[None]:
+def turn(name: str, bus: str = "", when: When = "usual") -> Iterator[None]:
     """One process at a time is within, of those that say the same `name`, whoever started it.
 
     Args:
       name: of the device.
       bus: its PCI address as the driver writes it; "" where it has none: then only one user's processes take turns.
-      soon: before most of the others that wait now: these wait in a row, of which one competes with who is soon.
+      when: before most of those that wait now, among them, or after most.
 
     Raises:
       WorkerError: there is no place for locks, or what is there is no lock; what to do.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.nullcontext() if soon else _locked(f"{name}.row"):
-            stack.enter_context(_locked(name))
+        before = contextlib.ExitStack()
+        for row in _ROWS[when]:
+            entered = stack.enter_context(contextlib.ExitStack())
+            entered.enter_context(_locked(name + row))
+            before.close()
+            before = entered
         if bus and (shared := _of_device(bus)) is not None:
             stack.enter_context(_among_users(shared))
         yield
