@@ -212,8 +212,8 @@ def test_turns_are_few_as_each_may_wait_for_xlas_compilations_of_others():
     entered = []
 
     @contextlib.contextmanager
-    def exclusive():
-        entered.append("turn")
+    def exclusive(when):
+        entered.append(when)
         yield
 
     def turns(ask):
@@ -222,11 +222,16 @@ def test_turns_are_few_as_each_may_wait_for_xlas_compilations_of_others():
         return len(entered)
 
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, exclusive=exclusive)
-    assert turns(lambda: measure(bench, "right")) == 3, "operands; what they come to; its answer and its times"
+    assert turns(lambda: measure(bench, "right")) == 2, "operands; what they come to, its answer and its times"
     assert turns(lambda: measure(bench, "slow")) == 1
-    # Of the neighbour, too, what checks it is compiled before the second of the first three.
+    # Of the neighbour, too, what checks it is compiled before the second of three.
     assert turns(lambda: confirm(bench, "right")) == 1 + 3
     assert turns(lambda: confirm(bench, "slow")) == 1 + 1
+    assert {*entered} == {"usual"}
+    assert turns(lambda: bench.again("deceiver", {"behave": "right"}, 3)) == 1
+    assert entered == ["soon"], "for which a whole problem waits"
+    assert turns(lambda: bench.measure("xla", {}, 3)) == 2
+    assert entered == ["last", "usual"], "as it takes longest"
 
 
 def test_a_candidate_that_cannot_be_built_needs_no_operands():

@@ -202,7 +202,7 @@ def test_a_finalists_worker_compiles_nothing_of_another_problem_until_its_own_is
             assert all(isinstance(outcome, Measurement) for outcome in threads.map(pool.measure, tasks))
             assert all(pid != own for n, pid, _ in told(log) if n == others.n)
     with ThreadPoolExecutor(WORKERS) as threads, pool.holding(*what(others)):
-        assert pool._division._owners == {}
+        assert pool._division._claims == {}
 
 
 def test_to_confirm_a_finalist_claims_no_worker(pool, log):
@@ -211,9 +211,29 @@ def test_to_confirm_a_finalist_claims_no_worker(pool, log):
         for asked in (task(problem), library(problem)):
             assert isinstance(pool.measure(asked), Measurement)
             assert pool.confirm(asked) is None
-        assert pool._division._owners == {}
+        assert pool._division._claims == {}
         assert isinstance(pool.measure(task(problem), again=True), Measurement)
-        assert pool._division._owners == {pool._compiled.holders(task(problem))[0]: what(problem)}
+        assert pool._division._claims == {pool._compiled.holders(task(problem))[0]: [what(problem)]}
+
+
+def test_who_is_claimed_by_two_problems_is_the_seconds_as_soon_as_the_first_is_over(pool, log):
+    first, second = logged(log, 123), logged(log, 125)
+    division = pool._division
+    with pool.holding(*what(second)):
+        with pool.holding(*what(first)):
+            for problem in (first, second):
+                division.claim(what(problem), pool._workers)
+            assert isinstance(pool.measure(task(first)), Measurement)
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(pool.measure, task(second))
+                wait_for(lambda: len(division._waiting) == 1)
+                assert isinstance(pool.measure(task(first, 2)), Measurement)
+                assert not waiting.done()
+                division.release(what(first))
+                assert isinstance(waiting.result(), Measurement)
+                division.hold(what(first))
+        assert division._claims == {worker: [what(second)] for worker in pool._workers}
+    assert division._claims == {}
 
 
 def test_a_run_off_claims_all_who_have_compiled_the_library_at_once(pool, log):
@@ -224,7 +244,7 @@ def test_a_run_off_claims_all_who_have_compiled_the_library_at_once(pool, log):
         compiled = pool._compiled.holders(library(problem))
         assert len(compiled) > 1
         assert isinstance(pool.measure(library(problem), again=True), Measurement)
-        assert pool._division._owners == dict.fromkeys(compiled, what(problem))
+        assert pool._division._claims == {worker: [what(problem)] for worker in compiled}
 
 
 def test_all_that_race_are_asked_at_once_before_the_first_round_where_other_problems_may_be_at_their_workers(pool):

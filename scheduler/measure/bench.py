@@ -94,6 +94,7 @@ class Bench:
         self._checks: dict[Problem, Checks] = {}
         self._draw: Draw
         self._sets: list[tuple[jax.Array, ...]] = []
+        self._unfilled: Callable[[], None] | None = None  # what makes both
         # Operands in a cache may come faster than memory gives them; no time at all is never right.
         bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
@@ -128,7 +129,8 @@ class Bench:
         if isinstance(candidate, Failure):
             return candidate
         self._prepare()
-        with self._turn():  # one for both: others' turns may be XLA's compilations, of a second
+        with self._turn():  # one for all: others' turns may be XLA's compilations, of a second
+            self._fill()
             if wrong := self._wrong(candidate, self._problem, self._draw):
                 return Failure("verify", wrong)
             self._candidates[point_of(backend, schedule)] = candidate
@@ -173,6 +175,7 @@ class Bench:
         self._prepare()
         fresh = self._drawn(self._problem, self._seed)
         with self._turn():
+            self._fill()
             return all(
                 bool(jnp.array_equal(was, now, equal_nan=jnp.issubdtype(was.dtype, jnp.inexact)))
                 for held in self._sets
@@ -338,17 +341,26 @@ class Bench:
         return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
 
     def _prepare(self) -> None:
-        """Operands and what they come to; for a cold cache, with as many copies as make a rotation miss it."""
-        if self._sets:
+        """Operands are drawn, and all is compiled that `_fill` runs."""
+        if self._sets or self._unfilled is not None:
             return
         inputs = self._operands(self._problem, self._seed)
         copies = buffers.copying(inputs) if self._l2 == "cold" else None
-        with self._turn():
+
+        def fill() -> None:
             self._draw = self._draw_of(self._problem, inputs)
             sets = [inputs]
             if copies is not None:
                 sets += [copies() for _ in range(rotating_sets(self._problem, self._hardware) - 1)]
             self._sets = jax.block_until_ready(sets)
+
+        self._unfilled = fill
+
+    def _fill(self) -> None:
+        """What operands come to, and for a cold cache as many copies as make a rotation miss it; within a turn."""
+        if self._unfilled is not None:
+            self._unfilled()
+            self._unfilled = None
 
 
 def _described(results: Sequence[Any]) -> str:

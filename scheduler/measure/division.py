@@ -122,7 +122,7 @@ class Division:
         self._refusals: list[WorkerError] = []
         self._dividing = False  # and the lock is given away meanwhile
         self._busy: dict[WorkerProcess, What] = {}
-        self._owners: dict[WorkerProcess, What] = {}
+        self._claims: dict[WorkerProcess, list[What]] = {}  # the first has it
         self._asked: collections.defaultdict[WorkerProcess, set[What]] = collections.defaultdict(set)
         self.living: set[WorkerProcess] = set()
 
@@ -168,7 +168,8 @@ class Division:
                 del self._held[what]
                 for asked in self._asked.values():
                     asked.discard(what)
-                self._owners = {worker: owner for worker, owner in self._owners.items() if owner != what}
+                claims = {worker: [each for each in by if each != what] for worker, by in self._claims.items()}
+                self._claims = {worker: by for worker, by in claims.items() if by}
             self._released.notify_all()
             self._wake()
 
@@ -216,17 +217,18 @@ class Division:
     def claim(self, what: What, workers: Iterable[WorkerProcess]) -> None:
         """They are its problem's alone, once they have done what they are at, until it is no longer held.
 
-        Those that another problem has claimed stay with that.
+        Those that another problem has claimed stay with that as long as it is held.
         """
         with self._lock:
             for worker in workers:
-                self._owners.setdefault(worker, what)
+                if what not in (by := self._claims.setdefault(worker, [])):
+                    by.append(what)
 
     def preferred(self, what: What) -> list[WorkerProcess]:
         """The living workers, first those that are its own, then those that were asked of it, those at rest first."""
 
         def rank(worker: WorkerProcess) -> tuple[bool, ...]:
-            return self._owners.get(worker) != what, what not in self._asked[worker], worker in self._busy
+            return self._owner(worker, None) != what, what not in self._asked[worker], worker in self._busy
 
         with self._lock:
             return sorted((worker for worker in self._workers if worker in self.living), key=rank)
@@ -303,7 +305,10 @@ class Division:
         return rank
 
     def _serves(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
-        return waiting.certain is worker or self._owners.get(worker, waiting.what) == waiting.what
+        return waiting.certain is worker or self._owner(worker, waiting.what) == waiting.what
+
+    def _owner(self, worker: WorkerProcess, default: What | None) -> What | None:
+        return self._claims[worker][0] if worker in self._claims else default
 
     def _may_take(self, worker: WorkerProcess, mine: _Waiting, rank: Rank) -> bool:
         if worker in self._busy or not self._serves(worker, mine):
@@ -323,7 +328,7 @@ class Division:
             self._count = 0  # unless it succeeds, the next request tries again
             self.settle()
             self.living, self._refusals = set(), []
-            self._owners.clear()
+            self._claims.clear()
             self._asked.clear()
             self._forget()
             for worker in self._workers:
