@@ -344,12 +344,14 @@ class _Compiled:
             at_it = self._at_it[_candidate(task)]
             those = (worker for worker in workers if worker not in at_it and worker not in self.holders(task))
             found = next(those, None) if self.want_more(task, len(at_it)) else None
-            at_it += [found] if found is not None else []
+            if found is not None:
+                at_it.append(found)
         try:
             yield found
         finally:
             with self._lock:
-                at_it[:] = [worker for worker in at_it if worker is not found]
+                if found is not None:
+                    at_it.remove(found)
 
     def want_more(self, task: Task, at_it: int = 0) -> bool:
         """Whether another worker can compile it, a library, beside so many that are at it, and may find what wins, or
