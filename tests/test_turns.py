@@ -46,19 +46,25 @@ def devices(tmp_path, monkeypatch):
     return place.parent
 
 
-def test_turns_exclude_each_other(runtime):
-    inside, most = [], []
+def most_within(enter):
+    """How many of 24 calls, by 12 threads, were within at the same time, at most."""
+    inside, counted = [], []
 
-    def turn(_):
-        with Gpu("", "turns", "", 0).exclusive():
+    def call(_):
+        with enter():
             inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.01)
+            counted.append(len(inside))
+            time.sleep(0.02)
             inside.pop()
 
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(turn, range(12)))
-    assert set(most) == {1}
+    with ThreadPoolExecutor(12) as threads:
+        list(threads.map(call, range(24)))
+    assert len(counted) == 24
+    return max(counted)
+
+
+def test_turns_exclude_each_other(runtime):
+    assert most_within(Gpu("", "turns", "", 0).exclusive) == 1
 
 
 def test_who_is_soon_comes_before_most_and_who_is_last_after_most(runtime):
@@ -84,18 +90,7 @@ def test_who_is_soon_comes_before_most_and_who_is_last_after_most(runtime):
 
 
 def test_few_are_within_at_a_time_and_who_has_waited_long_enough_goes_on(runtime, monkeypatch):
-    inside, most = [], []
-
-    def within(_):
-        with turns.few_at_once("start"):
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.02)
-            inside.pop()
-
-    with ThreadPoolExecutor(12) as threads:
-        list(threads.map(within, range(24)))
-    assert max(most) == turns.AT_ONCE
+    assert most_within(lambda: turns.few_at_once("start")) == turns.AT_ONCE
     monkeypatch.setattr(turns, "AT_ONCE_LIMIT_S", 0.2)
     with contextlib.ExitStack() as hanging:
         for _ in range(turns.AT_ONCE):

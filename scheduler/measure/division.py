@@ -321,7 +321,7 @@ class Division:
     def _divide(self, count: int) -> None:
         """Starts `count` workers in place of those there are, each with its share of the memory; the first is awaited.
 
-        The others join as they come: a host makes one CUDA context after the other, 60 on four GPUs in 19 seconds.
+        The others join as they come: a host makes one CUDA context after the other (`turns.few_at_once`).
         """
         self._dividing = True
         try:

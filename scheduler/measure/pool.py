@@ -308,7 +308,7 @@ class _Compiled:
         self._holders: dict[Any, list[WorkerProcess]] = {}
         self._first: dict[Any, list[tuple[float, str]]] = {}  # times and programs of each one's first measurement
         self._full: set[Any] = set()
-        self._at_it: collections.defaultdict[Any, list[WorkerProcess]] = collections.defaultdict(list)
+        self._at_it: set[tuple[Any, WorkerProcess]] = set()  # what is compiled further, and by whom
         self._lock = threading.Lock()
 
     def clear(self) -> None:
@@ -340,18 +340,19 @@ class _Compiled:
     @contextlib.contextmanager
     def further(self, task: Task, workers: Sequence[WorkerProcess]) -> Iterator[WorkerProcess | None]:
         """Within it the first of `workers` that has not compiled a library compiles it, too; None where none is to."""
+        candidate = _candidate(task)
         with self._lock:
-            at_it = self._at_it[_candidate(task)]
+            at_it = [worker for what, worker in self._at_it if what == candidate]
             those = (worker for worker in workers if worker not in at_it and worker not in self.holders(task))
             found = next(those, None) if self.want_more(task, len(at_it)) else None
             if found is not None:
-                at_it.append(found)
+                self._at_it.add((candidate, found))
         try:
             yield found
         finally:
             with self._lock:
                 if found is not None:
-                    at_it.remove(found)
+                    self._at_it.remove((candidate, found))
 
     def want_more(self, task: Task, at_it: int = 0) -> bool:
         """Whether another worker can compile it, a library, beside so many that are at it, and may find what wins, or
@@ -379,7 +380,7 @@ def _what(task: Task) -> What:
 
 
 def _candidate(task: Task) -> Any:
-    return task.operation, task.problem, task.l2, point_of(task.backend, task.schedule)
+    return *_what(task), point_of(task.backend, task.schedule)
 
 
 def _may_lack_memory(task: Task, result: WorkerResult) -> bool:
