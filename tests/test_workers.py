@@ -109,6 +109,27 @@ def test_a_worker_that_is_killed_from_outside_costs_nothing(pool):
     assert isinstance(pool.measure(task("ok", tile=4)), Measurement)
 
 
+NOISY = """
+import atexit, os, sys
+print("hello from sitecustomize")
+print('{"$type": "Unable", "reason": "none"}', flush=True)
+os.write(1, b"straight to the descriptor\\n" * 5000)
+os.system("echo a child process")
+sys.stdin.read()
+atexit.register(print, "and goodbye")
+"""
+
+
+def test_what_a_worker_prints_as_it_starts_is_no_message_and_neither_after_it_was_replaced(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(NOISY)
+    monkeypatch.syspath_prepend(tmp_path)
+    gpu = Gpu(index="", uuid="noisy", driver="0", free_bytes=4 * GIB)
+    with Pool(gpu, RunnerOptions(workers=1)) as pool:
+        assert isinstance(pool.measure(task("ok")), Measurement)
+        os.kill(pool._workers[0].pid, signal.SIGKILL)
+        assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
+
+
 def test_a_library_goes_on_where_another_process_has_no_memory_for_it(pool, monkeypatch):
     library = Task(DOUBLE, DoubleProblem(n=24), "xla", {}, 5)
     assert isinstance(pool.measure(library), Measurement)

@@ -1,4 +1,8 @@
-"""A process that answers messages one by one: it may hang or die, and it never outlives the one that started it."""
+"""A process that answers messages one by one: it may hang or die, and it never outlives the one that started it.
+
+Messages go over a socket pair of their own, whose end the process inherits as a file descriptor. Whatever else writes to
+standard output (sitecustomize, an import, a C library, atexit) is kept with standard error, for a process's last words.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -46,13 +51,14 @@ class Children:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scheduler-children")
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Runs Python with `arguments` and, after them, this process's id, which `die_with_parent` wants.
+        """Runs Python with `arguments`; after them come the channel's file descriptor and this process's id: see
+        `channel_to_parent`.
 
         Raises:
           EOFError: the system starts no process now, and why.
         """
         try:
-            return self._thread.submit(Child, [sys.executable, *arguments, str(os.getpid())], environment).result()
+            return self._thread.submit(Child, [sys.executable, *arguments], environment).result()
         except (OSError, RuntimeError) as error:
             raise EOFError(f"no process can be started: {error}") from error
 
@@ -61,20 +67,33 @@ class Children:
 
 
 class Child:
-    """One process, its pipes, and what it said on standard error. For one thread at a time; `kill` is for any."""
+    """One process, its channel, and what it printed. For one thread at a time; `kill` is for any.
+
+    Args:
+      command: its last two arguments are added here: the file descriptor of its end of the channel, and this process's
+        id.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        # A session of its own: Ctrl-C in a terminal is for the parent alone, and the whole group can be killed.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            env=environment,
-            bufsize=0,
-            start_new_session=True,
-        )
+        self._channel, end = socket.socketpair()
+        try:
+            # A session of its own: Ctrl-C in a terminal is for the parent alone, and the whole group can be killed.
+            self._process = subprocess.Popen(
+                [*command, str(end.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=[end.fileno()],
+                start_new_session=True,
+            )
+        except BaseException:
+            self._channel.close()
+            self._said.close()
+            raise
+        finally:
+            end.close()
         self._unread = b""
 
     def ask(self, message: Message, first: str, limit_s: Limit, ended: Ended) -> Message:
@@ -89,12 +108,11 @@ class Child:
           Overrun: a step took longer than it may; the process still runs.
           EOFError: the process is gone, in which step, and its last words.
         """
-        assert self._process.stdin is not None
         step = first
         if line := self._line(0.0):  # it would be taken for the answer
             raise EOFError(f"the process said before it was asked {line[:60]!r}")
         with contextlib.suppress(OSError):  # it is gone: reading tells
-            self._process.stdin.write(encode(message))
+            self._channel.sendall(encode(message))
         while True:
             started, limit = time.monotonic(), limit_s(step)
             line = self._line(limit)
@@ -106,7 +124,7 @@ class Child:
             ended(step, time.monotonic() - started)
             try:
                 reply = decode(line)
-            except ValueError as error:  # a candidate found the pipe, and wrote to it
+            except ValueError as error:  # a candidate found the channel, and wrote to it
                 raise EOFError(f"the process said in {step} {error}") from None
             if not isinstance(reply, Announcement):
                 return reply
@@ -125,27 +143,28 @@ class Child:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILLED_WITHIN_S)
-        for pipe in (self._process.stdin, self._process.stdout, self._said):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for file in (self._channel, self._said):
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _line(self, limit_s: float | None) -> bytes | None:
         """The next line; empty where the process is gone, None where time ran out."""
-        assert self._process.stdout is not None
-        file = self._process.stdout.fileno()
+        file = self._channel.fileno()
         ready = select.poll()
         ready.register(file, select.POLLIN)
         until = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._unread:
             left_s = math.inf if until is None else until - time.monotonic()
             if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
-                if self._process.poll() is not None and not ready.poll(0):  # who it left behind may hold its pipe
+                if self._process.poll() is not None and not ready.poll(0):  # a process it started may hold its end
                     return b""
                 if left_s <= WAKE_S:
                     return None
                 continue
-            read = os.read(file, 65536)
+            try:
+                read = self._channel.recv(65536)
+            except ConnectionError:  # it ended with a message unread
+                read = b""
             if not read:
                 return b""
             self._unread += read
@@ -159,7 +178,7 @@ class Child:
         try:
             status = self._process.wait(KILLED_WITHIN_S)
         except subprocess.TimeoutExpired:
-            return "it closed its pipe and goes on"
+            return "it closed its channel and goes on"
         how = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
         file = self._said.fileno()
         text = os.pread(file, LAST_WORDS_BYTES, max(0, os.fstat(file).st_size - LAST_WORDS_BYTES))
@@ -167,7 +186,17 @@ class Child:
         return f"{how}: {lines[-1].strip()[:500]}" if lines else f"{how}, nothing said"
 
 
-def die_with_parent(parent: int) -> None:
+def channel_to_parent() -> socket.socket:
+    """The channel of a process that a `Child` started, which ends when its parent does. No process that it starts
+    inherits the channel.
+    """
+    end, parent = map(int, sys.argv[-2:])
+    _die_with(parent)
+    os.set_inheritable(end, False)
+    return socket.socket(fileno=end)
+
+
+def _die_with(parent: int) -> None:
     """Makes the kernel kill this process when process `parent`, which started it, is gone."""
     if sys.platform == "linux":
         import ctypes

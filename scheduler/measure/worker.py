@@ -1,4 +1,4 @@
-"""The main of a worker process: requests come in, announcements and answers go out, until the pipe closes."""
+"""The main of a worker process: requests come in, announcements and answers go out, until the channel closes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -37,7 +36,7 @@ from scheduler.measure.protocol import (
     decode,
     encode,
 )
-from scheduler.measure.subprocess_pipe import die_with_parent
+from scheduler.measure.subprocess_pipe import channel_to_parent
 from search_spaces import load
 from search_spaces.kernel import Target
 from search_spaces.lowering_compat import infer_layouts_sooner
@@ -76,20 +75,16 @@ def _on_device(hello: Hello, announce: Callable[[Step], None]) -> Service:
 
 
 def converse(begin: Begin) -> None:
-    """Answers what this process is asked, until the pipe closes."""
-    die_with_parent(int(sys.argv[1]))
+    """Answers what this process is asked, until the channel closes."""
+    channel = channel_to_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is then one that a candidate raised
-    # Candidates, and what they call, print and may read: requests and answers have files of their own.
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    requests = channel.makefile("r", encoding="utf-8")
     own = os.getpid()
 
     def say(message: Message) -> None:
         if os.getpid() != own:
             os._exit(0)  # a candidate forked, and both processes came here
-        answers.write(encode(message))
-        answers.flush()
+        channel.sendall(encode(message))
 
     first = requests.readline()
     if not first:
