@@ -76,6 +76,11 @@ def _mended(other: str | None) -> str:
 
 
 def main() -> None:
+    import signal
+
+    # Ctrl-C ends a command that begins or ends as it ends any program, without a traceback of the import under way.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if (reason := stranger()) is not None:
         raise SystemExit(f"tile-scheduler: {reason}")
     importlib.import_module("scheduler.cli.app").main()

@@ -1,6 +1,6 @@
 """``python -m scheduler``: the same as the command ``tile-scheduler``."""
 
-from scheduler.cli.app import main
+from tile_scheduler import main
 
 if __name__ == "__main__":
     main()

@@ -8,9 +8,8 @@ import io
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -31,6 +30,7 @@ from scheduler.cli import (
 )
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
+from scheduler.core.interrupts import Watch
 from scheduler.core.threads import left_behind
 from search_spaces.errors import DeclarationError
 from tile_scheduler import __version__
@@ -39,19 +39,16 @@ from tile_scheduler import __version__
 _OF_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, where Ctrl-C may come as well."""
-
-
 class _Commands(TyperGroup):
     """Ends every command as a shell expects: an error is one sentence on standard error and status 1.
 
-    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed.
+    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed; a second one ends at once.
     """
 
     def invoke(self, ctx: Any) -> Any:
+        watch = Watch(command=True)
         try:
-            with _terminable():
+            with watch:
                 return super().invoke(ctx)
         except (SchedulerError, DeclarationError) as error:
             if isinstance(error, CandidateFailed) and error.__cause__ is not None:
@@ -64,11 +61,11 @@ class _Commands(TyperGroup):
             said = str(error).partition("\n")[0]  # more is for a traceback, which JAX's messages come with
             print(f"tile-scheduler: {place}: {type(error).__name__}: {said}", file=sys.stderr)
             raise typer.Exit(1) from None
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt:
             measures = ctx.invoked_subcommand in ("tune", "sweep")
             kept = "; what was measured so far is kept, and the same command goes on from there" if measures else ""
             print(f"tile-scheduler: interrupted{kept}", file=sys.stderr)
-            raise typer.Exit(143 if isinstance(interrupt, _Terminated) else 130) from None
+            raise typer.Exit(128 + (watch.number or signal.SIGINT)) from None
 
 
 def _of_a_user(error: BaseException) -> str | None:
@@ -155,21 +152,3 @@ def program(
     ] = False,
 ) -> None:
     """Search, inspect and carry the tile schedules of JAX Pallas kernels."""
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Within, SIGTERM is raised as Ctrl-C is; a second one ends the process at once, and its workers with it."""
-
-    def terminate(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():  # where no handler may be set
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

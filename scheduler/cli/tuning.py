@@ -222,9 +222,11 @@ def _tune(
                 results += jobs.run(tasks, places, store=store, progress=told, **how)
         else:
             with shown_job(several=places is not None and len(places) > 1) as shown:
-                for result in jobs.run(tasks, places, store=store, progress=shown.step, **how):
-                    results.append(result)
-                    shown.ended(result)
+                # Closed here: an interrupt of this loop ends the job before its results are printed.
+                with contextlib.closing(jobs.run(tasks, places, store=store, progress=shown.step, **how)) as ended:
+                    for result in ended:
+                        results.append(result)
+                        shown.ended(result)
     finally:
         written = {id(task): number for number, task in enumerate(tasks)}
         results.sort(key=lambda result: _place(result.task, written))

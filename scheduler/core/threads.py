@@ -14,25 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from scheduler.core import interrupts
+from scheduler.core.interrupts import WAKE_S
+
 T = TypeVar("T")
 R = TypeVar("R")
 
-# A signal that comes just before the main thread blocks is seen when it wakes (signal(7); Python's handlers run between
-# its bytecodes): whoever waits for long wakes so often.
-WAKE_S = 0.2
 # Who interrupts waits no longer for calls that do not stop: what this process computes itself, nobody can.
 STOPPED_WITHIN_S = 1.0
 
 _left: list[threading.Thread] = []
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether this is Ctrl-C or another signal, and not a `KeyboardInterrupt` that code raised itself.
-
-    Python raises for signals in the main thread alone, and for none where it ignores them, as in a worker.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    return isinstance(error, KeyboardInterrupt) and in_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def left_behind() -> bool:
@@ -81,6 +72,7 @@ class Threads(Generic[T, R]):
     def next(self) -> tuple[T, R]:
         """What ended, and its result: the first that was not returned yet. Blocks; raises what the call raised."""
         while True:
+            interrupts.check()
             try:
                 what, result, error = self._ended.get(timeout=WAKE_S)
                 break
@@ -133,6 +125,7 @@ class Threads(Generic[T, R]):
         _left.extend(thread for thread in self._threads if thread.is_alive())
 
 
+@interrupts.interruptible()
 def in_fresh_thread(function: Callable[[], T]) -> T:
     """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
     with Threads[None, T](1, lambda: None) as threads:

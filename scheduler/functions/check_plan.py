@@ -11,6 +11,7 @@ import jax
 from scheduler.core import hardware as chips
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import CPU
+from scheduler.core.interrupts import interruptible
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Clock, Entry, Key, Measurement, Record, Schedule
 from scheduler.dispatch import planned
@@ -80,6 +81,7 @@ class TimedAgain:
     unplanned: tuple[str, ...]
 
 
+@interruptible()
 def time_again(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> TimedAgain:
     """Times ``fn(*args)`` under its plan and under XLA's answers in turns, and compares what both compute.
 

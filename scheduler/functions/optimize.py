@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 
 from scheduler.core.backends import backends_of_each
+from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
@@ -157,6 +158,7 @@ class Optimized:
                     self._deciding.pop(key, None)
             return decided
 
+    @interruptible()
     def _tried(self, asked: tuple[dispatch.Options, ...], given: Arguments) -> Decided:
         options = {operation.name: each for operation, each in zip(self._operations, asked, strict=True)}
         seconds = self._seconds if self._keep == "faster" else None

@@ -14,6 +14,7 @@ from scheduler.core import hardware as chips
 from scheduler.core.backends import named_backends
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
+from scheduler.core.interrupts import interruptible
 from scheduler.core.plan import Figure, Plan, Variant
 from scheduler.core.progress import Progress
 from scheduler.dispatch import calls, dispatch
@@ -40,6 +41,7 @@ from tile_scheduler import __version__
 logger = logging.getLogger("scheduler")
 
 
+@interruptible()
 def tune_function(
     fn: Callable[..., Any],
     *args: Any,

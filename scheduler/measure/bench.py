@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from scheduler.core import interrupts
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Point, label_of, point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Stage
-from scheduler.core.threads import is_interrupt
 from scheduler.measure import buffers, timer
 from scheduler.measure.blame import blamed, first_line
 from scheduler.measure.checks import Checks, Compiled, Results, compiled_checks
@@ -194,8 +194,7 @@ class Bench:
         point = kernel.space(problem, target).decode(schedule)
 
         def failed(stage: Stage, error: BaseException) -> Failure:
-            if is_interrupt(error):
-                raise error
+            interrupts.reraise(error)
             failure = Failure(stage, blamed(error))
             if raising:
                 raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error

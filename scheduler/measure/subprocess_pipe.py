@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from scheduler.core.threads import WAKE_S
+from scheduler.core.interrupts import WAKE_S
 from scheduler.measure.protocol import Announcement, Message, decode, encode
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

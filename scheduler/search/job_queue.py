@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Record
-from scheduler.core.threads import WAKE_S
+from scheduler.core.interrupts import WAKE_S
 from scheduler.model.constants import model_of
 from scheduler.search.places import Place
 from scheduler.search.task import Task

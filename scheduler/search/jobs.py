@@ -9,13 +9,15 @@ import math
 import queue
 import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from scheduler.core import interrupts
 from scheduler.core.backends import named_backends
 from scheduler.core.progress import JobPace
 from scheduler.core.records import L2
-from scheduler.core.threads import WAKE_S, Threads
+from scheduler.core.interrupts import WAKE_S
+from scheduler.core.threads import Threads
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_run import JobRun, Lost, Step
 from scheduler.search.places import Device, Place
@@ -107,7 +109,7 @@ def run(
     in_order: bool = False,
     bound: Callable[[Task], Task | None] | None = None,
     progress: Callable[[Step], None] | None = None,
-) -> Iterator[Result]:
+) -> Generator[Result]:
     """Tunes what is not tuned yet, and yields what became of each task as it ends.
 
     First what cannot be read, and what is tuned already. Of the rest each place takes the next one as soon as it is
@@ -172,6 +174,7 @@ def run(
 def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) -> Iterator[Result]:
     """The results that `serving` threads tell of, until each has ended."""
     while serving:
+        interrupts.check()
         try:
             event = job.events.get(timeout=WAKE_S)
         except queue.Empty:

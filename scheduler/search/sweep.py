@@ -14,6 +14,7 @@ from typing import Any
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.identity import point_of, schedule_to_text
+from scheduler.core.interrupts import interruptible
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import Failure, Measurement, Outcome, Sweep, Trial
 from scheduler.core.threads import Threads
@@ -35,6 +36,7 @@ def file_name(operation: Operation[Any], problem: Problem) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
 
 
+@interruptible()
 def sweep(
     operation: Operation[Any],
     problem: Problem,

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
 from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
+from scheduler.core.interrupts import interruptible
 from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import L2, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
 from scheduler.core.threads import Threads
@@ -39,6 +40,7 @@ PATIENCE = 24
 LONGEST_INTERPRETED_S = 600.0
 
 
+@interruptible()
 def tune(
     operation: Operation[Any],
     problem: Problem,
