@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end what runs wherever they come, also in code that drops what is raised in it."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer.testing
+
 import scheduler
 from scheduler.cli import measuring
 from scheduler.cli.app import app
@@ -58,10 +60,8 @@ def _in_ctypes(call):
 
 
 def _in_bare_except(call):
-    try:
+    with contextlib.suppress(BaseException):
         call()
-    except BaseException:
-        pass
 
 
 def _in_context_that_converts(call):
@@ -87,10 +87,10 @@ def run_for_ever():
 @by_name
 def test_an_interrupt_that_is_swallowed_ends_python_code_and_calls_under_way(swallow, capfd):
     before = signal.getsignal(signal.SIGINT), sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt), Watch():
+    with pytest.raises(KeyboardInterrupt), Watch():  # noqa: PT012
         swallow(ctrl_c)
         run_for_ever()
-    with pytest.raises(KeyboardInterrupt), Watch(), Threads(1, stop=lambda: None) as threads:
+    with pytest.raises(KeyboardInterrupt), Watch(), Threads(1, stop=lambda: None) as threads:  # noqa: PT012
         swallow(ctrl_c)
         threads.call(lambda _: None, None)
     assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
@@ -115,7 +115,7 @@ def test_an_interrupt_that_was_swallowed_last_or_became_another_error_is_raised_
 
 def test_what_handles_an_interrupt_is_not_interrupted_again_but_by_another_ctrl_c():
     handled = []
-    with pytest.raises(KeyboardInterrupt), Watch() as watch:
+    with pytest.raises(KeyboardInterrupt), Watch() as watch:  # noqa: PT012
         try:
             ctrl_c()
         finally:
@@ -123,7 +123,7 @@ def test_what_handles_an_interrupt_is_not_interrupted_again_but_by_another_ctrl_
                 watch._again = True  # as the thread does that polls
                 ctrl_c()
             handled.append(True)
-    with pytest.raises(KeyboardInterrupt), Watch():
+    with pytest.raises(KeyboardInterrupt), Watch():  # noqa: PT012
         try:
             ctrl_c()
         finally:

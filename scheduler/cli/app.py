@@ -42,7 +42,8 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 class _Commands(TyperGroup):
     """Ends every command as a shell expects: an error is one sentence on standard error and status 1.
 
-    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed; a second one ends at once.
+    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed; a second
+    signal ends it at once.
     """
 
     def invoke(self, ctx: Any) -> Any:

@@ -221,12 +221,14 @@ def _tune(
                 told = functools.partial(_each, progress)
                 results += jobs.run(tasks, places, store=store, progress=told, **how)
         else:
-            with shown_job(several=places is not None and len(places) > 1) as shown:
+            with (
+                shown_job(several=places is not None and len(places) > 1) as shown,
                 # Closed here: an interrupt of this loop ends the job before its results are printed.
-                with contextlib.closing(jobs.run(tasks, places, store=store, progress=shown.step, **how)) as ended:
-                    for result in ended:
-                        results.append(result)
-                        shown.ended(result)
+                contextlib.closing(jobs.run(tasks, places, store=store, progress=shown.step, **how)) as ended,
+            ):
+                for result in ended:
+                    results.append(result)
+                    shown.ended(result)
     finally:
         written = {id(task): number for number, task in enumerate(tasks)}
         results.sort(key=lambda result: _place(result.task, written))

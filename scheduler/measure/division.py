@@ -13,8 +13,8 @@ from typing import Any
 
 from scheduler.core.errors import DeviceLost, WorkerError
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import L2
 from scheduler.core.interrupts import WAKE_S
+from scheduler.core.records import L2
 from scheduler.measure.rotation import needed_bytes
 from scheduler.measure.runner import require_memory
 from scheduler.measure.worker_process import CONTEXT_BYTES, WorkerProcess

@@ -1,7 +1,7 @@
 """A process that answers messages one by one: it may hang or die, and it never outlives the one that started it.
 
-Messages go over a socket pair of their own, whose end the process inherits as a file descriptor. Whatever else writes to
-standard output (sitecustomize, an import, a C library, atexit) is kept with standard error, for a process's last words.
+Messages go over a socket pair of their own, whose end the process inherits as a file descriptor. What else is written
+to standard output (sitecustomize, an import, a C library, atexit) is kept with standard error, for its last words.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.records import Record
 from scheduler.core.interrupts import WAKE_S
+from scheduler.core.records import Record
 from scheduler.model.constants import model_of
 from scheduler.search.places import Place
 from scheduler.search.task import Task

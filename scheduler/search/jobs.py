@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from scheduler.core import interrupts
 from scheduler.core.backends import named_backends
+from scheduler.core.interrupts import WAKE_S
 from scheduler.core.progress import JobPace
 from scheduler.core.records import L2
-from scheduler.core.interrupts import WAKE_S
 from scheduler.core.threads import Threads
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_run import JobRun, Lost, Step
