@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scheduler.core import hardware as chips
+from scheduler.core import safe_text
 from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import calls, dispatch
@@ -222,7 +222,7 @@ def tune(
         search["options"] = dataclasses.replace(options, hardware=chips.find(hardware).kind)
     record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
-        warnings.warn(str(lost), RuntimeWarning, stacklevel=2)
+        safe_text.warn(lost)
     reload()
     if store is None and not recorded:
         dispatch.user_cache().remember(record)

@@ -31,6 +31,7 @@ from scheduler.cli import (
 from scheduler.core.errors import CandidateFailed, SchedulerError
 from scheduler.core.frames import calls
 from scheduler.core.interrupts import Watch
+from scheduler.core.safe_text import printable
 from scheduler.core.threads import left_behind
 from search_spaces.errors import DeclarationError
 from tile_scheduler import __version__
@@ -53,14 +54,17 @@ class _Commands(TyperGroup):
                 return super().invoke(ctx)
         except (SchedulerError, DeclarationError) as error:
             if isinstance(error, CandidateFailed) and error.__cause__ is not None:
-                traceback.print_exception(error.__cause__)
-            print(f"tile-scheduler: {error}", file=sys.stderr)
+                print(printable("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
+            print(printable(f"tile-scheduler: {error}"), file=sys.stderr)
             raise typer.Exit(1) from None
+        except typer.BadParameter as error:
+            error.message = printable(error.message)
+            raise
         except Exception as error:
             if (place := _of_a_user(error)) is None:
                 raise
             said = str(error).partition("\n")[0]  # more is for a traceback, which JAX's messages come with
-            print(f"tile-scheduler: {place}: {type(error).__name__}: {said}", file=sys.stderr)
+            print(printable(f"tile-scheduler: {place}: {type(error).__name__}: {said}"), file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             measures = ctx.invoked_subcommand in ("tune", "sweep")

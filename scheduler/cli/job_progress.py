@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from scheduler.cli.terminal import best_text, say
+from scheduler.cli.terminal import best_text, printable, say
 
 if TYPE_CHECKING:
     from scheduler.core.progress import JobProgress
@@ -87,8 +87,8 @@ class _Bars:
         search, which = step.search, id(step.task)
         if which not in self._rows:
             self._rows[which] = self._bars.add_task("", total=search.budget, label="", said="")
-        best = best_text(search).partition(":")[0]  # without the schedule it fits a line
-        label = _what(step, self._several)
+        best = printable(best_text(search)).partition(":")[0]  # without the schedule it fits a line
+        label = printable(_what(step, self._several))
         self._bars.update(self._rows[which], completed=search.done, total=search.budget, label=label, said=best)
 
     def ended(self, result: Result) -> None:

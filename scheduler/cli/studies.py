@@ -10,6 +10,7 @@ from scheduler.cli.arguments import usage_errors, wanted_by
 from scheduler.cli.stores import user_store
 from scheduler.cli.terminal import say
 from scheduler.core.errors import SchedulerError
+from scheduler.core.redaction import shown_url
 
 if TYPE_CHECKING:
     from scheduler.core.records import Key
@@ -45,7 +46,8 @@ def export_studies(
     for written in studies.write(url, kept, replace=replace):
         news = f"{written.added} of {written.trials} trials" if written.added else f"all {written.trials} were there"
         say(f"{written.name}: {news}")
-    say(f"wrote {len(kept)} stud{'y' if len(kept) == 1 else 'ies'} to {url}; to look: optuna-dashboard {url}")
+    shown = shown_url(url)
+    say(f"wrote {len(kept)} stud{'y' if len(kept) == 1 else 'ies'} to {shown}; to look: optuna-dashboard {shown}")
 
 
 def _stored(own: Operation[Any] | None) -> Iterator[Tried]:

@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+from scheduler.core.safe_text import printable as printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,13 +37,6 @@ def console_beside() -> Console:
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
 
 
-def printable(text: str) -> str:
-    """With control characters escaped but for ends of lines: what somebody else wrote moves no cursor here."""
-    if text.isprintable():
-        return text
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else ascii(c)[1:-1] for c in text)
-
-
 def output(*what: RenderableType) -> None:
     """Sentences and tables, folded between words to the width of the console."""
     console = console_here()
@@ -56,7 +50,7 @@ def output(*what: RenderableType) -> None:
 
 def print_command(command: str) -> None:
     """On a line of its own, which is not folded: it is there to be copied."""
-    print(f"  {command}")
+    print(f"  {printable(command)}")
 
 
 def print_json(value: Any) -> None:
@@ -105,9 +99,9 @@ def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
 
         def draw(task: Task, progress: Progress) -> None:
             if task not in rows:
-                rows[task] = bars.add_task("", total=progress.budget, label=str(task), left="", best="")
+                rows[task] = bars.add_task("", total=progress.budget, label=printable(str(task)), left="", best="")
             left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
-            short = best_text(progress).partition(":")[0]  # without the schedule it fits a line
+            short = printable(best_text(progress)).partition(":")[0]  # without the schedule it fits a line
             bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
 
         yield draw

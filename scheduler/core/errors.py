@@ -1,8 +1,13 @@
 """What goes wrong, by name: each message says what was wanted, what was found and what to do."""
 
+from scheduler.core.safe_text import printable
+
 
 class SchedulerError(Exception):
-    """Any error of this project."""
+    """Any error of this project. Its text may quote what others wrote, and is made safe for a terminal."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class CacheMiss(SchedulerError):
@@ -25,7 +30,7 @@ class RemoteTrace(Exception):
     """A traceback as another process wrote it: the cause of what is raised here for it."""
 
     def __str__(self) -> str:
-        return f"\n{super().__str__()}"
+        return f"\n{printable(super().__str__())}"
 
 
 class TakesHours(SchedulerError):

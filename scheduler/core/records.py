@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from scheduler.core.safe_text import encodable, one_line
 from search_spaces import spelled
 from search_spaces.space import Choice
 
@@ -52,7 +53,7 @@ class Key:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.operation} {spelled(self.operation, self.problem)} on {self.hardware}"
+        return one_line(f"{self.operation} {spelled(self.operation, self.problem)} on {self.hardware}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,11 @@ class Failure:
 
     stage: Stage
     detail: str
+
+    def __post_init__(self) -> None:
+        # What a candidate raised may be no text that can be stored, and would keep the record of its search out.
+        if (detail := encodable(self.detail)) != self.detail:
+            object.__setattr__(self, "detail", detail)
 
     def __str__(self) -> str:
         return f"{self.stage}: {self.detail}"

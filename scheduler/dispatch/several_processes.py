@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import warnings
 from pathlib import Path
 
 import jax
 
+from scheduler.core import safe_text
 from scheduler.core.errors import SchedulerError
 from search_spaces import __file__ as search_spaces_file
 from search_spaces import jax_compat
@@ -36,7 +36,7 @@ def require_one_code(plan: str = "") -> None:
         try:
             first = jax_compat.value_of_first_process(f"digest/{len(_agreed)}", own)
         except RuntimeError as error:
-            warnings.warn(f"cannot tell whether all processes choose the same schedules: {error}", RuntimeWarning, 2)
+            safe_text.warn(f"cannot tell whether all processes choose the same schedules: {error}")
             first = own
         if first != own:
             raise SchedulerError(f"process {jax.process_index()} {_difference(plan, first.partition(' ')[0])}")

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from scheduler.core import safe_text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
@@ -224,6 +224,6 @@ def _tuned(
         )
     except (SchedulerError, DeclarationError) as error:
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"{name} is not tuned: {reason} (XLA answers it)", RuntimeWarning, stacklevel=2)
+        safe_text.warn(f"{name} is not tuned: {reason} (XLA answers it)")
         return Known(row, reason=f"not tuned: {reason}")
     return of_record(row, record, backends)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from scheduler.core import safe_text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.quantities import seconds_text
 from scheduler.dispatch.dispatch import Options
@@ -144,7 +144,7 @@ class Trial:
         return Decided(self.function, self.given.described(), compiled, reason, replaced, left, **times)
 
     def _doubted(self, reason: str, lowered: Lowered | None = None) -> Decided:
-        warnings.warn(f"{self.function}: XLA's version answers, for {reason}", RuntimeWarning, stacklevel=2)
+        safe_text.warn(f"{self.function}: XLA's version answers, for {reason}")
         return self._decided(reason, lowered)
 
 

@@ -6,6 +6,7 @@ import html
 
 from scheduler.core.quantities import digits, seconds_text
 from scheduler.core.records import Entry, Record, choice_text
+from scheduler.core.safe_text import printable
 from scheduler.inspect.case import of_record
 from scheduler.inspect.provenance import record_head
 from scheduler.inspect.verdict import gain_text, standing, verdict
@@ -62,4 +63,4 @@ def _beside(record: Record, entry: Entry) -> str:
 
 
 def _escaped(text: str) -> str:
-    return html.escape(text, quote=True)
+    return html.escape(printable(text), quote=True)

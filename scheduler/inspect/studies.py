@@ -25,6 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 from scheduler.core.errors import StoreError
 from scheduler.core.identity import Point, point_of
 from scheduler.core.records import Failure, Measurement, Trial, choice_text
+from scheduler.core.redaction import redacted, shown_url, tells
 from scheduler.inspect import study_file
 from scheduler.inspect.points import Modelled, Tried
 from scheduler.inspect.verdict import verdict
@@ -200,7 +201,8 @@ def _storage(url: str) -> Iterator[RDBStorage]:
                 storage.remove_session()
                 storage.engine.dispose()
     except optuna.exceptions.OptunaError as error:
-        raise StoreError(f"{url} cannot be written ({error.__cause__ or error})") from error
+        said = redacted(str(error.__cause__ or error), url)
+        raise StoreError(f"{shown_url(url)} cannot be written ({said})") from (None if tells(error, url) else error)
     finally:
         optuna.logging.set_verbosity(verbosity)
 
@@ -211,7 +213,7 @@ def _opened(url: str, options: dict[str, Any]) -> RDBStorage:
     try:
         return RDBStorage(named, engine_kwargs=options)
     except Exception as error:  # SQLAlchemy's, a driver's or Optuna's: each has its own for what a URL may be
-        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        reason = redacted(str(getattr(error, "orig", None) or error).partition("\n")[0], url)
         raise StoreError(
-            f"{url} cannot be opened as an Optuna storage ({reason}): name one as sqlite:///study.db"
-        ) from error
+            f"{shown_url(url)} cannot be opened as an Optuna storage ({reason}): name one as sqlite:///study.db"
+        ) from (None if tells(error, url) else error)

@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from scheduler.core.errors import StoreError
+from scheduler.core.redaction import shown_url
 
 
 def of_url(url: str) -> Path | None:
@@ -16,13 +17,16 @@ def of_url(url: str) -> Path | None:
       StoreError: it is no URL, or of a database in memory.
     """
     if "://" not in url:
-        raise StoreError(f"{url!r} is no URL of an Optuna storage; a file is named so: sqlite:///{url.lstrip('/')}")
+        shown = shown_url(url)
+        raise StoreError(f"{shown!r} is no URL of an Optuna storage; a file is named so: sqlite:///{shown.lstrip('/')}")
     kind, _, place = url.partition("://")
     if kind.partition("+")[0] != "sqlite":
         return None
     path = Path(place.removeprefix("/").partition("?")[0])
     if str(path) in (".", ":memory:"):
-        raise StoreError(f"{url} is in memory, and gone when this command ends; name a file: sqlite:///study.db")
+        raise StoreError(
+            f"{shown_url(url)} is in memory, and gone when this command ends; name a file: sqlite:///study.db"
+        )
     return path
 
 

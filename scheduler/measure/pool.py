@@ -8,12 +8,12 @@ import contextlib
 import functools
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from scheduler.core import hardware as chips
+from scheduler.core import safe_text
 from scheduler.core.errors import SchedulerError, WorkerError
 from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.identity import point_of
@@ -75,11 +75,9 @@ def start_runner(operation: Operation[Any], options: RunnerOptions | None = None
     if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
         if options.workers is not None:
             raise WorkerError(out_of_reach(operation))
-        warnings.warn(
+        safe_text.warn(
             f"{out_of_reach(operation)}. Its candidates run in this process, which ends with one that crashes and "
-            "waits for one that hangs",
-            RuntimeWarning,
-            stacklevel=2,
+            "waits for one that hangs"
         )
         return InProcess()
     return open_runner(options)

@@ -8,11 +8,10 @@ import functools
 import math
 import queue
 import tomllib
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from scheduler.core import interrupts
+from scheduler.core import interrupts, safe_text
 from scheduler.core.backends import named_backends
 from scheduler.core.interrupts import WAKE_S
 from scheduler.core.progress import JobPace
@@ -186,7 +185,7 @@ def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) ->
                 if progress is not None:
                     progress(event)
             case Lost(place, reason):
-                warnings.warn(f"{place} is used no more: {reason}", RuntimeWarning, stacklevel=3)
+                safe_text.warn(f"{place} is used no more: {reason}", stacklevel=3)
             case BaseException():
                 raise event
             case None:

@@ -7,10 +7,10 @@ import dataclasses
 import itertools
 import math
 import random
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from scheduler.core import safe_text
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Point, family_of, point_of
@@ -195,7 +195,7 @@ class RangeRun:
         try:
             self._store.ranges.put(of)
         except StoreError as error:
-            warnings.warn(f"{error} (the range {of} is not kept)", RuntimeWarning, stacklevel=2)
+            safe_text.warn(f"{error} (the range {of} is not kept)")
             return False
         return True
 

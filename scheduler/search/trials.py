@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from scheduler.core import safe_text
 from scheduler.core.errors import CandidateFailed, StoreError
 from scheduler.core.identity import Versioned, label_of, versioned
 from scheduler.core.records import Environment, Failure, Key, Measurement, Outcome, Record, Trial
@@ -41,7 +41,7 @@ class Keeping:
             write(self.store)
         except StoreError as error:
             self.store = None
-            warnings.warn(f"{error} (the search goes on without it)", RuntimeWarning, stacklevel=2)
+            safe_text.warn(f"{error} (the search goes on without it)")
 
 
 class Trials:

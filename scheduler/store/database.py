@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from scheduler.core.errors import StoreError
+from scheduler.core.redaction import redacted, shown_url, tells
 from scheduler.store import postgres
 from scheduler.store.schema import OLDEST, READABLE, SERIAL, VERSION
 
@@ -39,7 +40,7 @@ class Database:
       migrations: the steps that make today's schema out of an older one.
 
     Attributes:
-      location: the path or URL, without a password, for messages.
+      location: the path or URL, without secrets, for messages.
       in_memory: what it holds goes with this object.
       shared: whether other processes may write to it, too.
 
@@ -52,11 +53,10 @@ class Database:
         self._migrations = migrations
         self._ready = False
         self._schema = len(migrations)
-        self.location = str(url)
+        self._url, self.location = str(url), shown_url(url)
         self._path: Path | None = None
         with self._errors("opened"):
             target = _url(url)
-            self.location = target.render_as_string(hide_password=True)
             self._dialect = target.get_backend_name()
             if self._dialect not in _INSERT:
                 raise StoreError(f"a cache may be SQLite or PostgreSQL, found {self.location}; set {CACHE_VARIABLE}")
@@ -64,7 +64,7 @@ class Database:
             self.shared = not self.in_memory and not readonly
             if self._dialect == "sqlite" and not self.in_memory:
                 self._path = Path(target.database or "")
-                self.location = str(self._path)
+                self.location = shown_url(self._path)
             # A connection in memory is the database, so threads take turns with it.
             self._turn: contextlib.AbstractContextManager[Any] = (
                 threading.RLock() if self.in_memory else contextlib.nullcontext()
@@ -210,7 +210,15 @@ class Database:
             yield
         except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
             reason = getattr(error, "orig", None) or error
-            raise StoreError(f"{self.location} cannot be {verb} ({reason}): {_advice(reason, self._path)}") from error
+            said = redacted(str(reason), self._url)
+            refused = StoreError(f"{self.location} cannot be {verb} ({said}): {_advice(reason, self._path)}")
+            if not tells(error, self._url):
+                raise refused from error
+            try:
+                raise refused
+            except StoreError:  # without what led to it, which holds a secret
+                refused.__context__ = None
+                raise
 
 
 def _url(url: str | Path) -> sa.URL:
@@ -218,21 +226,29 @@ def _url(url: str | Path) -> sa.URL:
         return sa.URL.create("sqlite")
     if isinstance(url, Path) or "://" not in url:
         if isinstance(url, str) and (scheme := _SCHEME.match(url)) is not None:
-            raise StoreError(f"{url} is no URL, nor a path that is likely meant: a URL begins with {scheme[1]}://")
+            raise StoreError(
+                f"{shown_url(url)} is no URL, nor a path that is likely meant: a URL begins with {scheme[1]}://"
+            )
         return sa.URL.create("sqlite", database=str(Path(url).expanduser().absolute()))
-    parsed = sa.make_url(url)
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):  # whose words may hold a password
+        raise StoreError(
+            f"{shown_url(url)} is no URL of a database: one is written postgresql://USER:PASSWORD@HOST:PORT/DATABASE, "
+            "where @ : / and other signs of a user or password are percent-encoded; or give the path of a file"
+        ) from None
     if parsed.drivername in ("postgres", "postgresql"):
         return parsed.set(drivername="postgresql+psycopg")  # which the extra [postgres] installs
     if parsed.get_backend_name() == "sqlite" and (parsed.host or parsed.query):
         raise StoreError(
-            f"{url} names {'a host' if parsed.host else 'options'}, which a file of SQLite's has not: write its path "
-            "alone, or sqlite:/// and the path (four slashes where that is absolute)"
+            f"{shown_url(url)} names {'a host' if parsed.host else 'options'}, which a file of SQLite's has not: write "
+            "its path alone, or sqlite:/// and the path (four slashes where that is absolute)"
         )
     return parsed
 
 
 # What somebody writes who forgets a slash.
-_SCHEME = re.compile(r"(sqlite|postgres(?:ql)?)(\+\w+)?:")
+_SCHEME = re.compile(r"\s*(sqlite|postgres(?:ql)?)(\+\w+)?:", re.IGNORECASE)
 
 
 def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:

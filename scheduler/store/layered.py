@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
+from scheduler.core import safe_text
 from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.ranges import Range
 from scheduler.core.records import Environment, Key, Miss, Record, Trial, preferred
@@ -167,4 +167,4 @@ def warn_once(message: str) -> None:
     """A warning, the first time that a process meets this message."""
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        safe_text.warn(message)

@@ -10,7 +10,7 @@ from scheduler.core import codec
 from scheduler.core.identity import schedule_to_text
 from scheduler.core.records import Environment, Failure, Key, Measurement, Record, Trial
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("scheduler")
 _said: set[str] = set()
 
 

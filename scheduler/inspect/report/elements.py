@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.etree.ElementTree import Element, tostring
 
+from scheduler.core.safe_text import printable
+
 Child = Element | str | None
 
 
@@ -17,7 +19,7 @@ def element(tag: str, /, *children: Child, **attributes: str | bool | None) -> E
     made = Element(tag)
     for key, value in attributes.items():
         if value is not None and value is not False:
-            made.set(key.rstrip("_").replace("_", "-"), "" if value is True else value)
+            made.set(key.rstrip("_").replace("_", "-"), "" if value is True else printable(value))
     extend(made, children)
     return made
 
@@ -30,9 +32,9 @@ def extend(parent: Element, children: Iterable[Child]) -> None:
             parent.append(child)
             last = child
         elif child is not None and last is None:
-            parent.text = (parent.text or "") + child
+            parent.text = (parent.text or "") + printable(child)
         elif child is not None and last is not None:
-            last.tail = (last.tail or "") + child
+            last.tail = (last.tail or "") + printable(child)
 
 
 def written(root: Element) -> str:
