@@ -216,6 +216,8 @@ def _load_file(path: Path) -> Any:
     name = f"{LOADED_FILE}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
     if name in sys.modules:
         return sys.modules[name]
+    if path.exists() and not path.is_file():
+        raise ImportError(f"{path} is no file")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

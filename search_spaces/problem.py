@@ -184,11 +184,12 @@ class Problem(abc.ABC):
         """
         try:
             values = json.loads(text)
+            texts = {name: str(value) for name, value in values.items()} if isinstance(values, dict) else None
         except RecursionError:
             raise ValueError("JSON nested too deeply to be a problem") from None
-        if not isinstance(values, dict):
+        if texts is None:
             raise ValueError(f"a problem is a JSON object, not {text!r}")
-        return cls.parse({name: str(value) for name, value in values.items()})
+        return cls.parse(texts)
 
     @classmethod
     def parse(cls: type[P], texts: Mapping[str, str]) -> P:

@@ -151,6 +151,22 @@ def test_what_code_raises_itself_is_no_interrupt():
         interrupts.check()
 
 
+def test_an_import_is_left_to_its_end_and_no_longer(tmp_path, monkeypatch):
+    # Native modules, in which an exception ends the process, are imported as others are.
+    (tmp_path / "takes_a_while.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    (tmp_path / "takes_for_ever.py").write_text(
+        "import signal, time\nsignal.raise_signal(signal.SIGINT)\nwhile True: time.sleep(0.001)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), Watch():  # noqa: PT012
+        import takes_a_while
+
+        run_for_ever()
+    assert takes_a_while.whole
+    with pytest.raises(KeyboardInterrupt), Watch():
+        import takes_for_ever  # noqa: F401
+
+
 @by_name
 def test_a_search_in_python_ends_by_keyboard_interrupt_and_keeps_its_trials(swallow):
     store, done = Store(":memory:"), []

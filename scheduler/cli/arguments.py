@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from scheduler.core import files
 from scheduler.core.errors import SchedulerError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def require_writable(file: Path) -> None:
 
 def read_text(file: Path) -> str:
     with file_errors(file):
-        return file.read_text(encoding="utf-8")
+        return files.read_text(file)
 
 
 def hardware_here(device: int) -> Hardware:

@@ -13,7 +13,7 @@ from scheduler.cli.stores import ranges_of, records_of, user_store
 from scheduler.cli.studies import export_studies
 from scheduler.cli.terminal import say
 from scheduler.core.errors import SchedulerError
-from scheduler.core.files import replace_text
+from scheduler.core.files import read_stream, read_text, replace_text
 
 if TYPE_CHECKING:
     from search_spaces.operation import Operation
@@ -62,7 +62,7 @@ def import_(file: Annotated[Path, typer.Argument(help="What export wrote; - is s
     from scheduler.store import text_files
 
     with file_errors(file):
-        content = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        content = read_stream(sys.stdin.buffer).decode("utf-8") if str(file) == "-" else read_text(file)
     records, ranges = text_files.import_lines(content, source=str(file))
     store = user_store()
     left = store.put_all(records, ranges)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from scheduler.core.aliases import STAGES
 from scheduler.core.decoding import (
+    DEEPEST,
     Check,
     Scalar,
     field_of,
@@ -17,6 +18,7 @@ from scheduler.core.decoding import (
     maker,
     map_of,
     one_of,
+    require_shallow,
     text,
     whole,
 )
@@ -179,6 +181,8 @@ def parsed(line: str) -> object:
         raise ValueError("JSON nested too deeply to be a record") from None
     except ValueError as error:
         raise ValueError(f"no JSON: {error}") from None
+    if line.count("[") + line.count("{") > DEEPEST:
+        require_shallow(value)
     return value
 
 
@@ -186,9 +190,9 @@ def problem_to_json(problem: str) -> object:
     """The problem as a JSON object, which a reviewer reads more easily; its text, where that would not restore it."""
     try:
         fields = json.loads(problem)
+        return fields if isinstance(fields, dict) and _canonical(fields) == problem else problem
     except (ValueError, RecursionError):
         return problem
-    return fields if isinstance(fields, dict) and _canonical(fields) == problem else problem
 
 
 def _canonical(fields: Mapping[str, object], *, allow_nan: bool = True) -> str:
@@ -232,7 +236,7 @@ def _label(value: object) -> str:
     backend, _, schedule = text(value).partition(" ")
     try:
         return label_of(_backend(backend), _schedule(json.loads(schedule)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return text(value)
 
 

@@ -18,6 +18,25 @@ T = TypeVar("T")
 Check = Callable[[object], T]
 
 
+# Of what others wrote: no record, plan or job is nested deeper than a few levels.
+DEEPEST = 100
+
+
+def require_shallow(value: object) -> None:
+    """Raises a ValueError if a parsed value is nested so deeply that code which follows it could not end."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+
+
 def maker(cls: type[T], by_name: Mapping[str, Check[Any]], *, optional: Collection[str] = ()) -> Check[T]:
     """A check that makes a `cls`, a dataclass, of a JSON object; names that are no fields of it are ignored.
 

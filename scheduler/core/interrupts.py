@@ -22,6 +22,10 @@ from typing import Any
 # its bytecodes): no call of the main thread blocks for longer.
 WAKE_S = 0.2
 
+# An exception within the import of a native module may end the process without a word (std::terminate), so an import
+# is left to its end; not for longer than so many times `WAKE_S`, as a user's module may compute for hours.
+MOST_PUT_OFF = 10
+
 _watch: Watch | None = None
 
 
@@ -48,6 +52,7 @@ class Watch:
         self._before: dict[int, Any] = {}
         self._hook: Any = None
         self._again = False  # the signal is one that `_poll` repeats
+        self._put_off = 0  # so often, for an import
         self._raises = False  # while handlers are set and restored, none does
         self._closed = threading.Lock()  # taken for good as the context ends
         self._came: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # in C: a handler may interrupt anything
@@ -96,10 +101,16 @@ class Watch:
             self.number = number
             self._came.put(number)
         elif self._command and not again:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if self._raises and not (again and self._under_way()):
-            self._raise()
+            _end_by(number)
+        if not self._raises or (again and self._under_way()):
+            return
+        if _importing(frame):
+            self._put_off += 1
+            if self._put_off <= MOST_PUT_OFF:
+                return
+            if self._command:
+                _end_by(number)
+        self._raise()
 
     def _under_way(self) -> bool:
         """Whether what the main thread does now is to handle an interrupt that was raised here."""
@@ -126,6 +137,20 @@ class Watch:
         """As Python's own hook, but for an interrupt, which is raised again."""
         if not any(dropped.exc_value is raised for raised in self._raised):
             self._hook(dropped)
+
+
+def _end_by(number: int) -> None:
+    """Ends this process at once, as a signal ends any program; the processes that it started end with it."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def signal_main(number: int) -> None:

@@ -9,13 +9,12 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from scheduler.core.codec import BY_NAME, parsed
 from scheduler.core.decoding import field_of, json_object, maker, text, whole
 from scheduler.core.errors import PlanError
-from scheduler.core.files import replace_text
+from scheduler.core.files import read_text, replace_text
 from scheduler.core.quantities import seconds_text
 from scheduler.core.records import LIBRARY, Environment, Schedule, choice_text
 from search_spaces import spelled
@@ -135,7 +134,7 @@ class Plan:
             says what to do.
         """
         try:
-            return _plan_of(parsed(Path(path).read_text(encoding="utf-8")))
+            return _plan_of(parsed(read_text(path)))
         except OSError as error:
             raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from None
         except ValueError as error:  # a UnicodeDecodeError, too

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import json
 import random
 import statistics
 import threading
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler.core import codec, hardware
 from scheduler.core.errors import NotRecorded, RecordingError
+from scheduler.core.files import read_bytes, unzipped
 from scheduler.core.identity import Point, point_of
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Sweep, Trial, choice_text
 from search_spaces import spelled
@@ -55,9 +54,10 @@ def read_again(path: Path) -> list[Trial]:
 
 def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
     try:
-        lines = _unzipped(path.read_bytes()).split(b"\n")[:-1]  # the last line is empty, or was cut off
+        lines = unzipped(read_bytes(path)).split(b"\n")[:-1]  # the last line is empty, or was cut off
     except (OSError, zlib.error) as error:
-        raise RecordingError(f"{path} cannot be read as a recorded sweep: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise RecordingError(f"{path} cannot be read as a recorded sweep: {reason}") from error
     if not lines:
         raise RecordingError(f"{path} is no recorded sweep: it is empty")
     sweep = _parsed(codec.sweep_from_text, path, 1, lines[0])
@@ -167,7 +167,9 @@ class Replay:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        fields: Mapping[str, Any] = json.loads(self.sweep.problem)
+        fields = codec.problem_to_json(self.sweep.problem)
+        if not isinstance(fields, dict):
+            raise RecordingError(f"{self.path} is no recorded sweep: line 1: problem: it has no fields")
         return fields
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
@@ -236,13 +238,3 @@ def _parsed(parse: Callable[[str], T], path: Path, number: int, line: bytes) -> 
         return parse(line.decode())
     except ValueError as error:
         raise RecordingError(f"{path} is no recorded sweep: line {number}: {error}") from error
-
-
-def _unzipped(raw: bytes) -> bytes:
-    """All that can be had of gzipped bytes, whose end may be missing."""
-    out = io.BytesIO()
-    while raw:
-        stream = zlib.decompressobj(wbits=31)  # a gzip header and trailer
-        out.write(stream.decompress(raw))
-        raw = stream.unused_data
-    return out.getvalue()

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from scheduler.core import interrupts, safe_text
 from scheduler.core.backends import named_backends
+from scheduler.core.decoding import DEEPEST, require_shallow
 from scheduler.core.interrupts import WAKE_S
 from scheduler.core.progress import JobPace
 from scheduler.core.records import L2
@@ -44,7 +45,10 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
     """
     try:
         job = tomllib.loads(text.removeprefix("\ufeff"))  # what some editors begin a file with
-    except tomllib.TOMLDecodeError as error:
+        require_shallow(job)
+    except RecursionError:
+        raise ValueError(f"a job is TOML, nested no deeper than {DEEPEST} levels, and this one is") from None
+    except ValueError as error:
         raise ValueError(f"a job is TOML, and this is not: {error}") from error
     known = [*_SETTINGS, "fields", "problem"]
     for name in job:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scheduler.core import codec
 from scheduler.core.errors import StoreError
-from scheduler.core.files import replace_text
+from scheduler.core.files import read_text, replace_text
 from scheduler.core.ranges import Range, is_range, range_from_text, range_to_text, ranges_from_text
 from scheduler.core.records import Calibration, Key, Record
 
@@ -94,7 +94,7 @@ def read_calibrations(directory: Path) -> list[Calibration]:
     found: dict[tuple[str, str, str], Calibration] = {}
     for path in sorted(directory.glob(f"*/{_CONSTANTS}")):
         try:
-            items = codec.calibrations_from_text(path.read_text(encoding="utf-8"))
+            items = codec.calibrations_from_text(read_text(path))
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read the model's constants from {path}: {error}") from error
         for item in items:
@@ -139,7 +139,7 @@ def read_ranges(directory: Path) -> list[Range]:
     found: dict[tuple[str, ...], Range] = {}
     for path in sorted(directory.glob(f"*/{_RANGES}")):
         try:
-            items = ranges_from_text(path.read_text(encoding="utf-8"))
+            items = ranges_from_text(read_text(path))
         except (OSError, ValueError) as error:
             raise StoreError(f"cannot read ranges from {path}: {error}") from error
         for item in items:
@@ -198,7 +198,7 @@ def add_records(directory: Path, records: Iterable[Record]) -> list[Path]:
 
 def _read(path: Path) -> list[Record]:
     try:
-        return import_text(path.read_text(encoding="utf-8"), source=str(path))
+        return import_text(read_text(path), source=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read records from {path}: {error}") from error
 
