@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def number(name: str, value: Any) -> float:
       TypeError: it is none, or is an array that is traced.
     """
     try:
-        return float(value)
+        return _itself(float(value))
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         told = "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
         raise TypeError(f"{name} is {told}; it is part of the compiled program, so give a number") from None
@@ -128,7 +129,12 @@ def _frozen(value: Any) -> Any:
         return frozenset(value)
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else _itself(value)
+
+
+def _itself(value: Any) -> Any:
+    """The same, but for a NaN that one object which is found among keys: NaN equals nothing, not even itself."""
+    return math.nan if isinstance(value, float | np.floating) and value != value else value
 
 
 def _tuned(operation: Operation[Any], options: dispatch.Options, bound: Bound[Any]) -> Any:
