@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scheduler.core import checked, safe_text
 from scheduler.core import hardware as chips
-from scheduler.core import safe_text
 from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import calls, dispatch
@@ -169,7 +169,7 @@ def target(kind: str) -> Iterator[None]:
     Raises:
       ValueError: no such chip is known; the message names those that are.
     """
-    chips.find(kind)
+    chips.find(checked.text("kind", kind))
     with calls.target(kind):
         yield
 
@@ -214,6 +214,7 @@ def tune(
     end_load()
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
+    checked.text("hardware", hardware)
     operation, posed = _named(operation, problem)
     recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
@@ -242,7 +243,7 @@ def predict(
     and still holds, is the answer.
     """
     operation, posed = _named(operation, problem)
-    chip = chips.detect() if kind is None else chips.find(kind)
+    chip = chips.detect() if kind is None else chips.find(checked.text("kind", kind))
     cache = dispatch.user_cache()
     records = cache.records(operation=operation.name, hardware=chip.id)
     ranges = cache.ranges(operation=operation.name, hardware=chip.id)

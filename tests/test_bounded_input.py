@@ -110,21 +110,21 @@ def test_text_that_is_nested_deeply_is_refused_wherever_it_comes_from(depth, tmp
     monkeypatch.chdir(tmp_path)
     lists, objects = "[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth
     for toml in (f"budget = {lists}", f"fields = {'{a=' * depth}1{'}' * depth}", f"{'a.' * min(depth, 5000)}a = 1"):
-        with pytest.raises(ValueError, match="a job is TOML|a job has no"):
+        with pytest.raises(ValueError, match=r"a job is TOML|a job has no"):
             jobs.parse(f'operation = "matmul"\n{toml}\n[[problem]]\nm = 1\n')
     line = codec.record_to_text(record())
     fields = json.loads(line)
     for name in fields:
         for nested in (lists, objects):
             hostile = json.dumps(fields | {name: "HERE"}).replace('"HERE"', nested)
-            with pytest.raises(ValueError, match="nested|wanted"):
+            with pytest.raises(ValueError, match=r"nested|wanted"):
                 codec.record_from_text(hostile)
     for nested in (lists, objects):
         for read in (codec.trial_from_text, codec.sweep_from_text, codec.calibrations_from_text, codec.is_again):
             with pytest.raises(ValueError, match="nested"):
                 read(nested)
         assert codec.problem_to_json(nested) == nested or depth < 5000
-        with pytest.raises(ValueError, match="nested|problem|no field"):
+        with pytest.raises(ValueError, match=r"nested|problem|no field"):
             MatmulProblem.from_canonical(nested)
         (tmp_path / "plan.json").write_text(nested)
         with pytest.raises(PlanError, match="nested"):

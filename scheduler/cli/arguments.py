@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scheduler.core import files
+from scheduler.core.checked import MOST, MOST_SEED
 from scheduler.core.errors import SchedulerError
 
 if TYPE_CHECKING:
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
     from scheduler.search.task import RangeTask, Task
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
+
+
+def finite(value: float | None) -> float | None:
+    """A callback of options that are floats, which Python also reads of "nan" and "inf"."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"a finite number is wanted, found {value}")
+    return value
+
+
+Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of every random draw and order.")]
+
 
 OperationName = Annotated[str, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")]
 
@@ -34,7 +47,7 @@ HardwareName = Annotated[str | None, typer.Option("--hardware", help="A chip by 
 Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips whose name contains this, in any case.")]
 
 
-Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
+Device = Annotated[int, typer.Option(min=0, max=MOST, help="Which GPU, by its index among the visible ones.")]
 
 
 Part = Annotated[
@@ -50,13 +63,18 @@ Own = Annotated[
 
 
 CompileTimeout = Annotated[
-    float | None, typer.Option(min=0.001, help="Seconds a worker may take to build one candidate.  [default: adapts]")
+    float | None,
+    typer.Option(
+        min=0.001, callback=finite, help="Seconds a worker may take to build one candidate.  [default: adapts]"
+    ),
 ]
 
 
 RunTimeout = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"),
+    typer.Option(
+        min=0.001, callback=finite, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"
+    ),
 ]
 
 

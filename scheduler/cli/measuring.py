@@ -18,6 +18,7 @@ from scheduler.cli.arguments import (
     Own,
     Part,
     RunTimeout,
+    Seed,
     hardware_here,
     problem_of,
     read_text,
@@ -25,6 +26,7 @@ from scheduler.cli.arguments import (
 )
 from scheduler.cli.stores import ask_stores, user_store
 from scheduler.cli.terminal import output, print_json, say, shown_progress
+from scheduler.core.checked import MOST
 from scheduler.core.errors import SchedulerError
 
 
@@ -36,13 +38,13 @@ def sweep(
     fields: Annotated[list[str] | None, typer.Argument(help="The problem, as name=value.")] = None,
     job: Annotated[Path | None, typer.Option(help="A TOML file with a list of problems, in place of one.")] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="So many schedules, drawn at random.  [default: all]")
+        int | None, typer.Option(min=1, max=MOST, help="So many schedules, drawn at random.  [default: all]")
     ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, max=MOST, help="Of each measurement.")] = 5,
     again: Annotated[
-        int, typer.Option(min=0, help="So many of the fastest are measured once more at the end, in turns.")
+        int, typer.Option(min=0, max=MOST, help="So many of the fastest are measured once more at the end, in turns.")
     ] = 20,
-    seed: Annotated[int, typer.Option(help="Of the sample and of the order.")] = 0,
+    seed: Seed = 0,
     backends: Annotated[
         str | None, typer.Option(help="Kernels to sweep beside XLA: names with commas, or pallas.")
     ] = None,

@@ -22,6 +22,7 @@ from scheduler.cli.arguments import (
 )
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import output, say
+from scheduler.core.checked import MOST
 from scheduler.core.errors import NothingToDraw
 from scheduler.core.files import replace_bytes, replace_text
 
@@ -50,7 +51,7 @@ def plot(
         str | None, typer.Option(help="Choices of a schedule: tile_m,tile_n for landscape, one for block-sizes.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Whose schedules; by default the best searched ones.")] = None,
-    budget: Annotated[int, typer.Option(min=1, help="Trials of best-so-far's search over a recording.")] = 64,
+    budget: Annotated[int, typer.Option(min=1, max=MOST, help="Trials of best-so-far's search over a recording.")] = 64,
     dark: Annotated[bool, typer.Option("--dark", help="On a dark ground.")] = False,
     out: Annotated[
         Path | None,

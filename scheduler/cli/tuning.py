@@ -18,6 +18,8 @@ from scheduler.cli.arguments import (
     Own,
     Part,
     RunTimeout,
+    Seed,
+    finite,
     named_task,
     read_text,
     usage_errors,
@@ -27,6 +29,7 @@ from scheduler.cli.fleet import Address, Engine, fleet
 from scheduler.cli.job_progress import shown_job
 from scheduler.cli.stores import no_store, user_store
 from scheduler.cli.terminal import console_here, output, print_json, say, shown_progress
+from scheduler.core.checked import MOST
 from scheduler.core.errors import SchedulerError, StoreError
 
 if TYPE_CHECKING:
@@ -51,18 +54,22 @@ def tune(
         bool,
         typer.Option("--missed", help="In place of one, what calls on this chip asked for and no record answered."),
     ] = False,
-    minutes: Annotated[float | None, typer.Option(min=0.001, help="With --missed: for all searches together.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.001, callback=finite, help="With --missed: for all searches together.")
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="With --missed: also where next to no gain is expected.")
     ] = False,
-    budget: Annotated[int | None, typer.Option(min=1, help="Trials.  [default: 64]")] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.001, help="Propose no trial after so many seconds.")] = None,
+    budget: Annotated[int | None, typer.Option(min=1, max=MOST, help="Trials.  [default: 64]")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, callback=finite, help="Propose no trial after so many seconds.")
+    ] = None,
     backends: Annotated[
         str | None, typer.Option(help="Kernels to try beside XLA: names with commas, or pallas.")
     ] = None,
     device: Device = 0,
     devices: Devices = None,
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    seed: Seed = 0,
     replay: Annotated[Path | None, typer.Option(help="Search a recorded sweep; no device is needed.")] = None,
     keep: Annotated[bool, typer.Option("--store", help="Keep what a recorded sweep gave in the cache.")] = False,
     l2: Annotated[
@@ -86,7 +93,9 @@ def tune(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"),
+        typer.Option(
+            min=1, max=MOST, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"
+        ),
     ] = None,
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,

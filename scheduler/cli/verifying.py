@@ -14,7 +14,9 @@ from scheduler.cli.arguments import (
     CompileTimeout,
     Device,
     RunTimeout,
+    Seed,
     field_texts,
+    finite,
     has_fields,
     usage_errors,
 )
@@ -38,12 +40,14 @@ def verify(
     ] = None,
     hardware: Chips = None,
     shipped: Annotated[bool, typer.Option("--shipped", help="The records shipped with this package.")] = False,
-    within: Annotated[float, typer.Option(min=0, help="By how many percent a winner may be behind.")] = 3.0,
+    within: Annotated[
+        float, typer.Option(min=0, callback=finite, help="By how many percent a winner may be behind.")
+    ] = 3.0,
     update: Annotated[bool, typer.Option("--update", help="Store today's times and order.")] = False,
     device: Device = 0,
     compile_timeout: CompileTimeout = None,
     run_timeout: RunTimeout = None,
-    seed: Annotated[int, typer.Option(help="Of the order of timing.")] = 0,
+    seed: Seed = 0,
     plan: Annotated[Path | None, typer.Option(help="A plan's file: its kernels in place of what is stored.")] = None,
     function: Annotated[
         str | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -13,6 +14,7 @@ from search_spaces.space import Choice
 
 Clock = Literal["cupti", "wall", "static"]
 L2 = Literal["cold", "warm"]
+L2S: tuple[L2, ...] = typing.get_args(L2)
 # "implausible": a time that no kernel can take; "estimate": without its chip, nothing tells a time; "timeout": a step
 # did not end in time; "memory": the device had none left; "worker": the process was lost.
 Stage = Literal["lower", "compile", "verify", "time", "implausible", "estimate", "timeout", "memory", "worker"]

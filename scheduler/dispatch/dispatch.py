@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import jax
 
+from scheduler.core import checked, hints
 from scheduler.core import hardware as chips
-from scheduler.core import hints
 from scheduler.core.backends import named_backends
 from scheduler.core.errors import (
     CacheMiss,
@@ -131,10 +131,7 @@ def _policy(on_miss: str | None) -> OnMiss:
         found, name = on_miss, "on_miss"
     else:
         found, name = os.environ.get(ENVIRONMENT) or "model", ENVIRONMENT
-    for policy in ON_MISS:
-        if found == policy:
-            return policy
-    raise ValueError(f"{name}={found!r} is not one of {', '.join(ON_MISS)}")
+    return checked.one_of(name, found, ON_MISS)
 
 
 def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:

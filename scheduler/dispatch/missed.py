@@ -13,13 +13,14 @@ from typing import Any
 
 from jax.extend import source_info_util
 
-from scheduler.core import frames
+from scheduler.core import checked, frames
 from scheduler.core.records import Key, Miss
 from scheduler.store.layered import Cache
 from search_spaces import OPERATIONS, locate
 from search_spaces.operation import Operation
 
 ENVIRONMENT = "TILE_SCHEDULER_MISSES"
+_ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 
 _log = logging.getLogger("scheduler")
 _places: dict[Operation[Any], str] = {}
@@ -28,8 +29,13 @@ _asking: ContextVar[str | None] = ContextVar("asking", default=None)
 
 
 def noted() -> bool:
-    """Whether misses are noted, which "off" in the environment turns off."""
-    return os.environ.get(ENVIRONMENT, "").lower() not in ("off", "0", "no", "false")
+    """Whether misses are noted, which "off" in the environment turns off.
+
+    Raises:
+      ValueError: the environment says neither on nor off.
+    """
+    said = os.environ.get(ENVIRONMENT, "").strip().lower() or "on"
+    return checked.one_of(ENVIRONMENT, said, (*_ON, *_OFF)) in _ON
 
 
 def note(cache: Cache, operation: Operation[Any], key: Key) -> None:

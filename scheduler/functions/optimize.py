@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 
+from scheduler.core import checked
 from scheduler.core.backends import backends_of_each
 from scheduler.core.interrupts import interruptible
 from scheduler.dispatch import calls, dispatch, planned
@@ -65,7 +66,7 @@ def optimize(
       jit_options: `static_argnums`, `donate_argnums` and whatever else `jax.jit` takes.
 
     Raises:
-      ValueError: an unknown policy, backend or choice of what to keep.
+      ValueError: an unknown policy, backend or choice of what to keep; `seconds` that are negative, NaN or infinite.
       TypeError: `fn` cannot be called, or a library jitted it in a way of its own, as `flax.nnx.jit`.
     """
     if not callable(fn):
@@ -76,8 +77,8 @@ def optimize(
             f"{type(fn).__module__}, which may update objects that no result holds: optimize a function that takes "
             "arrays and returns all that it updates"
         )
-    if keep not in KEEP:
-        raise ValueError(f"keep={keep!r} is not one of {', '.join(KEEP)}")
+    checked.one_of("keep", keep, KEEP)
+    checked.number("seconds", seconds)
     return Optimized(fn, on_miss, backends, keep, seconds, jit_options)
 
 

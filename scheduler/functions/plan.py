@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from scheduler.core import checked
 from scheduler.core.plan import Plan
 from scheduler.dispatch import planned
 from scheduler.dispatch.planned import MISSING, InForce, Missing
@@ -29,8 +30,7 @@ def plan(which: Plan | str | os.PathLike[str], *, missing: Missing = "xla") -> I
       PlanError: the file cannot be used, and why.
       ValueError: `missing` is something else.
     """
-    if missing not in MISSING:
-        raise ValueError(f"{missing=} is not one of {', '.join(MISSING)}")
+    checked.one_of("missing", missing, MISSING)
     found = which if isinstance(which, Plan) else Plan.load(which)
     with planned.plan(InForce(found, missing)):
         yield found

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from scheduler.core import checked
 from scheduler.core import hardware as chips
 from scheduler.core.backends import named_backends
 from scheduler.core.errors import SchedulerError
@@ -75,11 +76,12 @@ def tune_function(
       progress: called after each trial of a search, with its problem as text.
 
     Raises:
-      ValueError: `minutes` is negative, an unknown backend, or a shape in place of an array.
+      TypeError, ValueError: `minutes` or `budget` is no such number, an unknown backend, or a shape in place of an
+        array.
       SchedulerError: `fn` makes no tuned call (and what of it could be one), or is asked about under a trace or in a
         job of several processes.
     """
-    _require(args, minutes, store)
+    _require(args, minutes, budget, store)
     whole = Whole(fn, args)
     found = problems(whole.call, *whole.arrays)
     if not found.tuned:
@@ -91,7 +93,7 @@ def tune_function(
     )
 
 
-def _require(args: Sequence[Any], minutes: float, store: Any) -> None:
+def _require(args: Sequence[Any], minutes: float, budget: int, store: Any) -> None:
     if jax.process_count() > 1:
         raise SchedulerError(
             f"tune_function in a job of {jax.process_count()} processes, which would decide apart: make the plan in "
@@ -99,8 +101,8 @@ def _require(args: Sequence[Any], minutes: float, store: Any) -> None:
         )
     if calls.target.value:
         raise SchedulerError(f"a plan is made by measuring: leave scheduler.target({calls.target.value!r})")
-    if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not minutes >= 0:
-        raise ValueError(f"{minutes=} is no time for searches; give 0 or more")
+    checked.number("minutes", minutes)
+    checked.whole("budget", budget)
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
     for leaf in jax.tree.leaves(args):

@@ -147,7 +147,12 @@ def _on_miss() -> Iterator[Finding]:
 
 def _misses() -> Iterator[Finding]:
     """Whether what calls miss is noted, and how much was."""
-    if not missed.noted():
+    try:
+        noted = missed.noted()
+    except ValueError as error:
+        yield Finding("misses", "broken", f"{error}; every call that no record answers fails")
+        return
+    if not noted:
         yield Finding("misses", "ok", f"they are not noted: {missed.ENVIRONMENT} says so")
         return
     with contextlib.suppress(StoreError):  # it was said of the cache

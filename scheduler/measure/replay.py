@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler.core import codec, hardware
+from scheduler.core import checked, codec, hardware
 from scheduler.core.errors import NotRecorded, RecordingError
 from scheduler.core.files import read_bytes, unzipped
 from scheduler.core.identity import Point, point_of
@@ -152,12 +152,14 @@ class Replay:
 
     Raises:
       RecordingError: there is no such recording.
+      TypeError, ValueError: `seed` or `slots` is no such number.
     """
 
     searches = 1
 
     def __init__(self, path: str | Path, *, seed: int | None = None, slots: int = 1) -> None:
-        self.path, self.slots, self._seed = Path(path), slots, seed
+        self.path, self.slots = Path(path), checked.whole("slots", slots)
+        self._seed = None if seed is None else checked.seed(seed)
         self.sweep, trials = read(self.path)
         self.hardware = hardware.swept(self.sweep)
         self.environment = self.sweep.environment

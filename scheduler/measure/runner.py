@@ -8,6 +8,7 @@ import importlib.metadata
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from scheduler.core import checked
 from scheduler.core import hardware as chips
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import GIB, Hardware
@@ -42,6 +43,14 @@ class RunnerOptions:
     run_timeout_s: float | None = None
     searches: int | None = None
     hardware: str = ""
+
+    def __post_init__(self) -> None:
+        checked.whole("device", self.device, least=0)
+        checked.whole_or_none("workers", self.workers)
+        checked.whole_or_none("searches", self.searches)
+        checked.positive_or_none("compile_timeout_s", self.compile_timeout_s)
+        checked.positive_or_none("run_timeout_s", self.run_timeout_s)
+        checked.text("hardware", self.hardware)
 
 
 @dataclasses.dataclass(frozen=True)

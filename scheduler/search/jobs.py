@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import queue
 import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -220,12 +219,12 @@ def _task(
         return task_of(
             operation,
             {field: value_text(field, value) for field, value in both.items()},
-            budget=_positive("budget", settings.get("budget", BUDGET), int),
-            seconds=None if (s := settings.get("seconds")) is None else _positive("seconds", s, int, float),
+            budget=settings.get("budget", BUDGET),
+            seconds=settings.get("seconds"),
             backends=parse_backends(operation, settings.get("backends")),
-            count=_positive("count", count, int),
+            count=count,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return Malformed(text, str(error))
 
 
@@ -242,9 +241,3 @@ def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) 
         field, lowest, highest = ends
         return RangeTask(operation, lowest, highest, field, **search)
     return Task(operation, operation.problem.parse(texts), **search)
-
-
-def _positive(name: str, value: Any, *kinds: type) -> Any:
-    if type(value) not in kinds or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} is not a positive number")
-    return value

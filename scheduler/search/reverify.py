@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from scheduler.core import checked
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of
@@ -99,6 +100,8 @@ def reverify(
     Raises:
       WorkerError: the workers cannot start.
     """
+    checked.number("within", within)
+    checked.seed(seed)
     named: list[tuple[Operation[Any], Record]] = []
     for record in records:
         if record.estimated:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler.core import checked
 from scheduler.core.errors import NoCandidate
 from scheduler.core.identity import point_of, schedule_to_text
 from scheduler.core.interrupts import interruptible
@@ -74,6 +75,10 @@ def sweep(
       NoCandidate: no kernel can do the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
+    checked.whole_or_none("sample", sample)
+    checked.seed(seed)
+    checked.whole("repetitions", repetitions)
+    checked.whole("again", again, least=0)
     runner.capacity(operation, problem)  # or the memory holds none, and nothing need be planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder, runner.holding(operation, problem):

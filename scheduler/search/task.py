@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from scheduler.core import checked
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Point
 from scheduler.core.ranges import Range, with_range
-from scheduler.core.records import L2, AllFailed, Entry, Record, Schedule
+from scheduler.core.records import L2, L2S, AllFailed, Entry, Record, Schedule
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -39,6 +40,9 @@ class Task:
     brief: bool = False
     part_of: RangeTask | None = None
 
+    def __post_init__(self) -> None:
+        _require(self)
+
     def __str__(self) -> str:
         return f"{self.operation.name} {self.problem}"
 
@@ -62,6 +66,9 @@ class RangeTask:
     seconds: float | None = None
     backends: frozenset[str] | None = None
     count: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self)
 
     @property
     def low(self) -> int:
@@ -92,6 +99,10 @@ class How:
     l2: L2 = "cold"
     force: bool = False
     first_error: bool = False
+
+    def __post_init__(self) -> None:
+        checked.seed(self.seed)
+        checked.one_of("l2", self.l2, L2S)
 
     @property
     def searches_known(self) -> bool:
@@ -164,3 +175,10 @@ class Result:
         if self.record is None or self.state == "known":  # another search has said so, and nobody asks for it now
             return ()
         return tuple(lost for lost in self.record.failed if lost.own)
+
+
+def _require(task: Task | RangeTask) -> None:
+    """Raises TypeError or ValueError where one of a task's numbers is none."""
+    checked.whole("budget", task.budget)
+    checked.positive_or_none("seconds", task.seconds)
+    checked.whole("count", task.count)

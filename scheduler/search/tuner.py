@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from scheduler.core import checked
 from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
 from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
 from scheduler.core.interrupts import interruptible
 from scheduler.core.progress import Pace, Progress
-from scheduler.core.records import L2, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
+from scheduler.core.records import L2, L2S, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.pool import start_runner
@@ -82,23 +83,20 @@ def tune(
       progress: called before the first trial and after each, from the calling thread.
 
     Raises:
-      TypeError, ValueError: a `budget` or `seconds` that is no such number, or leaves no trial.
+      TypeError, ValueError: a `budget`, `seconds` or `seed` that is no such number, or leaves no trial; another `l2`; a
+        flag that is neither True nor False.
       NoCandidate: nothing ran; the message counts why.
       TakesHours: kernels are interpreted here, and that would take too long; the message says what to do.
       CandidateFailed: the first failure, where that is wanted, from what the candidate raised, if it did.
       WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
       UnknownChip: nothing is known of the chip that is here, so that no candidate can be chosen.
     """
-    for name, given, kinds, wanted in (
-        ("budget", budget, int, "an integer: how many trials"),
-        ("seconds", seconds, int | float | None, "a number, or None"),
-    ):
-        if not isinstance(given, kinds) or isinstance(given, bool):
-            raise TypeError(f"{name}={given!r} is a {type(given).__name__}; give {wanted}")
-    if budget < 1:
-        raise ValueError(f"a budget of {budget} trials cannot measure anything; give at least 1")
-    if seconds is not None and seconds <= 0:
-        raise ValueError(f"seconds={seconds} leaves no time for a trial; give a positive number, or None")
+    checked.whole("budget", budget)
+    checked.positive_or_none("seconds", seconds)
+    checked.seed(seed)
+    checked.one_of("l2", l2, L2S)
+    checked.flag("force", force)
+    checked.flag("first_error", first_error)
     with contextlib.ExitStack() as stack:
         if runner is None:
             runner = start_runner(operation, options)
