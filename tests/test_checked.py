@@ -76,7 +76,7 @@ def test_what_is_no_number_of_seconds_is_refused(call):
 @pytest.mark.parametrize("call", SEEDS.values(), ids=SEEDS)
 def test_what_is_no_seed_is_refused(call):
     for wrong in (*NO_NUMBERS, 1.5, 2**32):
-        with pytest.raises(WRONG, match="seed=.*give an integer from 0 to 4294967295"):
+        with pytest.raises(WRONG, match=r"seed=.*give an integer from 0 to 4294967295"):
             call(wrong)
 
 
@@ -86,11 +86,11 @@ def test_flags_and_words_are_refused_that_are_others():
             with pytest.raises(TypeError, match=f"{flag}=.* give True or False"):
                 tune(**{flag: wrong})
     for wrong in ("hot", None, True, 1, math.nan, ["cold"]):
-        with pytest.raises(ValueError, match="l2=.* is not one of cold, warm"):
+        with pytest.raises(ValueError, match=r"l2=.* is not one of cold, warm"):
             tune(l2=wrong)
-        with pytest.raises(ValueError, match="keep=.* is not one of faster, tuned"):
+        with pytest.raises(ValueError, match=r"keep=.* is not one of faster, tuned"):
             scheduler.optimize(lambda x: x, keep=wrong)
-        with pytest.raises(ValueError, match="missing=.* is not one of xla, error"), scheduler.plan("p", missing=wrong):
+        with pytest.raises(ValueError, match=r"missing=.* is not one of xla, error"), scheduler.plan("p", missing=wrong):
             pass
     for call in (tune, lambda hardware: RunnerOptions(hardware=hardware)):
         with pytest.raises(TypeError, match="hardware=5 is a int; give a text"):
@@ -144,7 +144,7 @@ def test_a_command_refuses_the_same(command, option):
 @pytest.mark.parametrize("wrong", ["maybe", "2", "onn", "yes please"])
 def test_the_environment_is_refused_that_says_neither_on_nor_off(wrong, monkeypatch):
     monkeypatch.setenv(missed.ENVIRONMENT, wrong)
-    with pytest.raises(ValueError, match="TILE_SCHEDULER_MISSES=.* is not one of on, 1"):
+    with pytest.raises(ValueError, match=r"TILE_SCHEDULER_MISSES=.* is not one of on, 1"):
         missed.noted()
     scheduler.reload()
     with pytest.raises(ValueError, match="TILE_SCHEDULER_MISSES"):
