@@ -106,6 +106,8 @@ class Space(Generic[S]):
                     raise DeclarationError(
                         f"{name}={value!r} is a {type(value).__name__}: choices are int, bool or str"
                     )
+                if isinstance(value, str) and not _encodable(value):
+                    raise DeclarationError(f"{name}={value!r} is no text that can be stored: choose other letters")
                 if isinstance(value, int) and not -(2**63) <= value < 2**63:
                     raise DeclarationError(f"{name}={value} does not fit into 64 bits, which choices are kept in")
                 if type(value) is not type(values[0]):
@@ -201,6 +203,11 @@ class Space(Generic[S]):
         return self.schedule(**whole)
 
 
+def _encodable(text: str) -> bool:
+    """Whether `text` has no half of a surrogate pair, which no database takes."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 @contextlib.contextmanager
 def one_truth_value(who: str) -> Iterator[None]:
     """Says, for what is asked about many schedules at once, how to write what NumPy refuses.
@@ -211,12 +218,17 @@ def one_truth_value(who: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if "truth value of an" not in str(error):
+        if not wants_one_truth_value(error):
             raise
         raise DeclarationError(
             f"{who} wants one truth value and gets those of many schedules: write (a) & (b), (a) | (b), ~(a) and "
             "np.where in place of `and`, `or`, `not` and `if`, and a < b < c as (a < b) & (b < c)"
         ) from error
+
+
+def wants_one_truth_value(error: Exception) -> bool:
+    """Whether NumPy refuses the truth value of many."""
+    return isinstance(error, ValueError) and "truth value of an" in str(error)
 
 
 def _holds(reason: str, rule: Rule, points: Columns) -> npt.NDArray[np.bool_]:

@@ -90,7 +90,7 @@ def test_flags_and_words_are_refused_that_are_others():
             tune(l2=wrong)
         with pytest.raises(ValueError, match=r"keep=.* is not one of faster, tuned"):
             scheduler.optimize(lambda x: x, keep=wrong)
-        with pytest.raises(ValueError, match=r"missing=.* is not one of xla, error"), scheduler.plan("p", missing=wrong):
+        with pytest.raises(ValueError, match=r"missing=.* is not one of"), scheduler.plan("p", missing=wrong):
             pass
     for call in (tune, lambda hardware: RunnerOptions(hardware=hardware)):
         with pytest.raises(TypeError, match="hardware=5 is a int; give a text"):

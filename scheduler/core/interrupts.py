@@ -24,7 +24,7 @@ WAKE_S = 0.2
 
 # An exception within the import of a native module may end the process without a word (std::terminate), so an import
 # is left to its end; not for longer than so many times `WAKE_S`, as a user's module may compute for hours.
-MOST_PUT_OFF = 10
+MOST_PUT_OFF = 5
 
 _watch: Watch | None = None
 

@@ -33,7 +33,7 @@ def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Cl
 
 def rotating_sets(problem: Problem, hardware: Hardware) -> int:
     """How many copies of the operands make a rotation through them miss the last-level cache, as far as it pays."""
-    return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / _operand_bytes(problem)) + 1)
+    return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / max(1, _operand_bytes(problem))) + 1)
 
 
 def rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:

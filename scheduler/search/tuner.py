@@ -183,6 +183,8 @@ class _Tuning:
         first: Sequence[Point],
         brief: bool,
     ) -> Record:
+        if any(0 in result.shape for result in self.problem.results()):
+            raise NoCandidate(f"{self.key.operation} {self.problem} has an empty result: there is nothing to compute")
         self._refuse_to_replace_measured()
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from search_spaces.autotuned.statics import spelled
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem
+from search_spaces.space import one_truth_value, wants_one_truth_value
 
 # By this name a function, a rule or a footprint is told the chip.
 TARGET = "target"
@@ -100,7 +102,8 @@ def by_name(function: Any, what: str, known: Collection[str]) -> Callable[[Mappi
       known: the names it may ask for.
 
     Raises:
-      DeclarationError: it is no function, or has a parameter of another name.
+      DeclarationError: it is no function, or has a parameter of another name; what is returned here raises it from
+        whatever `function` raises.
     """
     if not callable(function):
         raise DeclarationError(f"{what} is {function!r}: write a function of {', '.join(known)}, or of some of these")
@@ -114,7 +117,32 @@ def by_name(function: Any, what: str, known: Collection[str]) -> Callable[[Mappi
             raise DeclarationError(f"{what} takes {p}: it gets by name what it names, among {', '.join(known)}")
         if p.name not in known:
             raise DeclarationError(f"{what} asks for {p.name!r}; there are {', '.join(known)}")
-    return lambda values: function(**{name: values[name] for name in names})
+
+    def ask(values: Mapping[str, Any]) -> Any:
+        given = {name: values[name] for name in names}
+        with one_truth_value(what):
+            try:
+                return function(**given)
+            except DeclarationError:
+                raise
+            except Exception as error:
+                if wants_one_truth_value(error):
+                    raise
+                raise DeclarationError(f"{what} raised {_told(error)}") from error
+
+    return ask
+
+
+def _told(error: Exception) -> str:
+    """An exception of a user's function: its type, its first line, and where it was raised in that function's file."""
+    try:
+        said = str(error).partition("\n")[0]
+    except Exception:  # it may fail to say itself
+        said = ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = frames[1].filename if len(frames) > 1 else ""  # the first is the call above
+    place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename == own), "")
+    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
 
 
 def array_text(x: Any) -> str:

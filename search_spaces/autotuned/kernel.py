@@ -33,7 +33,12 @@ class FunctionKernel(Kernel[CallProblem, Any]):
 
     def supports(self, problem: CallProblem, target: Target) -> str | None:
         asked = problem.declared.supports
-        answer: str | None = None if asked is None else asked({**values_of(problem), TARGET: target})
+        answer = None if asked is None else asked({**values_of(problem), TARGET: target})
+        if not isinstance(answer, str | None):
+            name = problem.declared.function.__name__
+            raise DeclarationError(
+                f"supports of {name} returns {answer!r}: a text that says why there is no kernel, or None, is wanted"
+            )
         return answer
 
     def space(self, problem: CallProblem, target: Target) -> Space[Any]:

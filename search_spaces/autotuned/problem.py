@@ -81,8 +81,16 @@ class CallProblem(Problem):
         if self.declared.inputs is None:
             return super().inputs(seed)
         made = self.declared.inputs({RANDOM: jax.random.key(seed), **values_of(self)})
-        found = tuple(jnp.asarray(x) for x in (made if isinstance(made, tuple | list) else (made,)) if x is not None)
+        given = [x for x in (made if isinstance(made, tuple | list) else (made,)) if x is not None]
         wanted = self.operands()
+        try:
+            found = tuple(map(jnp.asarray, given))
+        except TypeError as error:
+            kinds = " and ".join(type(x).__name__ for x in given)
+            raise DeclarationError(
+                f"the inputs of {self.declared.function.__name__} are {kinds} instead of "
+                f"{' and '.join(map(array_text, wanted))}"
+            ) from error
         if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
             raise DeclarationError(
                 f"the inputs of {self.declared.function.__name__} are {' and '.join(map(array_text, found))} "
@@ -101,10 +109,14 @@ class CallProblem(Problem):
         return told
 
     def _amount(self, what: str, function: Asked | None, default: float) -> float:
-        amount = float(self._asked(function, default))
+        told = self._asked(function, default)
+        try:
+            amount = float(told)
+        except (TypeError, ValueError, OverflowError):
+            amount = math.nan
         if not 0 <= amount < math.inf:
             name = self.declared.function.__name__
-            raise DeclarationError(f"the {what} of {name} are {amount}: a finite number from 0 on is wanted")
+            raise DeclarationError(f"the {what} of {name} are {told!r}: a finite number from 0 on is wanted")
         return amount
 
     def _asked(self, function: Asked | None, default: Any) -> Any:
