@@ -28,9 +28,9 @@ def whole(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int:
     wanted = f"an integer from {least} to {most}"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise _type_error(name, value, wanted)
-    if not least <= value <= most:
+    if not least <= (found := int(value)) <= most:
         raise _value_error(name, value, wanted)
-    return int(value)
+    return found
 
 
 def whole_or_none(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int | None:

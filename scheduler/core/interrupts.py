@@ -122,10 +122,12 @@ class Watch:
         return False
 
     def _poll(self) -> None:
-        number = self._came.get()
-        while number is not None:
+        if (number := self._came.get()) is None:
+            return
+        while True:
             try:
-                number = self._came.get(timeout=WAKE_S)
+                if self._came.get(timeout=WAKE_S) is None:
+                    return
             except queue.Empty:
                 if not self._closed.acquire(blocking=False):
                     return
@@ -157,7 +159,7 @@ def signal_main(number: int) -> None:
     """Runs the handler of a signal in the main thread, as if the signal had come, but interrupts no system call."""
     import _thread
 
-    _thread.interrupt_main(number)
+    _thread.interrupt_main(signal.Signals(number))
 
 
 @contextmanager
