@@ -244,7 +244,7 @@ def test_a_count_is_positive_and_may_be_left_out():
     text = 'operation = "matmul"\n[[problem]]\nm = 8\nn = 8\nk = 8\n'
     assert jobs.parse(text)[0].count == 1
     assert jobs.parse(text + "count = 3\n")[0].count == 3
-    assert "count=0 is not a positive number" in jobs.parse(text + "count = 0\n")[0].reason
+    assert "count=0 is out of range; give an integer from 1 to" in jobs.parse(text + "count = 0\n")[0].reason
 
 
 def test_the_table_fits_a_hundred_columns():

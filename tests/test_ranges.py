@@ -103,7 +103,7 @@ def test_a_range_of_an_extent_at_its_default_is_said():
         ("m = 8\nn = 8\nk = 8\ndtype = [1, 2]", "dtype is no extent"),
         ("m = [1, 8]\nn = 8", "missing k"),
         ("mm = [1, 8]\nn = 8\nk = 8", "did you mean 'm'"),
-        ("m = [1, 8]\nn = 8\nk = 8\nbudget = [1, 2]", "budget=[1, 2] is not a positive number"),
+        ("m = [1, 8]\nn = 8\nk = 8\nbudget = [1, 2]", "budget=[1, 2] is a list; give an integer from 1 to"),
     ],
 )
 def test_what_is_no_range_is_refused_with_what_is_wanted(table, complaint):

@@ -241,7 +241,7 @@ def test_what_cannot_be_tuned_as_a_whole_is_refused_in_a_sentence():
     with pytest.raises(scheduler.SchedulerError, match="under a trace"):
         jax.jit(lambda x: tune_function(both, x))(X)
     for minutes in (-1, True, "5", float("nan")):
-        with pytest.raises(ValueError, match="is no time for searches"):
+        with pytest.raises((TypeError, ValueError), match="give a finite number, 0 or more"):
             tune_function(both, X, minutes=minutes)
     with pytest.raises(ValueError, match="has no backend 'cutlass'"):
         tune_function(both, X, backends="cutlass")
