@@ -415,9 +415,9 @@ def test_a_directory_is_no_cache(tmp_path):
     ("url", "reason"),
     [
         ("mysql://host/base", "SQLite or PostgreSQL, found mysql"),
-        ("://", "cannot be opened"),
+        ("://", "is no URL of a database"),
         ("nonsense://x", "SQLite or PostgreSQL, found nonsense"),
-        ("postgresql://host:port/base", "cannot be opened"),
+        ("postgresql://host:port/base", "is no URL of a database"),
         ("postgresql:/host/base", "a URL begins with postgresql://"),
         ("postgres:base", "a URL begins with postgres://"),
         ("sqlite:/tmp/a.db", "a URL begins with sqlite://"),
