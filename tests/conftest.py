@@ -1,8 +1,11 @@
 """What all tests share: no test reads or writes the user's own cache, and Ctrl-C means what it means at a terminal."""
 
+import ctypes
+import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -20,6 +23,10 @@ os.environ["TILE_SCHEDULER_MISSES"] = "off"
 # A shell that starts a command in the background has it ignore SIGINT, and so all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A test process whose resident memory is above this drops what JAX compiled for earlier tests.
+MOST_RESIDENT_BYTES = 2**30
 
 
 def pytest_addoption(parser):
@@ -46,6 +53,22 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("TILE_SCHEDULER_PLAN", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("scheduler.functions.in_turns.SAMPLE_S", 0.02)  # nothing here tells a few percent apart
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory():
+    """Drops compiled programs where they fill memory: a process runs thousands of tests, and JAX keeps all programs."""
+    yield
+    if "jax" in sys.modules and _resident_bytes() > MOST_RESIDENT_BYTES:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed pages otherwise
+
+
+def _resident_bytes() -> int:
+    """The resident memory of this process; 0 where the system does not tell (not Linux)."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 @pytest.fixture(scope="module")
