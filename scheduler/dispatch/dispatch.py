@@ -35,6 +35,7 @@ from scheduler.dispatch.several_processes import require_one_code
 from scheduler.dispatch.stored import say_once, stored
 from scheduler.model import constants
 from scheduler.model.feasibility import illegal
+from scheduler.prediction.fingerprints import Changed
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import aliases, end_load
@@ -301,6 +302,9 @@ class _Deciding:
             why = f" ({useless})" if useless else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
+        if isinstance(useless, Changed) and (policy != "tune" or self.options.target):
+            command = hints.tune(self.operation, self.problem, hardware)
+            warn_once(f"{self._question(hardware)}: {useless}; to measure it again, run: {command}")
         if policy == "xla":
             say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"

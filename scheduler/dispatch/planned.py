@@ -17,6 +17,7 @@ from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
 from scheduler.dispatch.several_processes import require_one_code
 from scheduler.model.feasibility import illegal
+from scheduler.prediction.fingerprints import changed
 from scheduler.store.layered import warn_once
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -145,4 +146,12 @@ def held(plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hard
         )
     if reason := illegal(kernel, problem, hardware, found.schedule):
         return Stale(f"{which} by what cannot run: {reason}")
-    return found
+    edited = changed(
+        operation,
+        problem,
+        hardware.target,
+        [found],
+        reference=found.reference,
+        jax_version=plan.environment.jax,
+    )
+    return found if edited is None else Stale(f"{which}, and {edited}: make the plan again")

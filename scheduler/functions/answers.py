@@ -19,6 +19,7 @@ from scheduler.core.records import Entry, Record
 from scheduler.functions.counted import Counted
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner
+from scheduler.prediction import fingerprints
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
 from scheduler.search import tuner
@@ -104,6 +105,8 @@ class Known:
             operation.library.backend if self.library is None else self.library.backend,
             operation.library.version if self.library is None else self.library.version,
             {} if self.library is None else dict(self.library.schedule),
+            "" if chosen is None else chosen.fingerprint,
+            fingerprints.of_reference(operation, self.row.problem),
         )
 
 

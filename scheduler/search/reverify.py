@@ -17,7 +17,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.feasibility import illegal, onchip_bytes
-from scheduler.prediction import predict, validation
+from scheduler.prediction import fingerprints, predict, validation
 from scheduler.search import final_comparison, finalists
 from scheduler.search.final_comparison import Result
 from search_spaces import load_known
@@ -161,7 +161,7 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Rever
     with runner.holding(operation, problem, record.winner.measurement.l2):
         rivals, ended = _timed(operation, problem, runner, rivals, record, seed)
     ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
-    refreshed = _refreshed(operation, record, runner, rivals, ended)
+    refreshed = _refreshed(operation, problem, record, runner, rivals, ended)
     won = rivals[0].now
     if isinstance(won, Failure):
         return Reverified(record, "broken", str(won), rivals, refreshed)
@@ -242,18 +242,32 @@ def _timed(
 
 
 def _refreshed(
-    operation: Operation[Any], record: Record, runner: Runner, rivals: Sequence[Retimed], ended: Result
+    operation: Operation[Any],
+    problem: Problem,
+    record: Record,
+    runner: Runner,
+    rivals: Sequence[Retimed],
+    ended: Result,
 ) -> Record | None:
     """The record as a search would write it today; None without the library's time, to compare with."""
     by_label = {_label(rival): rival for rival in rivals}
     kept = finalists.fastest(ended.order, finalists.KEPT, lambda label: by_label[label].backend)
     if operation.library.backend not in (by_label[label].backend for label in kept):
         return None
-    entries = (
-        Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s)
-        for label, rival in ((label, by_label[label]) for label in kept)
+
+    def entry(label: str) -> Entry:
+        rival = by_label[label]
+        kernel = operation.kernel(rival.backend)
+        fingerprint = fingerprints.of_schedule(kernel, problem, rival.schedule, runner.hardware.target)
+        return Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s, fingerprint)
+
+    return dataclasses.replace(
+        record,
+        entries=tuple(map(entry, kept)),
+        environment=runner.environment,
+        confidence=ended.verdict,
+        reference=fingerprints.of_reference(operation, problem),
     )
-    return dataclasses.replace(record, entries=tuple(entries), environment=runner.environment, confidence=ended.verdict)
 
 
 def _label(rival: Retimed) -> str:

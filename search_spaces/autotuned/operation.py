@@ -14,7 +14,6 @@ from search_spaces.autotuned.declaration import declared
 from search_spaces.autotuned.kernel import FunctionKernel, ReferenceKernel
 from search_spaces.autotuned.names import name_of
 from search_spaces.autotuned.problem import CallProblem, problem_type
-from search_spaces.autotuned.source import Source
 from search_spaces.autotuned.statics import spelled, value_of
 from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Operation, Unbound
@@ -35,7 +34,7 @@ def operation_of(
     """
     known = declared(function, choices, **told)
     posed = problem_type(f"{function.__name__}_problem", known)
-    kernels = FunctionKernel(Source(function)), ReferenceKernel(Source(known.reference))
+    kernels = FunctionKernel(), ReferenceKernel()
     return Operation(name_of(inspect.unwrap(function), name), posed, kernels, front_end=_front_end(posed))
 
 
