@@ -183,6 +183,12 @@ def reload() -> None:
     calls.forget()
 
 
+def forget(operation: Operation[Any]) -> None:
+    """Forgets the answers to calls of one operation, whose kernels or reference now compute something else."""
+    dispatch.forget(operation)
+    calls.forget(operation)
+
+
 def tune(
     operation: Operation[Any] | str | Callable[..., Any],
     problem: Problem | Mapping[str, Any],

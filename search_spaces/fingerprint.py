@@ -26,10 +26,9 @@ from jax.extend import core
 from search_spaces.jaxprs import is_jaxpr, opened
 
 # Fields of equations, and of what they hold, that only say where something comes from, or how to differentiate it.
-_UNSEEN = frozenset(
-    ("name", "name_and_src_info", "origin", "debug_info", "source_info", "logging_record")
-    + ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp", "fwd", "out_trees")
-)
+_SOURCE = frozenset({"name", "name_and_src_info", "origin", "debug_info", "source_info", "logging_record"})
+_DERIVATIVE = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp", "fwd", "out_trees"})
+_UNSEEN = _SOURCE | _DERIVATIVE
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}")
 # Packages whose functions and types count by name.
 _TOOLS = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools", "scheduler", "search_spaces"})
@@ -55,10 +54,10 @@ def fingerprint(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeS
         return digest(jax.make_jaxpr(function)(*operands))
 
 
-def digest(jaxpr: Any) -> str:
-    """The fingerprint of a jaxpr."""
+def digest(value: Any) -> str:
+    """The fingerprint of a jaxpr, or of any value that a function may refer to."""
     found = hashlib.sha256()
-    for part in _Reading().of(jaxpr):
+    for part in _Reading().of(value):
         found.update(part.encode())
         found.update(b"\0")
     return found.hexdigest()[:16]
@@ -91,6 +90,9 @@ class _Reading:
                 yield f"type {value.__module__}.{value.__qualname__}"
             case types.ModuleType():
                 yield f"module {value.__name__}"
+            case types.CodeType():
+                yield f"code {value.co_code.hex()} {value.co_names}"
+                yield from self._items("code's", value.co_consts)
             case _ if is_jaxpr(value):
                 yield from self._jaxpr(value)
             case _ if isinstance(value, np.ndarray | np.generic | jax.Array) or hasattr(value, "__array__"):
@@ -163,37 +165,34 @@ class _Reading:
         else:
             text = repr(value)
             yield f"{_type(value)} {_ADDRESS.sub('', text)}"
-            if _ADDRESS.search(text) and not _is_of_tools(type(value)):
-                yield from self.of({name: each for name, each in getattr(value, "__dict__", {}).items()})
+            if _ADDRESS.search(text) and not is_of_tools(type(value)):
+                yield from self.of(dict(getattr(value, "__dict__", {})))
 
     def _function(self, function: types.FunctionType) -> Iterator[str]:
-        if _is_of_tools(function):
+        if is_of_tools(function):
             yield f"function {function.__module__}.{function.__qualname__}"
             return
-        yield from self._code(function.__code__)
-        cells = tuple(map(_content, function.__closure__ or ()))
-        read = sorted(set(_names(function.__code__)) & function.__globals__.keys())
+        yield from self.of(function.__code__)
+        cells = tuple(map(content, function.__closure__ or ()))
+        read = sorted(set(names(function.__code__)) & function.__globals__.keys())
         globals_read = {name: function.__globals__[name] for name in read}
         yield from self._items("refers to", (function.__defaults__, function.__kwdefaults__, cells, globals_read))
 
-    def _code(self, code: types.CodeType) -> Iterator[str]:
-        yield f"code {code.co_code.hex()} {code.co_names}"
-        for constant in code.co_consts:
-            yield from self._code(constant) if isinstance(constant, types.CodeType) else self.of(constant)
 
-
-def _content(cell: types.CellType) -> Any:
+def content(cell: types.CellType) -> Any:
+    """What a closure's cell holds; None where it is not bound yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # it is not bound yet
+    except ValueError:
         return None
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names(code: types.CodeType) -> Iterator[str]:
+    """Every name that a function, and the functions within it, read of globals and attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names(constant)
 
 
 def _aval(atom: Any) -> str:
@@ -204,7 +203,8 @@ def _type(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _is_of_tools(value: Any) -> bool:
+def is_of_tools(value: Any) -> bool:
+    """Whether a function or a type is of JAX, of NumPy or of this package, and counts by its name."""
     return str(getattr(value, "__module__", "")).partition(".")[0] in _TOOLS
 
 

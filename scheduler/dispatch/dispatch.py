@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import typing
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -122,7 +123,7 @@ def options(
         schedule=items,
         target=target,
         plan=plan,
-        generation=_answers.generation,
+        generation=_answers.generation + _edits.get(operation, 0),
         sure=sure,
     )
 
@@ -181,6 +182,12 @@ def reload() -> None:
     with _replacing:
         old, _answers = _answers, _Answers(_answers.generation + 1)
     old.cache.close()
+
+
+def forget(operation: Operation[Any]) -> None:
+    """Asks the stores again for every problem of one operation."""
+    with _replacing:
+        _edits[operation] = _edits.get(operation, 0) + 1
 
 
 def user_cache() -> Cache:
@@ -393,4 +400,6 @@ def hardware_for(platform: str, target: str) -> Hardware:
 
 
 _replacing = threading.Lock()
+# How often the answers of an operation were forgotten.
+_edits: weakref.WeakKeyDictionary[Operation[Any], int] = weakref.WeakKeyDictionary()
 _answers = _Answers(0)

@@ -30,7 +30,9 @@ def stored(
 ) -> tuple[str, Schedule, str] | str:
     """Backend and schedule that the stores answer, and why; or why what they have is of no use; "" for want of any.
 
-    The reason is a `Changed` where code was edited. What was measured goes first: a record of the problem itself, then a range; then likewise what was estimated.
+    The reason is a `Changed` where code was edited.
+
+    What was measured goes first: a record of the problem itself, then a range; then likewise what was estimated.
 
     Args:
       estimates: whether records that nobody measured answer, for want of one that was.

@@ -54,7 +54,7 @@ class FunctionKernel(Kernel[CallProblem, Any]):
         named = statics_of(problem) | {name: getattr(schedule, name) for name in declared.choices}
         if declared.arguments.wants_target:
             named[TARGET] = target
-        return declared.function(*placed(problem, args), **named)
+        return declared.run(*placed(problem, args), **named)
 
 
 class _Told(Mapping[str, Any]):

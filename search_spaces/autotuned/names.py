@@ -11,12 +11,18 @@ from typing import Any
 from search_spaces import LOADED_FILE, OPERATIONS
 from search_spaces.errors import DeclarationError
 
-# The functions that have taken a name, as long as they are there.
+# The functions that have taken a name, as long as they are there; and what their files were then.
 _taken: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
+_files: weakref.WeakKeyDictionary[Callable[..., Any], tuple[int, int] | None] = weakref.WeakKeyDictionary()
+# Of what is typed statement by statement nothing tells where it was typed.
+_CONSOLES = ("<stdin>", "<string>", "<console>")
 
 
-def name_of(function: Callable[..., Any], given: str | None) -> str:
+def name_of(function: Callable[..., Any], given: str | None, captured: str) -> str:
     """``package.module.function``, or the name that its author gives it; taken by this function from now on.
+
+    Args:
+      captured: what the function captures, as text: functions of one factory are told apart by it.
 
     Raises:
       DeclarationError: the name is taken by another function, or by an operation that is here.
@@ -25,21 +31,43 @@ def name_of(function: Callable[..., Any], given: str | None) -> str:
     if not name or name in OPERATIONS or ":" in name:
         why = "is an operation of this package" if name in OPERATIONS else "cannot name an operation"
         raise DeclarationError(f"{name!r} {why}: give {function.__name__} another name=")
+    name += captured
     other = _taken.get(name, function)
     if not _is_again(function, other):
         raise DeclarationError(
-            f"{name!r} already names {_qualname(other)} of {_file(other)}, and the schedules of both would be stored "
-            f"under it: give {function.__name__} of {_file(function)} a name of its own, as in "
-            f'name="{function.__name__}_2"'
+            f"{name!r} already names {_qualname(other)} of {_place(other)}, and the schedules of both would be stored "
+            f"under it: give {function.__name__} of {_place(function)} a name of its own, as in "
+            f'name="{function.__name__.strip("<>")}_2"'
         )
-    _taken[name] = function
+    _taken[name], _files[function] = function, _stamp(function)
     return name
 
 
 def _is_again(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Whether they are one function: loaded under two names of its module, or run again as a notebook's cell is."""
-    in_notebook = function.__module__ == other.__module__ == "__main__"
-    return _qualname(function) == _qualname(other) and (in_notebook or _file(function) == _file(other))
+    """Whether both come from one definition, which ran again: in a factory, a reload, or a cell of a notebook.
+
+    Two places in one text are two definitions. A text that was edited meanwhile may have moved the one.
+    """
+    if _qualname(function) != _qualname(other):
+        return False
+    if _file(function) != _file(other):
+        return function.__module__ == other.__module__ == "__main__"  # two cells
+    if list(function.__code__.co_positions()) == list(other.__code__.co_positions()):
+        return True
+    return function.__code__.co_filename in _CONSOLES or _stamp(function) != _files.get(other)
+
+
+def _stamp(function: Callable[..., Any]) -> tuple[int, int] | None:
+    """What changes where the file of a function is edited; None where there is no file."""
+    try:
+        found = os.stat(_file(function))
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _place(function: Callable[..., Any]) -> str:
+    return f"{_file(function)}:{function.__code__.co_firstlineno}"
 
 
 def _qualname(function: Callable[..., Any]) -> str:

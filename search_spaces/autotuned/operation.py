@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.autotuned.arguments import array_text
+from search_spaces.autotuned.captured import captured
 from search_spaces.autotuned.declaration import declared
 from search_spaces.autotuned.kernel import FunctionKernel, ReferenceKernel
 from search_spaces.autotuned.names import name_of
@@ -34,8 +35,8 @@ def operation_of(
     """
     known = declared(function, choices, **told)
     posed = problem_type(f"{function.__name__}_problem", known)
-    kernels = FunctionKernel(), ReferenceKernel()
-    return Operation(name_of(inspect.unwrap(function), name), posed, kernels, front_end=_front_end(posed))
+    taken = name_of(inspect.unwrap(function), name, captured(function, known.reference, choices))
+    return Operation(taken, posed, (FunctionKernel(), ReferenceKernel()), front_end=_front_end(posed))
 
 
 def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | Unbound]:
