@@ -11,9 +11,10 @@ from typing import Any
 from search_spaces import LOADED_FILE, OPERATIONS
 from search_spaces.errors import DeclarationError
 
-# The functions that have taken a name, as long as they are there; and what their files were then.
+# The functions that have taken a name, as long as they are there; and, of each, what its file was then, and what it and
+# its decorators captured.
 _taken: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
-_files: weakref.WeakKeyDictionary[Callable[..., Any], tuple[int, int] | None] = weakref.WeakKeyDictionary()
+_then: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Any, str]] = weakref.WeakKeyDictionary()
 # Of what is typed statement by statement nothing tells where it was typed.
 _CONSOLES = ("<stdin>", "<string>", "<console>")
 
@@ -22,7 +23,8 @@ def name_of(function: Callable[..., Any], given: str | None, captured: str) -> s
     """``package.module.function``, or the name that its author gives it; taken by this function from now on.
 
     Args:
-      captured: what the function captures, as text: functions of one factory are told apart by it.
+      captured: what the function and its decorators capture, as text. It tells functions of one factory apart, and is
+        part of their names.
 
     Raises:
       DeclarationError: the name is taken by another function, or by an operation that is here.
@@ -31,19 +33,20 @@ def name_of(function: Callable[..., Any], given: str | None, captured: str) -> s
     if not name or name in OPERATIONS or ":" in name:
         why = "is an operation of this package" if name in OPERATIONS else "cannot name an operation"
         raise DeclarationError(f"{name!r} {why}: give {function.__name__} another name=")
-    name += captured
-    other = _taken.get(name, function)
-    if not _is_again(function, other):
+    if "<" in function.__qualname__:  # "make.<locals>.kernel", "<lambda>"
+        name += captured
+    other = _taken.get(name)
+    if other is not None and not _is_again(function, other, captured):
         raise DeclarationError(
             f"{name!r} already names {_qualname(other)} of {_place(other)}, and the schedules of both would be stored "
             f"under it: give {function.__name__} of {_place(function)} a name of its own, as in "
             f'name="{function.__name__.strip("<>")}_2"'
         )
-    _taken[name], _files[function] = function, _stamp(function)
+    _taken[name], _then[function] = function, (_stamp(function), captured)
     return name
 
 
-def _is_again(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
+def _is_again(function: Callable[..., Any], other: Callable[..., Any], captured: str) -> bool:
     """Whether both come from one definition, which ran again: in a factory, a reload, or a cell of a notebook.
 
     Two places in one text are two definitions. A text that was edited meanwhile may have moved the one.
@@ -52,9 +55,10 @@ def _is_again(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
         return False
     if _file(function) != _file(other):
         return function.__module__ == other.__module__ == "__main__"  # two cells
-    if list(function.__code__.co_positions()) == list(other.__code__.co_positions()):
+    stamp, captured_then = _then[other]
+    if list(function.__code__.co_positions()) == list(other.__code__.co_positions()) and captured == captured_then:
         return True
-    return function.__code__.co_filename in _CONSOLES or _stamp(function) != _files.get(other)
+    return function.__code__.co_filename in _CONSOLES or _stamp(function) != stamp
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ class Bindings:
         self._cells: list[tuple[types.CellType, Any]] = []
 
     def generation(self) -> int:
-        """How often one of them was found to be another object than before. Each eager call asks: it takes below a microsecond."""
+        """How often one was found to be another object than before. Each eager call asks; it takes under 1 us."""
         if self._globals is None:
             self._note()
         elif self._changed(self._globals):
