@@ -1,5 +1,9 @@
 """Which edit of a kernel, of its reference or of what they use makes a stored record a miss, and which does not."""
 
+# Files with kernels are written, loaded, edited and loaded again. Records are made as a search makes them, without one.
+
+import contextlib
+import dataclasses
 import importlib
 import os
 import re
@@ -7,22 +11,31 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from operations import DOUBLE, Double, DoubleProblem
 
 import scheduler
-from scheduler.core import hardware
+from scheduler.core import codec
+from scheduler.core.errors import RecordingError
+from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of
-from scheduler.core.records import Entry, Environment, Measurement, Record
+from scheduler.core.plan import Plan, Planned
+from scheduler.core.records import Entry, Environment, Measurement, Record, Trial
+from scheduler.dispatch import planned
+from scheduler.measure.replay import Replay
+from scheduler.measure.rotation import condition
+from scheduler.measure.runner import InProcess
 from scheduler.prediction import fingerprints
 from scheduler.prediction.validation import recheck
+from scheduler.search.sweep import sweep
 from scheduler.store.store import Store
 from search_spaces.autotuned import names
-from search_spaces.autotuned.captured import captured
-from search_spaces.fingerprint import digest, fingerprint
 
+ROOT = Path(__file__).parents[1]
 X = jnp.arange(16.0)
 HEAD = """
 import contextlib, contextvars, dataclasses, enum, functools, operator, os, types
@@ -30,7 +43,6 @@ import jax, jax.numpy as jnp, numpy as np
 import scheduler
 from jax.experimental import pallas as pl
 """
-CPU = hardware.CPU
 
 
 def file(body, before="", *, decorator="", reference="lambda x: x * 2.0"):
@@ -188,14 +200,13 @@ def loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("EDITED", "")
 
     def load(files):
-        names._taken.clear()  # by the files of other tests
+        names._taken.clear()  # by files of other tests
         for name, text in (files if isinstance(files, dict) else {"kern.py": files}).items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(text)
         for name in [name for name in sys.modules if name.partition(".")[0] in ("kern", "mypkg")]:
             monkeypatch.delitem(sys.modules, name)
         importlib.invalidate_caches()
-        scheduler.reload()
         return importlib.import_module("kern").k
 
     return load
@@ -262,8 +273,10 @@ def test_a_call_of_an_edited_kernel_is_a_miss_with_one_warning_and_the_reference
     store = Store(os.environ["TILE_SCHEDULER_CACHE"])
     store.put(record_of(first))
     store.close()
+    scheduler.reload()
     answered, said = called(first, on_miss="error")  # by the record
     assert said == []
+    scheduler.reload()
     edited = loaded(after)
     for jitted in (edited, jax.jit(edited)):
         result, more = called(jitted)
@@ -275,3 +288,185 @@ def test_a_call_of_an_edited_kernel_is_a_miss_with_one_warning_and_the_reference
     with pytest.raises(scheduler.CacheMiss, match="computes something else"):
         edited(X, on_miss="error")
     assert jnp.array_equal(loaded(before)(X, on_miss="error"), answered)
+
+
+SCRIPT = """
+import sys, warnings
+import jax.numpy as jnp
+import kern, scheduler
+x = jnp.arange(16.0)
+if sys.argv[1:] == ["tune"]:
+    scheduler.tune(kern.k, kern.k.problem(x), budget=4)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(kern.k(x).tolist() == (2 * x).tolist(), len(caught))
+print(kern.k(x, on_miss="error").shape)
+"""
+
+
+def test_processes_agree_on_what_is_an_edit_whatever_their_hashes(tmp_path):
+    before, after = both("return x * S if 'a' in {'a', 'b', ('c', 1)} else x", "S = {{2.0|3.0}}")
+
+    def run(text, seed, *args):
+        (tmp_path / "kern.py").write_text(text)
+        (tmp_path / "script.py").write_text(SCRIPT)
+        told = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, "script.py", *args], cwd=tmp_path, env=told, capture_output=True, text=True, check=False
+        )
+        return done.stdout.splitlines(), done.stderr
+
+    assert run(before, 1, "tune")[0] == ["True 0", "(16,)"]
+    assert run(before.replace("return x", "# a comment\n    return x"), 2)[0] == ["True 0", "(16,)"]
+    said, error = run(after, 3)
+    assert said == ["True 1"]  # a warning, the reference's answer, and then
+    assert "CacheMiss" in error
+    assert "computes something else than when it was measured" in error
+
+
+def test_a_fingerprint_does_not_depend_on_where_or_under_which_settings_it_is_made(loaded):
+    function = loaded(file("return (x @ jnp.ones((16, 16)) + jnp.arange(16)[None])[0] * 2"))
+    kernel, problem = function.operation.kernels[0], function.problem(X)
+    made, mesh = [], jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def make(*_):
+        made.append(fingerprints.of_schedule(kernel, problem, {"tile": 8}, CPU.target))
+        made.append(fingerprints.of_reference(function.operation, problem))
+        return X
+
+    make()
+    jax.jit(make)(X)
+    jax.vmap(jax.grad(lambda x: make(x).sum() * x))(X)
+    for settings in (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("highest"),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.disable_jit(True),
+        jax.debug_nans(True),
+        jax.transfer_guard("disallow"),
+        jax.set_mesh(mesh),
+        scheduler.target("NVIDIA H200"),
+    ):
+        with settings:
+            make()
+    assert len(made) == 24
+    assert not any(each.startswith("raises") for each in made)
+    assert set(made[::2]) == {made[0]}
+    assert set(made[1::2]) == {made[1]}
+
+
+def test_what_another_version_of_jax_measured_is_compared_only_where_it_agrees(loaded):
+    before, after = EDITS["a global"]
+    record = record_of(loaded(before), jax_version="0.0.1")
+    assert held(loaded(after), record) == record.winner  # nobody can tell
+    verified = dataclasses.replace(record, environment=dataclasses.replace(record.environment, jax=jax.__version__))
+    assert isinstance(held(loaded(after), verified), fingerprints.Changed)
+
+
+def test_a_record_as_text_keeps_its_fingerprints_and_one_without_them_is_spelled_as_before(loaded):
+    record = record_of(loaded(file("return x * 2")))
+    assert codec.record_from_text(codec.record_to_text(record)) == record
+    plain = dataclasses.replace(
+        record, reference="", entries=tuple(dataclasses.replace(entry, fingerprint="") for entry in record.entries)
+    )
+    text = codec.record_to_text(plain)
+    assert "fingerprint" not in text
+    assert '"reference"' not in text
+    assert codec.record_from_text(text) == plain
+
+
+def test_a_kernel_that_can_no_longer_be_traced_is_an_edit(loaded):
+    before, after = both("{{|raise ValueError('not today')}}\nreturn x * 2")
+    record = record_of(loaded(before))
+    assert isinstance(held(loaded(after), record), fingerprints.Changed)
+
+
+def test_a_plan_does_not_answer_with_an_edited_kernel(loaded):
+    before, after = EDITS["a global"]
+    first = loaded(before)
+    record, problem = record_of(first), first.problem(X)
+    winner = record.winner
+    answer = Planned(
+        first.operation.name, problem.canonical(), winner.backend, winner.version, winner.schedule, 1, "",
+        fingerprint=winner.fingerprint, reference=record.reference,
+    )  # fmt: skip
+    plan = Plan("f", CPU.id, CPU.kind, record.environment, "1", (answer,))
+    assert planned.held(plan, first.operation, problem, CPU) == answer
+    edited = loaded(after)
+    found = planned.held(plan, edited.operation, edited.problem(X), CPU)
+    assert isinstance(found, planned.Stale)
+    assert "computes something else than when it was measured: make the plan again" in found.reason
+
+
+def test_a_search_takes_over_no_trial_of_an_edited_kernel(loaded):
+    before, after = EDITS["a global"]
+    first = loaded(before)
+    store = Store(os.environ["TILE_SCHEDULER_CACHE"])
+    kernel, problem = first.operation.kernels[0], first.problem(X)
+    here = InProcess()
+    clock, l2 = condition(problem, here.hardware, "cold")
+    print_of = fingerprints.of_schedule(kernel, problem, {"tile": 8}, here.hardware.target)
+    trial = Trial(0, "pallas", 0, {"tile": 8}, Measurement(1e-6, (1e-6,), clock, l2), 1e-6, print_of)
+    store.add_trial(key_of(first.operation, problem, here.hardware), trial, here.environment)
+    for text, resumed in ((after, 0), (before, 1)):
+        function, seen = loaded(text), []
+        with contextlib.suppress(StopSearch):
+            scheduler.tune(function, function.problem(X), store=store, budget=4, progress=stopping(seen))
+        assert seen[0].resumed == resumed
+    store.close()
+
+
+class StopSearch(Exception):
+    pass
+
+
+def stopping(seen):
+    def progress(reached):
+        seen.append(reached)
+        raise StopSearch
+
+    return progress
+
+
+def test_a_sweep_goes_on_with_no_recording_of_an_edited_kernel(loaded, tmp_path):
+    before, after = EDITS["a global"]
+    path = tmp_path / "recording.jsonl.gz"
+
+    def swept(text):
+        function = loaded(text)
+        return sweep(function.operation, function.problem(X), path, InProcess(), repetitions=1)[1]
+
+    trials = swept(before)
+    assert swept(before) == trials
+    assert [bool(trial.fingerprint) for trial in trials if trial.backend == "pallas"] == [True, True]
+    with pytest.raises(RecordingError, match="another pallas kernel, which was edited since"):
+        swept(after)
+    replay = Replay(path)
+    replayed = scheduler.tune(loaded(before), replay.fields, runner=replay)
+    assert {entry.fingerprint for entry in replayed.entries} <= {trial.fingerprint for trial in trials}
+
+
+# Classes: version 0 leaves it to the program.
+
+
+def test_a_kernel_of_a_class_without_a_version_of_its_own_is_known_by_its_program(monkeypatch):
+    class Doubled(Double):
+        version, factor = 0, 2.0
+
+        def run(self, problem, schedule, target, /, *args, **params):
+            return args[0] * self.factor
+
+    operation, problem = dataclasses.replace(DOUBLE, kernels=(Doubled(), DOUBLE.library)), DoubleProblem(8)
+    schedule = {"tile": 1, "behave": "ok"}
+
+    def made(of):
+        first = fingerprints.of_schedule(of.kernels[0], problem, schedule, CPU.target)
+        return first, fingerprints.of_reference(of, problem)
+
+    before = made(operation)
+    monkeypatch.setattr(Doubled, "factor", 3.0)
+    kernel_changed = made(operation)
+    monkeypatch.setattr(DoubleProblem, "reference", lambda self, x: x * 3)
+    assert [len({*each}) for each in zip(before, kernel_changed, made(operation), strict=True)] == [2, 2]
+    assert made(DOUBLE) == ("", "")  # whose versions are kept by hand

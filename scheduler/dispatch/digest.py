@@ -21,6 +21,7 @@ from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.listening import Listening
 from scheduler.dispatch.several_processes import digest_of_code, require_one_code
 from scheduler.model import constants
+from scheduler.prediction.fingerprints import BY_PROGRAM
 from scheduler.store.layered import Cache
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem
@@ -48,6 +49,8 @@ def digest(
     """
     if isinstance(options, Listening):
         return uuid.uuid4().hex  # a program from that cache would ask nothing
+    if any(kernel.version == BY_PROGRAM for kernel in operation.kernels):
+        return uuid.uuid4().hex  # what they compute is known when a part is traced
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
     among = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]

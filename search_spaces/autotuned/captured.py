@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from search_spaces.autotuned.statics import spelled
-from search_spaces.fingerprint import content, digest
+from search_spaces.fingerprint import content, digest, is_of_tools
 
 # A longer text, or one that no command line would like, is replaced by a digest.
 _LONGEST = 40
@@ -55,7 +55,9 @@ def _text(value: Any) -> str:
         within = captured(function, function, ())
         if function.__name__ == "<lambda>":
             return f"lambda#{digest(function.__code__)[:8]}{within}"
-        return f"{function.__module__}.{function.__qualname__}{within}".replace("<locals>.", "")
+        # Where JAX keeps its own functions changes from version to version.
+        module = function.__module__.partition(".")[0] if is_of_tools(function) else function.__module__
+        return f"{module}.{function.__qualname__}{within}".replace("<locals>.", "")
     try:
         text = spelled("", value)
     except TypeError:
