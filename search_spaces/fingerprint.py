@@ -144,7 +144,7 @@ class _Reading:
             yield from self.of(params[name])
 
     def _array(self, value: Any) -> Iterator[str]:
-        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
             yield str(value.dtype)
             value = jax.random.key_data(value)
         content = np.asarray(value)

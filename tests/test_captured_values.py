@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 import scheduler
 from scheduler.dispatch import calls
 from search_spaces import DeclarationError
+from search_spaces.autotuned import names
 from search_spaces.autotuned.captured import captured
 
 X = jnp.arange(16.0)
@@ -130,8 +131,8 @@ def test_values_that_differ_have_names_that_differ():
         *(jnp.sin, jnp.cos, times, make, functools.partial(times, s=1), functools.partial(times, s=2)),
         *(lambda x: x + 1, lambda x: x + 2, holding(1), holding(2), types.SimpleNamespace(a=1)),
     ]  # fmt: skip
-    names = [captured(holding(value), holding(value), ()) for value in values]
-    assert len(set(names)) == len(values)
+    texts = [captured(holding(value), holding(value), ()) for value in values]
+    assert len(set(texts)) == len(values)
 
 
 LAMBDAS = """
@@ -146,6 +147,8 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "declared_twice", raising=False)
+
+    names._taken.clear()  # by files of other tests
 
     def load(text):
         (tmp_path / "declared_twice.py").write_text(LAMBDAS + text)

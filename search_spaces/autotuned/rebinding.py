@@ -40,7 +40,10 @@ class Bindings:
         self._cells: list[tuple[types.CellType, Any]] = []
 
     def generation(self) -> int:
-        """A number that rises whenever one is found to be another object than before. Each eager call asks; it takes under 1 us."""
+        """A number that rises whenever one is found to be another object than before.
+
+        Each eager call asks for it, which takes less than a microsecond.
+        """
         if self._globals is None:
             self._note()
         elif self._changed(self._globals):
