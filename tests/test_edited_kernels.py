@@ -19,20 +19,23 @@ import pytest
 from operations import DOUBLE, Double, DoubleProblem
 
 import scheduler
-from scheduler.core import codec
+from scheduler.core import codec, fingerprints
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Entry, Environment, Measurement, Record, Trial
 from scheduler.dispatch import planned
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.protocol import Request
 from scheduler.measure.replay import Replay
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import InProcess
-from scheduler.prediction import fingerprints
+from scheduler.measure.worker import _Measuring
 from scheduler.prediction.validation import recheck
 from scheduler.search.sweep import sweep
 from scheduler.store.store import Store
+from search_spaces import load
 from search_spaces.autotuned import names
 
 ROOT = Path(__file__).parents[1]
@@ -470,3 +473,24 @@ def test_a_kernel_of_a_class_without_a_version_of_its_own_is_known_by_its_progra
     monkeypatch.setattr(DoubleProblem, "reference", lambda self, x: x * 3)
     assert [len({*each}) for each in zip(before, kernel_changed, made(operation), strict=True)] == [2, 2]
     assert made(DOUBLE) == ("", "")  # whose versions are kept by hand
+
+
+def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it():
+    operation, target = load("own_kernels:sum_and_max"), CPU.target
+    problem = operation.problem.parse({"x": "float32[16,5]"})
+    schedule = {"tile": 8}
+    own = fingerprints.of_candidate(operation, problem, "pallas", schedule, target)
+    worker = _Measuring(target, Gpu.none(), lambda step: None)
+
+    def confirmed(fingerprint):
+        return worker.answer(
+            Request(
+                "confirm", "own_kernels:sum_and_max", problem.canonical(), "pallas", schedule, 1, "warm", None, False, (),
+                fingerprint,
+            )
+        ).outcome  # fmt: skip
+
+    assert confirmed(own) is None
+    refused = confirmed("another")
+    assert refused.stage == "verify"
+    assert "own_kernels:sum_and_max computes something else than the process that tunes it" in refused.detail

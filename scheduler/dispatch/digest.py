@@ -14,6 +14,7 @@ import jax
 
 from scheduler.core import codec
 from scheduler.core.errors import UnknownChip
+from scheduler.core.fingerprints import BY_PROGRAM
 from scheduler.core.hardware import Hardware
 from scheduler.core.ranges import range_to_text
 from scheduler.dispatch import dispatch
@@ -21,7 +22,6 @@ from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.listening import Listening
 from scheduler.dispatch.several_processes import digest_of_code, require_one_code
 from scheduler.model import constants
-from scheduler.prediction.fingerprints import BY_PROGRAM
 from scheduler.store.layered import Cache
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem

@@ -26,6 +26,7 @@ from scheduler.core.errors import (
     UnknownChip,
     WorkerError,
 )
+from scheduler.core.fingerprints import Changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Key, Schedule, schedule_text
@@ -36,7 +37,6 @@ from scheduler.dispatch.several_processes import require_one_code
 from scheduler.dispatch.stored import say_once, stored
 from scheduler.model import constants
 from scheduler.model.feasibility import illegal
-from scheduler.prediction.fingerprints import Changed
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import aliases, end_load

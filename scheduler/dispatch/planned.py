@@ -12,12 +12,12 @@ from typing import Any, Literal
 import jax
 
 from scheduler.core.errors import CacheMiss, NoCandidate, PlanError
+from scheduler.core.fingerprints import changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
 from scheduler.dispatch.several_processes import require_one_code
 from scheduler.model.feasibility import illegal
-from scheduler.prediction.fingerprints import changed
 from scheduler.store.layered import warn_once
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem

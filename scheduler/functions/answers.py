@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from scheduler.core import fingerprints
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
@@ -19,7 +20,6 @@ from scheduler.core.records import Entry, Record
 from scheduler.functions.counted import Counted
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner
-from scheduler.prediction import fingerprints
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
 from scheduler.search import tuner

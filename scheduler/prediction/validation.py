@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler.core.backends import allowed_backends
+from scheduler.core.fingerprints import changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Record
 from scheduler.model.feasibility import illegal
-from scheduler.prediction.fingerprints import changed
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from scheduler.core import fingerprints
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of
@@ -17,7 +18,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.constants import model_of
 from scheduler.model.feasibility import illegal, onchip_bytes
-from scheduler.prediction import fingerprints, predict, validation
+from scheduler.prediction import predict, validation
 from scheduler.search import final_comparison, finalists
 from scheduler.search.final_comparison import Result
 from search_spaces import load_known

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler.core import fingerprints
 from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.identity import point_of, schedule_to_text
 from scheduler.core.progress import Pace, Progress
@@ -20,7 +21,7 @@ from scheduler.core.threads import Threads
 from scheduler.measure.replay import Recorder, second_pass
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
-from scheduler.prediction import fingerprints, predict
+from scheduler.prediction import predict
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from scheduler.core import fingerprints
 from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
 from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
@@ -21,7 +23,6 @@ from scheduler.measure.reduced import smaller
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.pruning import Candidate, counted
-from scheduler.prediction import fingerprints
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.search.candidates import Candidates, Recorded, collect
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
@@ -373,7 +374,9 @@ class _Tuning:
         return self.runner.measure(self._task(index, self.repetitions))
 
     def _confirm(self, index: int) -> Failure | None:
-        return self.runner.confirm(self._task(index, self.repetitions))
+        task, target = self._task(index, self.repetitions), self.runner.hardware.target
+        own = fingerprints.of_candidate(self.operation, self.problem, task.backend, task.schedule, target)
+        return self.runner.confirm(dataclasses.replace(task, fingerprint=own))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.

@@ -53,6 +53,12 @@ def of_reference(operation: Operation[Any], problem: Problem) -> str:
     return in_fresh_thread(lambda: _traced(problem.reference, problem.operands()))
 
 
+def of_candidate(operation: Operation[Any], problem: Problem, backend: str, schedule: Schedule, target: Target) -> str:
+    """Those of a schedule and of the reference, as one text, by which two processes compare what they have loaded."""
+    kernel = operation.kernel(backend)
+    return f"{of_schedule(kernel, problem, schedule, target)} {of_reference(operation, problem)}".strip()
+
+
 def changed(
     operation: Operation[Any],
     problem: Problem,
