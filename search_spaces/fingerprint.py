@@ -87,9 +87,9 @@ class _Reading:
                 pairs = sorted((_joined(self.of(key)), key) for key in value)
                 yield from self._items("mapping", [(key, value[each]) for key, each in pairs])
             case type():
-                yield f"type {value.__module__}.{value.__qualname__}"
+                yield f"type {_named(value)}"
             case types.ModuleType():
-                yield f"module {value.__name__}"
+                yield f"module {value.__name__.partition('.')[0] if is_of_tools(value) else ''}"
             case types.CodeType():
                 yield f"code {value.co_code.hex()} {value.co_names}"
                 yield from self._items("code's", value.co_consts)
@@ -161,16 +161,16 @@ class _Reading:
             yield from self._function(value)
         elif dataclasses.is_dataclass(value):
             kept = [each.name for each in dataclasses.fields(value) if each.name not in _UNSEEN]
-            yield from self._items(_type(value), [(name, getattr(value, name, None)) for name in kept])
+            yield from self._items(_named(type(value)), [(name, getattr(value, name, None)) for name in kept])
         else:
             text = repr(value)
-            yield f"{_type(value)} {_ADDRESS.sub('', text)}"
+            yield f"{_named(type(value))} {_ADDRESS.sub('', text)}"
             if _ADDRESS.search(text) and not is_of_tools(type(value)):
                 yield from self.of(dict(getattr(value, "__dict__", {})))
 
     def _function(self, function: types.FunctionType) -> Iterator[str]:
         if is_of_tools(function):
-            yield f"function {function.__module__}.{function.__qualname__}"
+            yield f"function {_named(function)}"
             return
         yield from self.of(function.__code__)
         cells = tuple(map(content, function.__closure__ or ()))
@@ -199,13 +199,19 @@ def _aval(atom: Any) -> str:
     return f"{type(atom.aval).__name__} {_ADDRESS.sub('', repr(atom.aval))}"
 
 
-def _type(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def _named(value: Any) -> str:
+    """A type or a function by its name; with its package, not its module: a script's has another name in a worker."""
+    package = f"{_package(value)}." if is_of_tools(value) else ""
+    return f"{package}{value.__qualname__}"
 
 
 def is_of_tools(value: Any) -> bool:
     """Whether a function or a type is of JAX, of NumPy or of this package, and counts by its name."""
-    return str(getattr(value, "__module__", "")).partition(".")[0] in _TOOLS
+    return _package(value) in _TOOLS
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", "")).partition(".")[0]
 
 
 def _joined(parts: Iterator[str]) -> str:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from pathlib import Path
 
@@ -299,7 +300,7 @@ import jax.numpy as jnp
 import kern, scheduler
 x = jnp.arange(16.0)
 if sys.argv[1:] == ["tune"]:
-    scheduler.tune(kern.k, kern.k.problem(x), budget=4)
+    scheduler.tune(kern.k, kern.k.problem(x), budget=2)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     print(kern.k(x).tolist() == (2 * x).tolist(), len(caught))
@@ -357,6 +358,22 @@ def test_a_fingerprint_does_not_depend_on_where_or_under_which_settings_it_is_ma
     assert not any(each.startswith("raises") for each in made)
     assert set(made[::2]) == {made[0]}
     assert set(made[1::2]) == {made[1]}
+
+
+def test_a_call_within_an_import_waits_for_no_lock_of_that_import(loaded):
+    text = file("import kern\nreturn x * kern.S", "S = 2.0")
+    loaded(text + "\nfrom test_edited_kernels import thread_of\nTHREAD = thread_of(k)\n")
+    assert sys.modules["kern"].THREAD is threading.current_thread()
+    assert thread_of(loaded(file("return x"))) is not threading.current_thread()
+
+
+def thread_of(function):
+    """The thread in which `function` is traced for its fingerprint."""
+    kernel, problem, seen = function.operation.kernels[0], function.problem(X), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprints, "_traced", lambda *_: seen.append(threading.current_thread()) or "")
+        fingerprints.of_schedule(kernel, problem, {"tile": 8}, CPU.target)
+    return seen[0]
 
 
 def test_what_another_version_of_jax_measured_is_compared_only_where_it_agrees(loaded):
@@ -483,12 +500,8 @@ def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it():
     worker = _Measuring(target, Gpu.none(), lambda step: None)
 
     def confirmed(fingerprint):
-        return worker.answer(
-            Request(
-                "confirm", "own_kernels:sum_and_max", problem.canonical(), "pallas", schedule, 1, "warm", None, False, (),
-                fingerprint,
-            )
-        ).outcome  # fmt: skip
+        named = "own_kernels:sum_and_max", problem.canonical(), "pallas", schedule
+        return worker.answer(Request("confirm", *named, 1, "warm", None, False, (), fingerprint)).outcome
 
     assert confirmed(own) is None
     refused = confirmed("another")

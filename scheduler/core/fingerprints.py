@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -43,14 +44,14 @@ def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, 
     def run(*args: Any) -> Any:
         return kernel.results(problem, kernel.space(problem, target).decode(schedule), target, *args)
 
-    return in_fresh_thread(lambda: _traced(run, problem.operands()))
+    return _apart(lambda: _traced(run, problem.operands()))
 
 
 def of_reference(operation: Operation[Any], problem: Problem) -> str:
     """The fingerprint of the reference as it is traced now; "" where all versions are kept by hand."""
     if all(kernel.version != BY_PROGRAM for kernel in operation.kernels):
         return ""
-    return in_fresh_thread(lambda: _traced(problem.reference, problem.operands()))
+    return _apart(lambda: _traced(problem.reference, problem.operands()))
 
 
 def of_candidate(operation: Operation[Any], problem: Problem, backend: str, schedule: Schedule, target: Target) -> str:
@@ -86,6 +87,16 @@ def changed(
     if reference and of_reference(operation, problem) not in (reference, ""):
         return _changed("the reference", jax_version)
     return None
+
+
+def _apart(call: Callable[[], str]) -> str:
+    """What `call` returns, in a thread without the caller's mesh, traces and settings.
+
+    While a module is imported, its own thread holds a lock that an import within a kernel would wait for: it calls.
+    """
+    specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
+    importing = any(getattr(spec, "_initializing", False) for spec in specs)
+    return call() if importing else in_fresh_thread(call)
 
 
 def _changed(what: str, jax_version: str) -> Changed | None:

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from search_spaces.autotuned.names import module_of
 from search_spaces.autotuned.statics import spelled
 from search_spaces.fingerprint import content, digest, is_of_tools
 
@@ -56,7 +57,7 @@ def _text(value: Any) -> str:
         if function.__name__ == "<lambda>":
             return f"lambda#{digest(function.__code__)[:8]}{within}"
         # Where JAX keeps its own functions changes from version to version.
-        module = function.__module__.partition(".")[0] if is_of_tools(function) else function.__module__
+        module = function.__module__.partition(".")[0] if is_of_tools(function) else module_of(function)
         return f"{module}.{function.__qualname__}{within}".replace("<locals>.", "")
     try:
         text = spelled("", value)

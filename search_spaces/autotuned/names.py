@@ -29,7 +29,7 @@ def name_of(function: Callable[..., Any], given: str | None, captured: str) -> s
     Raises:
       DeclarationError: the name is taken by another function, or by an operation that is here.
     """
-    name = given if given is not None else f"{_module(function)}.{_qualname(function)}"
+    name = given if given is not None else f"{module_of(function)}.{_qualname(function)}"
     if not name or name in OPERATIONS or ":" in name:
         why = "is an operation of this package" if name in OPERATIONS else "cannot name an operation"
         raise DeclarationError(f"{name!r} {why}: give {function.__name__} another name=")
@@ -82,7 +82,7 @@ def _file(function: Callable[..., Any]) -> str:
     return os.path.realpath(function.__code__.co_filename)
 
 
-def _module(function: Callable[..., Any]) -> str:
+def module_of(function: Callable[..., Any]) -> str:
     """The module as others import it: of a script, and of a file loaded by its path, by where the file lies."""
     module, file = function.__module__, Path(function.__code__.co_filename)
     if module != "__main__" and not module.startswith(LOADED_FILE):
