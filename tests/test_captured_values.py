@@ -16,6 +16,7 @@ from scheduler.dispatch import calls
 from search_spaces import DeclarationError
 from search_spaces.autotuned import names
 from search_spaces.autotuned.captured import captured
+from search_spaces.autotuned.rebinding import Bindings
 
 X = jnp.arange(16.0)
 
@@ -247,6 +248,25 @@ def test_what_changes_nothing_traces_nothing_anew(notebook):
         exec(edit, notebook)
         k(X, backends="pallas")
     assert notebook["TRACES"] == traces
+
+
+def test_an_eager_call_uses_the_code_that_a_reloader_gave_to_a_helper(notebook):
+    k = notebook["k"]
+    assert jnp.array_equal(k(X, backends="pallas"), X * 2)
+    exec("def other(r, o): o[...] = r[...] * 7\ndef replaced(): return other", notebook)
+    notebook["helper"].__code__ = notebook["replaced"].__code__
+    assert jnp.array_equal(k(X, backends="pallas"), X * 7)
+
+
+def test_of_a_thousand_names_an_eager_call_looks_at_a_few():
+    space = {"__name__": "a_notebook"} | {f"V{i}": float(i) for i in range(1000)}
+    exec("def near(): return V0\ndef far(): return " + " + ".join(f"V{i}" for i in range(1, 1000)), space)
+    exec("def f(x): return near() + far()", space)
+    bindings = Bindings(space["f"])
+    first = bindings.generation()
+    assert len(bindings._globals) <= 50
+    space["V0"] = -1.0
+    assert bindings.generation() == first + 1 == bindings.generation()
 
 
 def test_what_is_changed_in_place_is_read_anew_after_a_reload(notebook):
