@@ -57,9 +57,12 @@ def fingerprint(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeS
 def digest(value: Any) -> str:
     """The fingerprint of a jaxpr, or of any value that a function may refer to."""
     found = hashlib.sha256()
-    for part in _Reading().of(value):
-        found.update(part.encode())
-        found.update(b"\0")
+    try:
+        for part in _Reading().of(value):
+            found.update(part.encode())
+            found.update(b"\0")
+    except Exception:  # an equation holds what cannot be read so: its text says less, and is still better than nothing
+        found = hashlib.sha256(_ADDRESS.sub("", str(value)).encode())
     return found.hexdigest()[:16]
 
 
@@ -95,6 +98,8 @@ class _Reading:
                 yield from self._items("code's", value.co_consts)
             case _ if is_jaxpr(value):
                 yield from self._jaxpr(value)
+            case jax.core.Tracer():  # in the closure of code that only lowering runs
+                yield _aval(value)
             case _ if isinstance(value, np.ndarray | np.generic | jax.Array) or hasattr(value, "__array__"):
                 yield from self._array(value)
             case _:

@@ -87,6 +87,26 @@ def pallas(**changed):
     return tuple(file(PALLAS.format(**each)) for each in (told, told | changed))
 
 
+MOSAIC = """
+layout = plgpu.Layout.WG_STRIDED((16,), vec_size=1)
+def body(x_ref, o_ref, smem):
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((16,), jnp.float32, layout))
+    def code(ctx, a):
+        return a * S
+    o_ref[...] = code(load(x_ref, layout))
+return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((16,), jnp.float32), grid=(1,), grid_names=("i",),
+    scratch_types=[plgpu.SMEM((SCRATCH,), jnp.float32)], compiler_params=plgpu.CompilerParams(approx_math=FAST))(x)
+"""
+
+
+def mosaic(**changed):
+    """A kernel of Mosaic GPU, with code of Mosaic's own, before and after such a change of a global."""
+    imports = "from search_spaces.jax_compat import load, plgpu\n"
+    told = {"S": "2.0", "SCRATCH": "128", "FAST": "False"}
+    names = [imports + "\n".join(f"{name} = {each[name]}" for name in each) for each in (told, told | changed)]
+    return tuple(file(MOSAIC, before) for before in names)
+
+
 SCALED = """
 def scaled(s):
     def decorate(f):
@@ -169,6 +189,9 @@ EDITS = {
     "a kernel's index map": pallas(index="1 - i"),
     "a kernel's aliases": pallas(more=", input_output_aliases={0: 0}"),
     "a kernel's cost": pallas(more=", cost_estimate=pl.CostEstimate(flops=1, transcendentals=0, bytes_accessed=1)"),
+    "inline code of Mosaic GPU": mosaic(S="3.0"),
+    "scratch memory": mosaic(SCRATCH="256"),
+    "parameters of a compiler": mosaic(FAST="True"),
     "one schedule alone": both("return x * ({{2.0|3.0}} if tile == 8 else 2.0)"),
     "the target": both("return x * (2.0 if target.platform == '{{cpu|cuda}}' else 3.0)"),
 }
