@@ -36,7 +36,7 @@ from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
 from scheduler.dispatch.stored import say_once, stored
 from scheduler.model import constants
-from scheduler.model.feasibility import illegal
+from scheduler.model.feasibility import has_fields, illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import aliases, end_load
@@ -271,7 +271,7 @@ class _Deciding:
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
-        fitting = [k for k in allowed if _has_fields(k, self.problem, hardware.target, schedule)] or allowed
+        fitting = [k for k in allowed if has_fields(k, self.problem, hardware.target, schedule)] or allowed
         reasons = {kernel: illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
         legal = [kernel for kernel in fitting if reasons[kernel] is None]
         if len(legal) == 1:
@@ -380,13 +380,6 @@ class _Deciding:
 
     def _question(self, hardware: Hardware) -> str:
         return f"{self.operation.name} {self.problem} on {hardware.kind}"
-
-
-def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:
-    """Whether these are the fields of the kernel's schedules, whatever their values."""
-    space = kernel.space(problem, target)
-    fields = {field.name for field in dataclasses.fields(space.schedule)}
-    return fields - space.defaults.keys() <= schedule.keys() <= fields
 
 
 def hardware_for(platform: str, target: str) -> Hardware:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler.core import fingerprints
 from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.identity import point_of, schedule_to_text
 from scheduler.core.progress import Pace, Progress
@@ -22,6 +21,7 @@ from scheduler.measure.replay import Recorder, second_pass
 from scheduler.measure.runner import Runner, Task
 from scheduler.model.pruning import Candidate
 from scheduler.prediction import predict
+from scheduler.search.candidates import fingerprint
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -100,8 +100,8 @@ def sweep(
 
         with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
-                fingerprint = _fingerprint(operation, problem, runner, c) if isinstance(outcome, Measurement) else ""
-                trial = Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s, fingerprint)
+                print_of = fingerprint(operation, problem, runner, c) if isinstance(outcome, Measurement) else ""
+                trial = Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s, print_of)
                 trials.append(trial)
                 recorder.add(trials[-1])
                 if isinstance(outcome, Measurement):
@@ -113,17 +113,12 @@ def sweep(
     return recorder.sweep, trials
 
 
-def _fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, which: Candidate | Trial) -> str:
-    kernel, target = operation.kernel(which.backend), runner.hardware.target
-    return fingerprints.of_schedule(kernel, problem, which.schedule, target)
-
-
 def _require_unchanged(
     operation: Operation[Any], problem: Problem, runner: Runner, trials: Sequence[Trial], path: Path
 ) -> None:
     """Raises a RecordingError where a kernel was edited after the recording was begun."""
     for trial in trials:
-        if trial.fingerprint and trial.fingerprint != _fingerprint(operation, problem, runner, trial):
+        if trial.fingerprint and trial.fingerprint != fingerprint(operation, problem, runner, trial):
             raise RecordingError(
                 f"{path} holds a sweep of another {trial.backend} kernel, which was edited since; delete it, or name "
                 "another file"

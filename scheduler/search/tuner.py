@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from scheduler.core import fingerprints
 from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
 from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
@@ -22,9 +20,9 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.reduced import smaller
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Runner, RunnerOptions, Task
-from scheduler.model.pruning import Candidate, counted
+from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
-from scheduler.search.candidates import Candidates, Recorded, collect
+from scheduler.search.candidates import Candidates, Recorded, collect, fingerprint, identified, reference
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
 from scheduler.search.finalists import FINALISTS, KEPT, all_failed, fastest, finalists, run_off
 from scheduler.search.interpreter_time import search_seconds
@@ -171,6 +169,7 @@ class _Tuning:
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.keeping = Keeping(store)
+        self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
@@ -201,14 +200,9 @@ class _Tuning:
                 near=near,
                 first=first,
             )
+            of, here, keeping = self.candidates.of, self.runner.environment, self.keeping
             self.trials = Trials(
-                self.key,
-                self.runner.environment,
-                self.candidates.of,
-                known,
-                self.keeping,
-                first_error=self.first_error,
-                fingerprint=self._fingerprint,
+                self.key, here, of, known, keeping, first_error=self.first_error, fingerprint=self.fingerprint
             )
             self._search(seconds, seed, progress)
             chosen = finalists(self.trials, self._confirm, self.runner)
@@ -229,7 +223,7 @@ class _Tuning:
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
             brief=brief,
-            reference=self._reference(),
+            reference=reference(self.operation, self.problem, self.runner),
         )
         self.keeping.write(lambda store: store.put(record))
         return record
@@ -291,19 +285,8 @@ class _Tuning:
             for trial in made
             if isinstance(trial.outcome, Measurement)
             and (trial.outcome.clock, trial.outcome.l2) == here
-            and trial.fingerprint == self._fingerprint(trial)
+            and trial.fingerprint == self.fingerprint(trial)
         }
-
-    def _fingerprint(self, candidate: Candidate | Trial) -> str:
-        """Of a candidate as it was recorded, or as it is traced now."""
-        if isinstance(self.runner, Recorded):
-            return self.runner.fingerprint(candidate.backend, candidate.schedule)
-        kernel, target = self.operation.kernel(candidate.backend), self.runner.hardware.target
-        return fingerprints.of_schedule(kernel, self.problem, candidate.schedule, target)
-
-    def _reference(self) -> str:
-        """The reference's; that of a recording is not known."""
-        return "" if isinstance(self.runner, Recorded) else fingerprints.of_reference(self.operation, self.problem)
 
     def _near(self) -> list[Neighbour]:
         """Similar problems in the store."""
@@ -374,9 +357,7 @@ class _Tuning:
         return self.runner.measure(self._task(index, self.repetitions))
 
     def _confirm(self, index: int) -> Failure | None:
-        task, target = self._task(index, self.repetitions), self.runner.hardware.target
-        own = fingerprints.of_candidate(self.operation, self.problem, task.backend, task.schedule, target)
-        return self.runner.confirm(dataclasses.replace(task, fingerprint=own))
+        return self.runner.confirm(identified(self._task(index, self.repetitions), self.runner.hardware.target))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
@@ -413,6 +394,5 @@ class _Tuning:
 
     def _entry(self, index: int, measured: Outcome) -> Entry:
         assert isinstance(measured, Measurement)
-        c = self.candidates.of[index]
-        fingerprint = self.trials.ended[index].fingerprint
-        return Entry(c.backend, c.version, c.schedule, measured, c.predicted_s, fingerprint)
+        t = self.trials.ended[index]
+        return Entry(t.backend, t.version, t.schedule, measured, t.predicted_s, t.fingerprint)
