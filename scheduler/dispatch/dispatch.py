@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import typing
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from scheduler.core.errors import (
     UnknownChip,
     WorkerError,
 )
+from scheduler.core.fingerprints import Changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Key, Schedule, schedule_text
@@ -34,7 +36,7 @@ from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
 from scheduler.dispatch.stored import say_once, stored
 from scheduler.model import constants
-from scheduler.model.feasibility import illegal
+from scheduler.model.feasibility import has_fields, illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
 from search_spaces import aliases, end_load
@@ -121,7 +123,7 @@ def options(
         schedule=items,
         target=target,
         plan=plan,
-        generation=_answers.generation,
+        generation=_answers.generation + _edits.get(operation, 0),
         sure=sure,
     )
 
@@ -177,6 +179,12 @@ def reload() -> None:
     with _replacing:
         old, _answers = _answers, _Answers(_answers.generation + 1)
     old.cache.close()
+
+
+def forget(operation: Operation[Any]) -> None:
+    """Asks the stores again for every problem of one operation."""
+    with _replacing:
+        _edits[operation] = _edits.get(operation, 0) + 1
 
 
 def user_cache() -> Cache:
@@ -260,7 +268,7 @@ class _Deciding:
 
     def _given(self, hardware: Hardware, schedule: Schedule) -> Decision:
         allowed = [k for k in self.operation.kernels if k.backend in (self.options.backends or self.operation.backends)]
-        fitting = [k for k in allowed if _has_fields(k, self.problem, hardware.target, schedule)] or allowed
+        fitting = [k for k in allowed if has_fields(k, self.problem, hardware.target, schedule)] or allowed
         reasons = {kernel: illegal(kernel, self.problem, hardware, schedule) for kernel in fitting}
         legal = [kernel for kernel in fitting if reasons[kernel] is None]
         if len(legal) == 1:
@@ -298,6 +306,9 @@ class _Deciding:
             why = f" ({useless})" if useless else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
+        if isinstance(useless, Changed) and (policy != "tune" or self.options.target):
+            command = hints.tune(self.operation, self.problem, hardware)
+            warn_once(f"{self._question(hardware)}: {useless}; to measure it again, run: {command}")
         if policy == "xla":
             say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
@@ -368,13 +379,6 @@ class _Deciding:
         return f"{self.operation.name} {self.problem} on {hardware.kind}"
 
 
-def _has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:
-    """Whether these are the fields of the kernel's schedules, whatever their values."""
-    space = kernel.space(problem, target)
-    fields = {field.name for field in dataclasses.fields(space.schedule)}
-    return fields - space.defaults.keys() <= schedule.keys() <= fields
-
-
 def hardware_for(platform: str, target: str) -> Hardware:
     """The chip that a lowering for `platform` is for; an `UnknownChip` says why none is known."""
     if target and (named := chips.find(target)).platform == platform:
@@ -386,4 +390,6 @@ def hardware_for(platform: str, target: str) -> Hardware:
 
 
 _replacing = threading.Lock()
+# How often the answers of an operation were forgotten.
+_edits: weakref.WeakKeyDictionary[Operation[Any], int] = weakref.WeakKeyDictionary()
 _answers = _Answers(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.records import Schedule
 from scheduler.model.traffic import column
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel
+from search_spaces.kernel import Kernel, Target
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
@@ -58,3 +59,10 @@ def _footprint(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, s
     space = kernel.space(problem, hardware.target)
     one = Columns.of([space.decode(schedule)]) if space.choices else Columns({}, length=1)
     return kernel.footprint(problem, one, hardware.target)
+
+
+def has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:
+    """Whether these are the fields of the kernel's schedules, whatever their values."""
+    space = kernel.space(problem, target)
+    fields = {field.name for field in dataclasses.fields(space.schedule)}
+    return fields - space.defaults.keys() <= schedule.keys() <= fields

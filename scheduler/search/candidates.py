@@ -8,12 +8,14 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from scheduler.core import fingerprints
 from scheduler.core.identity import Point, Versioned, point_of, versioned
-from scheduler.core.records import Entry, Schedule
-from scheduler.measure.runner import Runner
+from scheduler.core.records import Entry, Schedule, Trial
+from scheduler.measure.runner import Runner, Task
 from scheduler.model.constants import model_of
 from scheduler.model.pruning import Candidate, prune
 from scheduler.prediction.transfer import Neighbour
+from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -31,6 +33,9 @@ class Recorded(Protocol):
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
         """The kernel version that was measured with this schedule, or None where it was not."""
+
+    def fingerprint(self, backend: str, schedule: Schedule) -> str:
+        """That of the trial of this schedule; "" where it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +112,25 @@ def collect(
     leading += [*(points[point] for point in first if point in points), *won]
     seeds = [place[which] for which in dict.fromkeys(leading) if which in place]
     return Candidates(candidates, seeds, size, dropped, versions)
+
+
+def fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, which: Candidate | Trial) -> str:
+    """Of a candidate as it was recorded, or as it is traced now."""
+    if isinstance(runner, Recorded):
+        return runner.fingerprint(which.backend, which.schedule)
+    kernel, target = operation.kernel(which.backend), runner.hardware.target
+    return fingerprints.of_schedule(kernel, problem, which.schedule, target)
+
+
+def identified(task: Task, target: Target) -> Task:
+    """The task with the fingerprint that its candidate has in this process."""
+    own = fingerprints.of_candidate(task.operation, task.problem, task.backend, task.schedule, target)
+    return dataclasses.replace(task, fingerprint=own)
+
+
+def reference(operation: Operation[Any], problem: Problem, runner: Runner) -> str:
+    """The reference's fingerprint; that of a recording is not known."""
+    return "" if isinstance(runner, Recorded) else fingerprints.of_reference(operation, problem)
 
 
 def _point(candidate: Candidate) -> Point:

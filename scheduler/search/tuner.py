@@ -24,7 +24,7 @@ from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
-from scheduler.search.candidates import Candidates, Recorded, collect
+from scheduler.search.candidates import Candidates, Recorded, collect, fingerprint, identified, reference
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
 from scheduler.search.finalists import FINALISTS, KEPT, all_failed, fastest, finalists, run_off
 from scheduler.search.interpreter_time import search_seconds
@@ -169,6 +169,7 @@ class _Tuning:
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.keeping = Keeping(store)
+        self.fingerprint = functools.partial(fingerprint, operation, problem, runner)
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
@@ -201,8 +202,9 @@ class _Tuning:
                 near=near,
                 first=first,
             )
+            of, here, keeping = self.candidates.of, self.runner.environment, self.keeping
             self.trials = Trials(
-                self.key, self.runner.environment, self.candidates.of, known, self.keeping, first_error=self.first_error
+                self.key, here, of, known, keeping, first_error=self.first_error, fingerprint=self.fingerprint
             )
             self._search(seconds, seed, progress)
             chosen = finalists(self.trials, self._confirm, self.runner)
@@ -223,6 +225,7 @@ class _Tuning:
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
             brief=brief,
+            reference=reference(self.operation, self.problem, self.runner),
         )
         self.keeping.write(lambda store: store.put(record))
         return record
@@ -282,7 +285,9 @@ class _Tuning:
         return {
             versioned(trial): trial
             for trial in made
-            if isinstance(trial.outcome, Measurement) and (trial.outcome.clock, trial.outcome.l2) == here
+            if isinstance(trial.outcome, Measurement)
+            and (trial.outcome.clock, trial.outcome.l2) == here
+            and trial.fingerprint == self.fingerprint(trial)
         }
 
     def _near(self) -> list[Neighbour]:
@@ -354,7 +359,7 @@ class _Tuning:
         return self.runner.measure(self._task(index, self.repetitions))
 
     def _confirm(self, index: int) -> Failure | None:
-        return self.runner.confirm(self._task(index, self.repetitions))
+        return self.runner.confirm(identified(self._task(index, self.repetitions), self.runner.hardware.target))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
@@ -391,5 +396,5 @@ class _Tuning:
 
     def _entry(self, index: int, measured: Outcome) -> Entry:
         assert isinstance(measured, Measurement)
-        c = self.candidates.of[index]
-        return Entry(c.backend, c.version, c.schedule, measured, c.predicted_s)
+        t = self.trials.ended[index]
+        return Entry(t.backend, t.version, t.schedule, measured, t.predicted_s, t.fingerprint)
