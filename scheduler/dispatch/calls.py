@@ -15,6 +15,7 @@ import numpy as np
 from scheduler.dispatch import dispatch, explicit, planned
 from scheduler.dispatch.primitive import library, tuned_call
 from search_spaces import jax_compat, partitioning_compat
+from search_spaces.configuration import formulas
 from search_spaces.front_end import EXPLICIT_AXES, posing_explicit
 from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import as_tuple
@@ -133,14 +134,16 @@ def _frozen(value: Any) -> Any:
 
 def _tuned(operation: Operation[Any], options: dispatch.Options, bound: Bound[Any]) -> Any:
     _require_hashable(operation, bound.params)
-    result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
-    return result if bound.restore is None else bound.restore(*as_tuple(result))
+    with formulas():
+        result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
+        return result if bound.restore is None else bound.restore(*as_tuple(result))
 
 
 def _by_library(operation: Operation[Any], bound: Bound[Any]) -> Any:
     params = tuple(named for named in bound.params if named[0] not in operation.vjp_params)
-    results = library(operation, bound.problem, params, *bound.operands)
-    return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)
+    with formulas():
+        results = library(operation, bound.problem, params, *bound.operands)
+        return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)
 
 
 def _of_whole_arrays(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
@@ -183,7 +186,8 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
             if not isinstance(result, str):
                 return result
             reason = f"{reason}: {result}"
-        result = plain()  # first: what JAX refuses, it refuses in its own words
+        with formulas():
+            result = plain()  # first: what JAX refuses, it refuses in its own words
         dispatch.leave_to_library(operation, options, reason)
         return result
 

@@ -20,6 +20,7 @@ from scheduler.functions.in_turns import Seconds
 from scheduler.functions.problems import problems
 from scheduler.search.final_comparison import Margin
 from search_spaces import load_known
+from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
 
 
@@ -80,6 +81,7 @@ class TimedAgain:
     unplanned: tuple[str, ...]
 
 
+@comparisons()
 def time_again(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> TimedAgain:
     """Times ``fn(*args)`` under its plan and under XLA's answers in turns, and compares what both compute.
 
