@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,10 +108,51 @@ def number(name: str, value: Any) -> float:
       TypeError: it is none, or is an array that is traced.
     """
     try:
-        return float(value)
+        if not isinstance(value, str | bytes | bytearray):
+            return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an integer too large for a float: give a float") from None
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        told = "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
-        raise TypeError(f"{name} is {told}; it is part of the compiled program, so give a number") from None
+        pass
+    raise TypeError(f"{name} is {_described(value)}; it is part of the compiled program, so give a number")
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a truth value, for an argument that is part of the compiled program.
+
+    Raises:
+      TypeError: it has no truth value: an array of several elements, or one that is traced.
+    """
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"{name} is {_described(value)}; it is part of the compiled program, so give True or False"
+        ) from None
+
+
+def axes(value: Any) -> Any:
+    """An axis, axes as a tuple, or None: integers alone, of which 1.0 is none although it equals one.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if type(value) is int or value is None:
+        return value
+    try:
+        if isinstance(value, tuple | list) or (isinstance(value, np.ndarray) and value.ndim):
+            return tuple(map(operator.index, value))
+        return operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"axis is {_described(value)}; it is part of the compiled program, so give an integer or several"
+        ) from None
+
+
+def _described(value: Any) -> str:
+    return "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
 
 
 def _require_hashable(operation: Operation[Any], values: Any) -> None:
