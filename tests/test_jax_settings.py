@@ -69,6 +69,7 @@ CALLS = {
     ),
 }
 
+
 @contextlib.contextmanager
 def together(*contexts):
     with contextlib.ExitStack() as stack:
@@ -169,7 +170,7 @@ def test_nan_of_a_tuned_call_is_a_floating_point_error_that_names_it(name):
 
 def test_an_infinity_of_a_tuned_call_is_a_floating_point_error():
     with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"\(inf\) encountered in tuned_matmul"):
-        tuned_matmul(jnp.full((2, 2), 3e38), jnp.ones((2, 2)))
+        tuned_matmul(jnp.full((2, 2), 3e38, jnp.float32), jnp.ones((2, 2), jnp.float32))
 
 
 @pytest.mark.parametrize("name", NAN_MAKERS)
@@ -216,8 +217,8 @@ SEARCHED = ["rank promotion", "dtype promotion", "NaN", "infinities", "no jit", 
 
 
 def search():
-    record = scheduler.tune(tuned_matmul, MatmulProblem(4, 6, 8, dtype="float32"), budget=1, force=True)
-    assert any(trial.backend == "interpret" for trial in record.trials)
+    record = scheduler.tune(tuned_matmul, MatmulProblem(4, 6, 8, dtype="float32"), budget=2, force=True)
+    assert {entry.backend for entry in record.entries} == {"interpret", "xla"}
 
 
 @pytest.mark.parametrize("setting", SEARCHED)
@@ -254,8 +255,8 @@ from scheduler.measure.runner import RunnerOptions
 from search_spaces.matmul import MatmulProblem
 problem = MatmulProblem(4, 6, 8, dtype="float32")
 for options in (None, RunnerOptions(workers=1)):
-    record = scheduler.tune(tuned_matmul, problem, budget=1, force=True, options=options)
-    print([str(trial.outcome)[:60] for trial in record.trials])
+    record = scheduler.tune(tuned_matmul, problem, budget=2, force=True, options=options)
+    print(sorted(entry.backend for entry in record.entries))
 """
 
 
@@ -282,4 +283,4 @@ def test_a_search_meets_no_variable_of_jax_here_or_in_workers(variables):
         timeout=600,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "Failure" not in ran.stdout
+    assert ran.stdout.splitlines() == 2 * ["['interpret', 'xla']"]

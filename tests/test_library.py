@@ -25,6 +25,7 @@ from scheduler.search.sweep import sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Library, Operation, Target
+from search_spaces.configuration import formulas
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
