@@ -69,7 +69,8 @@ def tuned_softmax(
 
     It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as `jax.nn.softmax`
     does it, where that program of XLA's was measured to be the fastest (``schedule={"program": "float32"}`` or
-    ``backends="pallas"`` leaves it out). Along another axis it is `jax.nn.softmax`.
+    ``backends="pallas"`` leaves it out). Along another axis it is `jax.nn.softmax`. Integers are converted first, so
+    that unsigned ones do not wrap.
 
     Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for another axis than the last, for
     arrays other than float32, bfloat16 or float16, and for empty ones; with `return_lse` also on a mesh outside of
@@ -77,7 +78,7 @@ def tuned_softmax(
 
     Args:
       x: ``[..., columns]``.
-      axis: along which the results sum to 1.
+      axis: along which the results sum to 1: an integer, several in a tuple, or None for all.
       return_lse: return ``jax.nn.logsumexp(x, axis)`` in float32, too. It is an operation of its own,
         "softmax_with_lse", tuned as such, and always computed in float32.
       on_miss, backends, schedule: as in `tuned_matmul`.
@@ -88,8 +89,8 @@ def tuned_softmax(
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
-    called = _SOFTMAX_WITH_LSE if return_lse else _SOFTMAX
-    return calls.answer(called, (on_miss, backends, schedule, axis), x)
+    called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
+    return calls.answer(called, (on_miss, backends, schedule, calls.axes(axis)), x)
 
 
 def tuned_silu_and_mul(
@@ -113,7 +114,8 @@ def tuned_silu_and_mul(
 
     Raises:
       ValueError: the last axis has no two halves.
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
+      TypeError: `x` holds integers or truth values, as `jax.nn.silu` raises it.
+      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
     return calls.answer(_SILU_AND_MUL, (on_miss, backends, schedule), x)
 

@@ -10,6 +10,7 @@ from scheduler.dispatch import calls
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from search_spaces.flash_attention import FLASH_ATTENTION
+from search_spaces.flash_attention.front_end import bounds
 
 
 @overload
@@ -85,8 +86,8 @@ def tuned_flash_attention(
       v: ``[batch, kv_len, kv_heads, head_dim_v]`` likewise; `head_dim_v` may differ from `head_dim`.
       causal: query i sees no key beyond i.
       scale: of logits, a number; None is ``1 / sqrt(head_dim)``.
-      window: query i sees keys from ``i - left`` to ``i + right``, both included: a number for both, or two, of which
-        one may be None.
+      window: query i sees keys from ``i - left`` to ``i + right``, both included: an integer of 0 or more for both, or
+        two, of which one may be None.
       softcap: logits become ``softcap * tanh(logits / softcap)``; a finite number above 0.
       q_lengths: ``int32[batch]``: the first so many queries of each sequence are there, the results of others zeros.
       kv_lengths: ``int32[batch]``: the first so many keys of each sequence are there.
@@ -105,7 +106,10 @@ def tuned_flash_attention(
     """
     number = None if scale is None else calls.number("scale", scale)
     cap = None if softcap is None else calls.number("softcap", softcap)
-    how = (on_miss, backends, schedule, causal, number, window, cap, return_lse, deterministic)
+    names = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}
+    is_causal, with_lse, same_bits = (calls.flag(name, value) for name, value in names.items())
+    sides = None if window is None else bounds(window)
+    how = (on_miss, backends, schedule, is_causal, number, sides, cap, with_lse, same_bits)
     return calls.answer(_CALLED, how, q, k, v, q_lengths, kv_lengths)
 
 

@@ -54,7 +54,7 @@ def tuned_gated_matmul(
     """
     gate, up = _apart(w, "w")
     gate_bias, up_bias = _apart(bias, "bias")
-    how = (on_miss, backends, schedule, activation, transpose_w)
+    how = (on_miss, backends, schedule, activation, calls.flag("transpose_w", transpose_w))
     return calls.answer(_CALLED, how, x, gate, up, gate_bias, up_bias)
 
 

@@ -111,7 +111,8 @@ def tuned_matmul(
       NoCandidate: `backends` leaves XLA out and nothing else can answer, with the reason.
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
-    as_asked = (transpose_a, transpose_b, precision, preferred_element_type, activation, split_sizes)
+    transposes = calls.flag("transpose_a", transpose_a), calls.flag("transpose_b", transpose_b)
+    as_asked = (*transposes, precision, preferred_element_type, activation, split_sizes)
     return calls.answer(_CALLED, (on_miss, backends, schedule, *as_asked), a, b, bias, residual)
 
 

@@ -55,7 +55,8 @@ def tuned_scaled_matmul(
         another shape, with those that it may have.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
-    how = (on_miss, backends, schedule, transpose_b, str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)))
+    dtype = str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype))
+    how = (on_miss, backends, schedule, calls.flag("transpose_b", transpose_b), dtype)
     return calls.answer(_CALLED, how, a, b, a_scale, b_scale)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
@@ -15,7 +15,10 @@ from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
-from search_spaces.space import Column, Columns, Space, one_truth_value
+from search_spaces.space import Column, Columns, Space, one_truth_value, round_up
+
+# Elements of an array that indices of 32 bits reach.
+INDICES_OF_32_BITS = 2**31 - 1
 
 P = TypeVar("P", bound=Problem)
 S = TypeVar("S")
@@ -50,6 +53,8 @@ class Kernel(abc.ABC, Generic[P, S]):
       taken_apart: within a function XLA may not fuse what it fuses alone, so that a tie goes to another kernel.
       vendor: the library of the chip's vendor that this calls ("cuDNN"), "" for none: with XLA's, what "pallas" leaves
         out.
+      most_elements: of the largest array (`largest_array`) that the kernel's indices reach, None without a bound: what
+        is larger it does not support.
       verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
         not measured is never taken from it (see `verified`).
     """
@@ -59,6 +64,7 @@ class Kernel(abc.ABC, Generic[P, S]):
     library: ClassVar[bool] = False
     taken_apart: ClassVar[bool] = False
     vendor: ClassVar[str] = ""
+    most_elements: ClassVar[int | None] = None
     verified_on: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -73,9 +79,14 @@ class Kernel(abc.ABC, Generic[P, S]):
     def supports(self, problem: P, target: Target) -> str | None:
         """None, or the reason in words why this kernel cannot do `problem` on `target`.
 
-        Whoever asks gets a `DeclarationError` where it is anything else.
+        Whoever asks gets a `DeclarationError` where it is anything else. Arrays above `most_elements` need no reason of
+        a kernel's own.
         """
         return None
+
+    def largest_array(self, problem: P) -> int:
+        """Elements of the largest array that any schedule reads or writes in device memory, padding included."""
+        return max(s.size for s in (*problem.operands(), *problem.results()))
 
     @abc.abstractmethod
     def space(self, problem: P, target: Target) -> Space[S]:
@@ -120,7 +131,9 @@ def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(supports)
     def checked(self: Kernel[Any, Any], *args: Any, **kwargs: Any) -> str | None:
         answer = supports(self, *args, **kwargs)
-        if answer is None or (isinstance(answer, str) and answer):
+        if answer is None:
+            return _beyond(self, *args, **kwargs)
+        if isinstance(answer, str) and answer:
             return answer
         raise DeclarationError(
             f"{type(self).__name__}.supports returned {answer!r}: it returns None where the kernel can do the problem, "
@@ -128,6 +141,18 @@ def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return checked
+
+
+def _beyond(kernel: Kernel[Any, Any], problem: Problem, target: Target) -> str | None:
+    """Why an array is too large for the kernel's indices, or None."""
+    if kernel.most_elements is None or (elements := kernel.largest_array(problem)) <= kernel.most_elements:
+        return None
+    return f"its indices reach {kernel.most_elements} elements of an array, not {elements}"
+
+
+def padded_elements(arrays: Iterable[jax.ShapeDtypeStruct], axis: int, multiple: int) -> int:
+    """Elements of the largest of arrays whose `axis` is padded to a multiple of so many."""
+    return max(s.size // s.shape[axis] * round_up(s.shape[axis], multiple) for s in arrays)
 
 
 def _of_many(declared: Callable[..., Any]) -> Callable[..., Any]:

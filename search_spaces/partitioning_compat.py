@@ -74,6 +74,14 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in spec))
 
 
+def is_mapped_over_a_mesh() -> bool:
+    """Whether code is traced within a `jax.vmap` with an `spmd_axis_name`: what is mapped is divided, or will be.
+
+    JAX then divides the mapped axis of each operand of a `jax.shard_map`, of operands that are not divided, too.
+    """
+    return bool(core.get_axis_env().spmd_axis_names)
+
+
 def why_whole(ctx: Any) -> str | None:
     """Why XLA cannot ask about a call that is lowered here, in words; None where it can."""
     if ctx.module_context.lowering_parameters.for_export:

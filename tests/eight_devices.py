@@ -617,3 +617,15 @@ def test_on_explicit_axes_attention_rows_vmap_and_export_ask_kernels():
     close(jax.jit(jax.vmap(pallas, (0, None)))(x, b), A.reshape(8, 8, 32) @ B)
     a = put(A, "x", on=EXPLICIT)
     close(jax.export.export(jax.jit(pallas))(a, b).call(a, b), A @ B)
+
+
+@pytest.mark.parametrize("spec", [(), ("x",), (None, "x"), (None, "y"), ("x", "y")])
+@pytest.mark.parametrize("over", [EXPLICIT, AUTO], ids=["explicit", "automatic"])
+def test_a_vmap_that_names_a_mesh_axis_has_the_result_and_the_type_of_jax(spec, over):
+    x = put(jax.random.normal(jax.random.key(0), (8, 16, 32)), *spec, on=over)
+    for transform in (lambda f: f, jax.jit):
+        ours, theirs = (
+            transform(jax.vmap(f, spmd_axis_name="x"))(x) for f in (tuned_softmax, lambda x: jax.nn.softmax(x))
+        )
+        assert str(jax.typeof(ours)) == str(jax.typeof(theirs))
+        close(ours, theirs)

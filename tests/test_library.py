@@ -25,6 +25,7 @@ from scheduler.search.sweep import sweep
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Library, Operation, Target
+from search_spaces.configuration import formulas
 from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.rms_norm import RMS_NORM, RmsNormProblem
 from search_spaces.silu_and_mul import SILU_AND_MUL, SiluAndMulProblem
@@ -169,7 +170,7 @@ def test_the_plain_program_of_a_fused_product_is_what_users_write(activation):
         return ((getattr(jax.nn, activation)(sums) if activation else sums) + residual).astype(jnp.bfloat16)
 
     assert MATMUL.library.programs(problem) == ("float32", "plain")
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_dtype_promotion("strict"), formulas():
         result = MATMUL.library.run(problem, Library("plain"), TARGET, *args)
     assert result.dtype == jnp.bfloat16
     np.testing.assert_array_equal(result.astype(jnp.float32), written().astype(jnp.float32))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from scheduler.dispatch import dispatch, explicit, planned
 from scheduler.dispatch.primitive import library, tuned_call
 from search_spaces import jax_compat, partitioning_compat
+from search_spaces.configuration import formulas
 from search_spaces.front_end import EXPLICIT_AXES, posing_explicit
 from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import as_tuple
@@ -108,10 +110,51 @@ def number(name: str, value: Any) -> float:
       TypeError: it is none, or is an array that is traced.
     """
     try:
-        return _itself(float(value))
+        if not isinstance(value, str | bytes | bytearray):
+            return _itself(float(value))
+    except OverflowError:
+        raise ValueError(f"{name} is an integer too large for a float: give a float") from None
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        told = "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
-        raise TypeError(f"{name} is {told}; it is part of the compiled program, so give a number") from None
+        pass
+    raise TypeError(f"{name} is {_described(value)}; it is part of the compiled program, so give a number")
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` as a truth value, for an argument that is part of the compiled program.
+
+    Raises:
+      TypeError: it has no truth value: an array of several elements, or one that is traced.
+    """
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"{name} is {_described(value)}; it is part of the compiled program, so give True or False"
+        ) from None
+
+
+def axes(value: Any) -> Any:
+    """An axis, axes as a tuple, or None: integers alone, of which 1.0 is none although it equals one.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if type(value) is int or value is None:
+        return value
+    try:
+        if isinstance(value, tuple | list) or (isinstance(value, np.ndarray) and value.ndim):
+            return tuple(map(operator.index, value))
+        return operator.index(value)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"axis is {_described(value)}; it is part of the compiled program, so give an integer or several"
+        ) from None
+
+
+def _described(value: Any) -> str:
+    return "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
 
 
 def _require_hashable(operation: Operation[Any], values: Any) -> None:
@@ -140,14 +183,16 @@ def _itself(value: Any) -> Any:
 
 def _tuned(operation: Operation[Any], options: dispatch.Options, bound: Bound[Any]) -> Any:
     _require_hashable(operation, bound.params)
-    result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
-    return result if bound.restore is None else bound.restore(*as_tuple(result))
+    with formulas():
+        result = tuned_call(operation, bound.problem, *bound.operands, params=bound.params, options=options)
+        return result if bound.restore is None else bound.restore(*as_tuple(result))
 
 
 def _by_library(operation: Operation[Any], bound: Bound[Any]) -> Any:
     params = tuple(named for named in bound.params if named[0] not in operation.vjp_params)
-    results = library(operation, bound.problem, params, *bound.operands)
-    return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)
+    with formulas():
+        results = library(operation, bound.problem, params, *bound.operands)
+        return bound.problem.pack(results) if bound.restore is None else bound.restore(*results)
 
 
 def _of_whole_arrays(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
@@ -190,7 +235,8 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
             if not isinstance(result, str):
                 return result
             reason = f"{reason}: {result}"
-        result = plain()  # first: what JAX refuses, it refuses in its own words
+        with formulas():
+            result = plain()  # first: what JAX refuses, it refuses in its own words
         dispatch.leave_to_library(operation, options, reason)
         return result
 

@@ -36,6 +36,8 @@ def over(operation: Operation[Any], problem: Problem, options: Options, call: Ca
     Raises:
       WholeError: it cannot be divided, or not without gathering what JAX would leave divided.
     """
+    if partitioning_compat.is_mapped_over_a_mesh():
+        raise WholeError("a `vmap` around it has an `spmd_axis_name`")
     sharding = sharding_of(operation, problem, [x.shape for x in args], options)
     if isinstance(sharding, str):
         raise WholeError(sharding)

@@ -19,6 +19,7 @@ from scheduler.dispatch import dispatch, divided, explicit
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.listening import Listening
 from search_spaces import jax_compat
+from search_spaces.configuration import formulas
 from search_spaces.kernel import Library, Target
 from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
@@ -53,7 +54,7 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
             return tuned_call(operation, posed, *local, params=params, options=options)
 
         return explicit.over(operation, problem, options, part, *args)
-    if operation.vjp_fwd is not None:
+    if operation.vjp_fwd is not None and not jax_compat.is_expanded_by_jet(args):
         return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
     return _bind(operation, problem, _of_kernels(operation, params), options, *args)
 
@@ -116,9 +117,15 @@ def _typed(array: tuple[tuple[int, ...], Any]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
-    return jax.jit(
-        lambda *args: tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
+    return jax_compat.as_one_operation(
+        lambda *args: tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options),
+        _name(operation),
     )
+
+
+def _name(operation: Operation[Any], **_: Any) -> str:
+    """Of its calls, in errors of JAX."""
+    return f"tuned_{operation.name}"
 
 
 def _run(*args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
@@ -173,6 +180,7 @@ def _part(operation: Operation[Any], params: Params, options: Options, problem: 
     return tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options)
 
 
+@formulas()
 def _differentiate(
     primals: Any, tangents: Any, *, operation: Operation[Any], problem: Problem, params: Params, options: Options
 ) -> Any:
@@ -200,6 +208,7 @@ def _library_tangents(operation: Operation[Any], problem: Problem, params: Param
     return jax.jvp(run, tuple(primals[i] for i in moving), tuple(given[i] for i in moving))[1]
 
 
+@formulas()
 def _transpose(
     cotangents: Any, *args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options
 ) -> Any:
@@ -226,12 +235,14 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
     def answer(*args: Any) -> Any:
         return _bind(operation, problem, kernels_params, options, *args)
 
-    answer.__name__ = f"tuned_{operation.name}"  # which JAX's error names in forward mode
+    answer.__name__ = _name(operation)  # which JAX's error names in forward mode
     differentiable = jax.custom_vjp(answer)
 
+    @formulas()
     def fwd(*primals: Any) -> Any:
         return forward(call, problem, tuple(x.value for x in primals))
 
+    @formulas()
     def bwd(residuals: Any, cotangent: Any) -> Any:
         given = [None if isinstance(ct, SymbolicZero) else ct for ct in as_tuple(cotangent)]
         return tuple(backward(call, problem, residuals, problem.pack(given)))
@@ -240,6 +251,7 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
     return differentiable
 
 
+@formulas()
 def _batch(
     args: Any, dims: Any, *, operation: Operation[Any], problem: Problem, params: Params, options: Options
 ) -> Any:
@@ -285,6 +297,12 @@ def _caller(operation: Operation[Any], problem: Problem, params: Params, options
     return call
 
 
+def _by_formula(
+    *args: Any, operation: Operation[Any], problem: Problem, params: Params, **_: Any
+) -> tuple[jax.Array, ...]:
+    return library(operation, problem, params, *args)
+
+
 def _as_dot(*, problem: Problem, **_: Any) -> tuple[Any, ...] | None:
     numbers = problem.dimension_numbers
     return None if numbers is None else (*problem.operands()[:2], numbers)
@@ -300,3 +318,5 @@ ad.primitive_jvps[tuned_call_p] = _differentiate
 ad.primitive_transposes[tuned_call_p] = _transpose
 batching.primitive_batchers[tuned_call_p] = _batch
 jax_compat.let_policies_see(tuned_call_p, _as_dot)
+jax_compat.let_checkify_see(tuned_call_p, _name)
+jax_compat.let_jet_see(tuned_call_p, _name, _by_formula)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
 
 # What two right programs differ by, in units of the last place: on average, and in one element against the largest.
@@ -58,6 +59,7 @@ def disagreement(expected: Any, actual: Any, eps: float, sensitivity: Callable[[
     return None
 
 
+@measurements()
 def rounded_differently(x: Any, seed: int) -> Any:
     """Each element of an inexact array one unit in its last place up, down or as it is, at random."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -82,6 +84,7 @@ def _allowed(right: Any, eps: float) -> Any:
     return np.array([AVERAGE * unit, WORST * unit, 0.0])
 
 
+@measurements()
 def _off(right: Any, got: Any) -> Any:
     """The root mean square of differences and the largest one, against those of `right`; how many are not finite."""
     if not right.size or right.dtype == jax.dtypes.float0:  # the latter is the derivative in an integer

@@ -21,6 +21,7 @@ from scheduler.functions.in_turns import Seconds
 from scheduler.functions.problems import problems
 from scheduler.search.final_comparison import Margin
 from search_spaces import load_known
+from search_spaces.configuration import comparisons
 from search_spaces.operation import Operation
 
 
@@ -84,6 +85,7 @@ class TimedAgain:
 
 
 @interruptible()
+@comparisons()
 def time_again(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> TimedAgain:
     """Times ``fn(*args)`` under its plan and under XLA's answers in turns, and compares what both compute.
 

@@ -21,7 +21,7 @@ from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import in_turns, replacing
 from scheduler.functions.arguments import Arguments
 from scheduler.functions.trial import Decided, Trial
-from search_spaces import lowering_compat
+from search_spaces import jax_compat, lowering_compat
 
 Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
@@ -107,6 +107,8 @@ class Optimized:
         self.__name__: str = getattr(fn, "__name__", "function")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._jitted(*args, **kwargs)
         given = Arguments(self._static, args, kwargs)
         try:
             key = (self._asked(), lowering_compat.trace_context(), given.key())
@@ -115,7 +117,15 @@ class Optimized:
             return self._jitted(*args, **kwargs)
         if decided is None:
             decided = self._decide(key, given)
-        return self._jitted(*args, **kwargs) if decided.compiled is None else given.call(decided.compiled)
+        if decided.compiled is None:
+            return self._jitted(*args, **kwargs)
+        try:
+            return given.call(decided.compiled)
+        except jax_compat.InternalFloatingPointError as error:  # `jax.debug_nans` or `jax.debug_infs`
+            raise FloatingPointError(
+                f"a result of the tuned version of {self.__name__} holds an invalid value {error.args}: call the plain "
+                "function, of which JAX says which operation makes it"
+            ) from None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, as functions are and those of `jax.jit`."""

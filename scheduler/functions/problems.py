@@ -16,6 +16,7 @@ from scheduler.functions import equations, job_text, local, wording
 from scheduler.functions.counted import Counted, Tally
 from scheduler.functions.inputs import of_arrays
 from scheduler.functions.suggestions import Suggestion, suggestions
+from search_spaces.configuration import comparisons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Problems:
         return len(self.tuned)
 
 
+@comparisons()
 def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     """Every tuned problem of ``fn(*args, **kwargs)``, the most expensive first; nothing is computed.
 

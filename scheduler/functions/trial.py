@@ -18,6 +18,7 @@ from scheduler.functions import agreement, in_turns, replacing
 from scheduler.functions.arguments import Arguments
 from scheduler.functions.in_turns import Seconds
 from scheduler.functions.replacing import Lowered, Replaced
+from search_spaces.configuration import comparisons
 
 # Why XLA's version answers without being timed.
 SEVERAL_PROCESSES = (
@@ -78,6 +79,7 @@ class Trial:
     options: Mapping[str, Options]
     seconds: float | None
 
+    @comparisons()
     def decide(self) -> Decided:
         """Which version is kept.
 

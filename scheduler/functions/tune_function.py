@@ -37,12 +37,14 @@ from scheduler.functions.problems import problems
 from scheduler.measure.runner import environment
 from scheduler.search.task import BUDGET
 from scheduler.store.store import Store
+from search_spaces.configuration import comparisons
 from tile_scheduler import __version__
 
 logger = logging.getLogger("scheduler")
 
 
 @interruptible()
+@comparisons()
 def tune_function(
     fn: Callable[..., Any],
     *args: Any,

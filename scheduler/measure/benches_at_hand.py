@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from scheduler.core.records import Failure, Outcome
 from scheduler.measure.bench import Bench
+from search_spaces.configuration import measurements
 
 What = TypeVar("What", bound=Hashable)
 O = TypeVar("O", bound=Outcome | None)  # noqa: E741
@@ -32,6 +33,7 @@ class BenchesAtHand(Generic[What]):
         self._make = make
         self._benches: dict[What, _AtHand] = {}
 
+    @measurements()
     def ask(self, what: What, question: Callable[[Bench], O], *, beside: Collection[What] = ()) -> O:
         """The answer of the bench of `what`.
 

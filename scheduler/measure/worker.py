@@ -39,6 +39,7 @@ from scheduler.measure.protocol import (
 )
 from scheduler.measure.subprocess_pipe import channel_to_parent
 from search_spaces import load
+from search_spaces.configuration import measurements
 from search_spaces.kernel import Target
 from search_spaces.lowering_compat import infer_layouts_sooner
 from search_spaces.reference_programs import shared_in
@@ -98,7 +99,7 @@ def converse(begin: Begin) -> None:
         say(Unable(first_line(error)))
         return
     say(Ready(service.target))
-    with shared_in(hello.programs):
+    with shared_in(hello.programs), measurements():
         _serve(service, requests, say)
 
 

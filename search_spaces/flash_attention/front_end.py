@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from search_spaces.attention import xla
 from search_spaces.attention.problem import DTYPES, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
-from search_spaces.front_end import require_array, unposed, weakly_typed
+from search_spaces.front_end import unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
 
 
@@ -48,10 +49,8 @@ def bind(
     """
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap!r} is no finite number above 0")
-    for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        if x is not None:
-            require_array(name, x)
-    how = Options(bool(causal), scale, *_bounds(window), softcap, bool(return_lse))
+    q_lengths, kv_lengths = (jnp.asarray(x) if isinstance(x, list | tuple) else x for x in (q_lengths, kv_lengths))
+    how = Options(bool(causal), scale, *bounds(window), softcap, bool(return_lse))
     of = Lengths(q_lengths, kv_lengths)
     posed = _problem(q, k, v, of, how)
     if isinstance(posed, str):
@@ -71,6 +70,8 @@ def bind(
 def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
     """The same by plain JAX, in float64 where operands are that. What JAX refuses, it refuses in its words."""
     narrow = jax.nn.dot_product_attention
+    if any(jnp.ndim(x) in (3, 4) and not jnp.shape(x)[-2] for x in (k, v)):
+        raise ValueError(f"k {jnp.shape(k)} and v {jnp.shape(v)} have no heads")
     if how.softcap is None and not how.return_lse and jnp.shape(v)[-1:] == jnp.shape(k)[-1:]:
         # Refused is what that refuses; computed is what rows without keys, and an empty array, are here.
         jax.eval_shape(
@@ -138,14 +139,20 @@ def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentio
         return str(error)
 
 
-def _bounds(window: Any) -> tuple[int | None, int | None]:
-    """The window's bounds to the left and to the right, None without one."""
+def bounds(window: Any) -> tuple[int | None, int | None]:
+    """The window's bounds to the left and to the right, None without one.
+
+    Raises:
+      ValueError: it is neither an integer of 0 or more nor two of them.
+    """
     try:
+        if isinstance(window, np.ndarray) and window.ndim:
+            window = window.tolist()
         given = tuple(window) if isinstance(window, list | tuple) else (window, window)
         left, right = (None if side is None else operator.index(side) for side in given)
         if min(left or 0, right or 0) < 0:
             raise ValueError(window)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise ValueError(
             f"window={window!r} is neither a number of keys nor two, to the left and to the right"
         ) from None

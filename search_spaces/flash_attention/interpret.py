@@ -14,7 +14,7 @@ from search_spaces.attention.interpret import InterpretedAttention, logits, one_
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.space import Columns, Space
 
 
@@ -23,6 +23,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
 
     backend = "interpret"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return interpret.refusal(target)

@@ -14,7 +14,7 @@ from search_spaces.attention.interpret import InterpretedAttention, dot, logits,
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.space import Columns, Space
 
 
@@ -23,6 +23,7 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
 
     backend = "interpret"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
         return interpret.refusal(target)

@@ -45,6 +45,7 @@ def bind(
     weights = (w,) if up is None else (w, up)
     biases = () if bias is None else (bias,) if up_bias is None else (bias, up_bias)
     columns = _columns(x, weights, transpose_w)
+    jnp.result_type(x, *weights)  # refused where `jax.numpy_dtype_promotion` forbids the mixture
     biases = _as_weights(biases, len(weights), columns)
     posed = _problem(x, weights, biases, transpose_w, activation)
     if isinstance(posed, str):

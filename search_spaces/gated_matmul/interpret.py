@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.matmul.epilogue import EXPONENTIALS
 from search_spaces.matmul.interpret import masked, tile_extents
 from search_spaces.space import Columns, Space, cdiv
@@ -29,6 +29,7 @@ class InterpretSchedule:
 class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
     backend = "interpret"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
         return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"

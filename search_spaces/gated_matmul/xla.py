@@ -47,9 +47,8 @@ class XlaGatedMatmul(LibraryKernel[GatedMatmulProblem]):
 
 
 def _plain(p: GatedMatmulProblem, products: Sequence[jax.Array], biases: Sequence[jax.Array]) -> jax.Array:
-    with jax.numpy_dtype_promotion("standard"):  # a bias may be wider than the result
-        gate, up = (acc if b is None else acc + b for acc, b in zip(products, biases or (None, None), strict=True))
-        result: jax.Array = getattr(jax.nn, p.activation)(gate) * up
+    gate, up = (acc if b is None else acc + b for acc, b in zip(products, biases or (None, None), strict=True))
+    result: jax.Array = getattr(jax.nn, p.activation)(gate) * up
     return result
 
 
@@ -74,14 +73,10 @@ def formula(x: Any, weights: Sequence[Any], biases: Sequence[Any], *, transpose_
     for bias in biases:
         if jnp.issubdtype(dtype := jnp.result_type(bias), jnp.complexfloating):
             raise TypeError(f"a bias is {dtype}, which a result of {out} cannot hold")
-    with jax.numpy_dtype_promotion("standard"):
-        wide = jnp.promote_types(out, jnp.float32)
+    wide = jnp.promote_types(out, jnp.float32)
     turned = [jnp.swapaxes(w, -1, -2) if transpose_w else w for w in weights]
     products = [jnp.matmul(x, w, preferred_element_type=wide) for w in turned]
-    with jax.numpy_dtype_promotion("standard"):
-        added = [
-            acc if b is None else acc + b for acc, b in zip(products, biases or [None] * len(products), strict=True)
-        ]
+    added = [acc if b is None else acc + b for acc, b in zip(products, biases or [None] * len(products), strict=True)]
     if not pair:
         added = jnp.split(added[0], 2, axis=-1)
     gate, up = added

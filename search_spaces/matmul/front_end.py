@@ -54,6 +54,8 @@ def bind(
         }
         p = MatmulProblem.of(a, b, *follows, precision=_rounding(precision) or precision, **how)
         return Bound(p, (a, b, *follows))
+    if wanted is None and isinstance(a, jax.Array) and isinstance(b, jax.Array):
+        jnp.result_type(a, b)  # refused where `jax.numpy_dtype_promotion` forbids the mixture
     operands = Operands(a, b, bias, residual)
     posed = _problem(operands, transpose_a, transpose_b, precision, wanted, activation, several)
     if isinstance(posed, str):
@@ -183,6 +185,8 @@ def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
     precision = _asked(precision)
     if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
         precision = precision[0]
+    if not isinstance(precision, str | lax.Precision):
+        return None
     try:
         return _ROUNDINGS[lax.Precision(precision)]
     except (ValueError, TypeError):

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Arrays, nbytes
@@ -32,6 +32,7 @@ class InterpretSchedule:
 class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
     backend = "interpret"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"

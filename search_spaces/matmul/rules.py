@@ -85,8 +85,7 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
     # A result wider than the operands has a wider cotangent: narrowing it here would lose what the caller asked for.
     # 8-bit floats, which JAX promotes to nothing, are exact in whatever the cotangent is.
     narrow = other.dtype.itemsize == 1
-    with jax.numpy_dtype_promotion("standard"):
-        dtype = cotangent.dtype if narrow else jnp.promote_types(cotangent.dtype, other.dtype)
+    dtype = cotangent.dtype if narrow else jnp.promote_types(cotangent.dtype, other.dtype)
     dc, other = cotangent.astype(dtype), other.astype(dtype)
 
     def product(m: int, n: int, k: int, x: jax.Array, y: jax.Array, transpose_x: bool, transpose_y: bool) -> jax.Array:

@@ -66,12 +66,11 @@ def _plain(problem: MatmulProblem, precision: lax.PrecisionLike, args: Sequence[
         precision=precision,
         preferred_element_type=problem.whole.dtype,
     )
-    with jax.numpy_dtype_promotion("standard"):  # a bias or a residual may be wider than the result
-        if bias is not None:
-            result = result + bias[..., None, :]
-        if problem.activation:
-            result = getattr(jax.nn, problem.activation)(result)
-        return result if residual is None else result + residual
+    if bias is not None:  # which may be wider than the result
+        result = result + bias[..., None, :]
+    if problem.activation:
+        result = getattr(jax.nn, problem.activation)(result)
+    return result if residual is None else result + residual
 
 
 def matmul(
@@ -95,9 +94,8 @@ def matmul(
     product = functools.partial(jnp.matmul, precision=precision)
     out = jax.eval_shape(functools.partial(product, preferred_element_type=preferred_element_type), a, b)
     _check(out, activation, operands.added(out.shape))
-    with jax.numpy_dtype_promotion("standard"):  # it is promised, whatever mixtures the caller forbids
-        wide = jnp.promote_types(out.dtype, jnp.float32) if jnp.issubdtype(out.dtype, jnp.inexact) else out.dtype
-        widest = functools.reduce(jnp.promote_types, [x.dtype for x in (bias, residual) if x is not None], wide)
+    wide = jnp.promote_types(out.dtype, jnp.float32) if jnp.issubdtype(out.dtype, jnp.inexact) else out.dtype
+    widest = functools.reduce(jnp.promote_types, [x.dtype for x in (bias, residual) if x is not None], wide)
     acc = product(a, b, preferred_element_type=wide)
     rows = None if bias is None else jnp.broadcast_to(bias, acc.shape)
     value = epilogue.apply(acc.astype(widest), bias=rows, activation=activation or "", residual=residual)
@@ -127,4 +125,7 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
 def _kind(dtype: Any) -> int:
     """Truth values, integers, floating-point numbers, complex ones: each holds those before it."""
     kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+    for i, kind in enumerate(kinds):
+        if jnp.issubdtype(dtype, kind):
+            return i
+    raise TypeError(f"{dtype} is no dtype of numbers")

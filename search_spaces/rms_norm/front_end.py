@@ -24,3 +24,5 @@ def require_weight(x: Any, weight: Any) -> None:
     require_array("weight", weight)
     if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:
         raise ValueError(f"weight has shape {jnp.shape(weight)}; x {jnp.shape(x)} needs one as long as its last axis")
+    if jnp.iscomplexobj(weight) and not jnp.iscomplexobj(x):
+        raise TypeError(f"weight is {jnp.result_type(weight)}, which a result of {jnp.result_type(x)} cannot hold")

@@ -20,9 +20,11 @@ def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
     """The call of what lies along another axis than the last, which has no rows; None where it is the last.
 
     Raises:
-      TypeError: `x` is no array.
+      TypeError: `x` is no array, or one of truth values.
     """
     require_array("x", x)
+    if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
+        raise TypeError("x holds truth values, of which there is no softmax: use .astype")
     if axis in (-1, jnp.ndim(x) - 1):
         return None
     return Unbound(f"{axis=} is not the last one of x {jnp.shape(x)}", answer)
@@ -60,11 +62,10 @@ def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
 def wide(*arrays: jax.Array) -> jnp.dtype[Any]:
     """float32, or what is wider or complex among arrays; integers are as wide as JAX makes them of a float."""
     found = jnp.dtype(jnp.float32)
-    with jax.numpy_dtype_promotion("standard"):
-        for x in arrays:
-            dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(x.dtype, float)
-            if dtype.itemsize > 1:  # JAX promotes 8 bits to nothing by itself
-                found = jnp.promote_types(found, dtype)
+    for x in arrays:
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+        if dtype.itemsize > 1:  # JAX promotes 8 bits to nothing by itself
+            found = jnp.promote_types(found, dtype)
     return found
 
 

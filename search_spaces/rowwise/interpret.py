@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from search_spaces.footprint import Footprint, Operand, Phase
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.problem import as_tuple, nbytes
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space
@@ -31,6 +31,7 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
 
     backend = "interpret"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: P, target: Target) -> str | None:
         return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"

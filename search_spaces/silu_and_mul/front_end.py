@@ -17,4 +17,6 @@ def bind(x: Any) -> Bound[SiluAndMulProblem] | Unbound:
     require_array("x", x)
     if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
         raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")
+    if not jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
+        raise TypeError(f"x holds {dtype}, of which there is no SiLU: use .astype")
     return front_end.bind(SiluAndMulProblem, x)

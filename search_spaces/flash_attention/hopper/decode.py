@@ -24,10 +24,10 @@ from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSc
 from search_spaces.flash_attention.hopper.decode_space import choices, rules, too_many_rows
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.limits import MAX_INDEX, WGMMA_ROWS
+from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.space import Columns, Space
 
 
@@ -39,8 +39,6 @@ def supports(p: FlashAttentionProblem, target: Target) -> str | None:
         return f"multiplies bfloat16 and float16, not {p.dtype}"
     if p.head_dim % 16 or p.value_dim % 16 or max(p.head_dim, p.value_dim) > 256:
         return f"wants heads of multiples of 16, up to 256, not of {p.head_dim} and {p.value_dim}"
-    if max(x.size for x in p.operands()) > MAX_INDEX:
-        return "an array has more elements than 32-bit indices reach"
     return too_many_rows(p)
 
 
@@ -126,10 +124,15 @@ def _unpacked(plan: DecodePlan, rows: jax.Array) -> jax.Array:
 class MosaicGpuFlashDecoding(Kernel[FlashAttentionProblem, FlashDecodingSchedule]):
     backend = "mosaic_gpu_decode"
     version = 1
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         return supports(problem, target)
+
+    def largest_array(self, problem: FlashAttentionProblem) -> int:
+        # Keys and values are padded to whole tiles.
+        return padded_elements(problem.qkv()[1:], -3, 256)
 
     def space(self, problem: FlashAttentionProblem, target: Target) -> Space[FlashDecodingSchedule]:
         return Space(FlashDecodingSchedule, choices(problem, target), rules(problem, target))

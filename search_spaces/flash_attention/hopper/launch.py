@@ -21,10 +21,9 @@ from search_spaces.flash_attention.hopper.space import space
 from search_spaces.flash_attention.hopper.tiling import Tiling
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.space import Column, Columns, Space
 
 # wgmma multiplies columns of the result up to so many (PTX ISA, wgmma.mma_async), which registers hold as well.
@@ -36,6 +35,7 @@ HEAD_DIM_STEP = 16
 class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedule]):
     backend = "mosaic_gpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def verified(self, problem: FlashAttentionProblem, schedules: Columns, target: Target) -> Column | bool:
@@ -56,9 +56,11 @@ class MosaicGpuFlashAttention(Kernel[FlashAttentionProblem, FlashAttentionSchedu
                 return f"needs a {name} that is a multiple of {HEAD_DIM_STEP}, which {columns} is not"
             if columns > MOST_HEAD_DIM:
                 return f"needs a {name} of at most {MOST_HEAD_DIM}, which {columns} is not"
-        if max(x.size for x in (*p.qkv(), p.out())) > MAX_INDEX:
-            return "an array has more elements than 32-bit indices reach"
         return None
+
+    def largest_array(self, problem: FlashAttentionProblem) -> int:
+        # Sequences are padded to whole tiles.
+        return padded_elements((*problem.qkv(), problem.out()), -3, 256)
 
     def space(self, problem: FlashAttentionProblem, target: Target) -> Space[FlashAttentionSchedule]:
         return space(problem, target.cores)

@@ -19,19 +19,19 @@ from search_spaces.flash_attention.tpu.schedule import TpuFlashAttentionSchedule
 from search_spaces.flash_attention.tpu.space import space
 from search_spaces.flash_attention.tpu.visibility import Visibility
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.space import Columns, Space, cdiv
 from search_spaces.tpu.vmem import limit_or_none
 
 MOST_HEAD_DIM = 256
 # Rows of a result are transposed whole, in registers of eight sublanes.
 HEAD_DIM_STEP = 8
-MOST_ROWS = 2**31
 
 
 class MosaicTpuFlashAttention(Kernel[FlashAttentionProblem, TpuFlashAttentionSchedule]):
     backend = "mosaic_tpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: FlashAttentionProblem, target: Target) -> str | None:
         p = problem
@@ -44,8 +44,6 @@ class MosaicTpuFlashAttention(Kernel[FlashAttentionProblem, TpuFlashAttentionSch
                 return f"needs a {name} that is a multiple of {HEAD_DIM_STEP}, which {columns} is not"
             if columns > MOST_HEAD_DIM:
                 return f"needs a {name} of at most {MOST_HEAD_DIM}, which {columns} is not"
-        if max(p.q_len, p.kv_len) * p.heads >= MOST_ROWS // 2:
-            return "an array has more rows than 32-bit indices reach"
         return None
 
     def space(self, problem: FlashAttentionProblem, target: Target) -> Space[TpuFlashAttentionSchedule]:

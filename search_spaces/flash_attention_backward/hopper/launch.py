@@ -24,10 +24,9 @@ from search_spaces.flash_attention_backward.hopper.wide_plan import WidePlan, is
 from search_spaces.flash_attention_backward.hopper.wide_space import wide_space
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.hopper.operands import not_hopper, padded
 from search_spaces.jax_compat import HAS_GPU_INTERPRETER, plgpu
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.space import Columns, Space, round_up
 
 HEAD_DIMS = (64, 96, 128)
@@ -43,6 +42,7 @@ _COMMON: Any = {
 class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, FlashAttentionBackwardSchedule]):
     backend = "mosaic_gpu"
     version = 2
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: FlashAttentionBackwardProblem, target: Target) -> str | None:
@@ -58,9 +58,11 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         for name, columns in (("head_dim", p.head_dim), ("head_dim_v", p.value_dim)):
             if columns not in HEAD_DIMS:
                 return f"keeps dk and dv in registers: {name}={columns} is not one of {', '.join(map(str, HEAD_DIMS))}"
-        if max(x.size for x in p.operands()) > MAX_INDEX:
-            return "an array has more elements than 32-bit indices reach"
         return None
+
+    def largest_array(self, problem: FlashAttentionBackwardProblem) -> int:
+        # Sequences are padded to whole tiles.
+        return padded_elements((s for s in problem.operands() if len(s.shape) == 4), -3, 256)
 
     def space(self, problem: FlashAttentionBackwardProblem, target: Target) -> Space[FlashAttentionBackwardSchedule]:
         return (wide_space if is_wide(problem) else space)(problem, target.cores)

@@ -19,7 +19,7 @@ from search_spaces.gated_matmul.hopper.footprint import footprint
 from search_spaces.gated_matmul.hopper.weights import read_joined, reads_joined_bias
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
 from search_spaces.hopper.operands import not_hopper, padded
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.matmul.hopper.factors import Gate
 from search_spaces.matmul.hopper.persistent_launch import launched
 from search_spaces.matmul.hopper.schedule import HopperSchedule
@@ -32,10 +32,15 @@ from search_spaces.space import Columns, Space
 class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
     backend = "mosaic_gpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
         return not_hopper(target)
+
+    def largest_array(self, problem: GatedMatmulProblem) -> int:
+        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: GatedMatmulProblem, target: Target) -> Space[HopperSchedule]:
         return space(problem.gate, target.cores, factors=2)

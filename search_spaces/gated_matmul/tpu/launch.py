@@ -19,7 +19,7 @@ import numpy as np
 
 from search_spaces.footprint import Footprint
 from search_spaces.gated_matmul.problem import GatedMatmulProblem
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.matmul.tpu.dtypes import unsupported
 from search_spaces.matmul.tpu.footprint import footprint, vmem_limit
 from search_spaces.matmul.tpu.kernel import Factor, launched
@@ -32,6 +32,7 @@ from search_spaces.tpu.vmem import LANES
 class MosaicTpuGatedMatmul(Kernel[GatedMatmulProblem, TpuSchedule]):
     backend = "mosaic_tpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: GatedMatmulProblem, target: Target) -> str | None:
         return unsupported(target, problem.dtype, *filter(None, (problem.bias,)))

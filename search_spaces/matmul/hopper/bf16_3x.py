@@ -25,7 +25,7 @@ from jax import lax
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.operands import not_hopper, padded
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.matmul.hopper.launch import MosaicGpuMatmul
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.problem import MatmulProblem
@@ -43,6 +43,7 @@ class MosaicGpuBf16x3Matmul(Kernel[MatmulProblem, HopperSchedule]):
 
     backend = "mosaic_gpu_bf16_3x"
     version = 1
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:

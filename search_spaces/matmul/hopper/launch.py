@@ -38,7 +38,7 @@ from typing import Any
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.operands import not_hopper, padded
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.matmul.hopper.footprint import footprint
 from search_spaces.matmul.hopper.k_last import k_last, turned, with_turning
 from search_spaces.matmul.hopper.persistent_launch import launched
@@ -54,6 +54,7 @@ from search_spaces.space import Columns, Space
 class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     backend = "mosaic_gpu"
     version = 2
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
@@ -64,6 +65,10 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         if (step := problem.results_start) and step % LEAST_STEP:
             return f"writes results side by side that start at multiples of {LEAST_STEP} columns, not of {step}"
         return None
+
+    def largest_array(self, problem: MatmulProblem) -> int:
+        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
         return space(k_last(problem), target.cores)

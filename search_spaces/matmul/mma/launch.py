@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.operands import padded
 from search_spaces.jax_compat import interprets, plgpu
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.matmul.mma.footprint import footprint
 from search_spaces.matmul.mma.kernel import Plan, kernel
 from search_spaces.matmul.mma.schedule import MmaSchedule
@@ -34,6 +34,7 @@ class MosaicGpuMmaMatmul(Kernel[MatmulProblem, MmaSchedule]):
 
     backend = "mosaic_gpu_mma"
     version = 2
+    most_elements = INDICES_OF_32_BITS
 
     def __init__(self, *, also_on: Sequence[str] = ()) -> None:
         self.also_on = frozenset(also_on)
@@ -45,6 +46,10 @@ class MosaicGpuMmaMatmul(Kernel[MatmulProblem, MmaSchedule]):
         if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
             return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
         return None
+
+    def largest_array(self, problem: MatmulProblem) -> int:
+        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[MmaSchedule]:
         return space(problem, target.cores)

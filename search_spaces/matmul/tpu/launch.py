@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.tpu.dtypes import unsupported
@@ -23,6 +23,7 @@ from search_spaces.space import Columns, Space
 class MosaicTpuMatmul(Kernel[MatmulProblem, TpuSchedule]):
     backend = "mosaic_tpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         p = problem

@@ -12,7 +12,7 @@ from jax import lax
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import plgpu
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.rowwise.halves import HalvesFormula
 from search_spaces.rowwise.hopper.accesses import coalescing, vectors
 from search_spaces.rowwise.hopper.kernel import refusal
@@ -51,6 +51,7 @@ class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
     """
 
     backend = "mosaic_gpu"
+    most_elements = INDICES_OF_32_BITS
     fp32_ops: ClassVar[int]
     mufu_ops: ClassVar[int] = 2  # an exponential and a reciprocal
 

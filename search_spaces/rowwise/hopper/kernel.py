@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 
 from search_spaces.footprint import Footprint
-from search_spaces.hopper.limits import MAX_INDEX, WARP, WARPGROUP, WARPS
+from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.hopper.operands import not_hopper
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.mma.architectures import not_before_hopper
 from search_spaces.rowwise.hopper.footprint import ElementCosts, footprint
 from search_spaces.rowwise.hopper.persistent_pipeline import PersistentPipeline, persistent_pipeline
@@ -41,6 +41,7 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
 
     backend = "mosaic_gpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     costs: ClassVar[ElementCosts]
@@ -82,6 +83,4 @@ def refusal(p: RowProblem, target: Target) -> str | None:
         return reason
     if p.columns < (WARP if p.rows >= WARPS else WARPGROUP):
         return f"{p.rows} rows of {p.columns} elements are less than a warpgroup loads at once"
-    if max(x.size for x in p.operands()) > MAX_INDEX:
-        return "an array has more elements than 32-bit indices reach"
     return None

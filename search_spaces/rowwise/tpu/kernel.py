@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from search_spaces.footprint import Footprint
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target
 from search_spaces.rowwise.halves import HalvesFormula
 from search_spaces.rowwise.problem import RowProblem
 from search_spaces.rowwise.reduction import Reduction
@@ -36,6 +36,7 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
 
     backend = "mosaic_tpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     name: ClassVar[str]
     costs: ClassVar[ElementCosts]
@@ -77,6 +78,7 @@ class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
 
     backend = "mosaic_tpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
 
     name: ClassVar[str]
     costs: ClassVar[ElementCosts]

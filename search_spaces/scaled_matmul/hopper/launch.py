@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from search_spaces.footprint import Footprint
 from search_spaces.hopper.operands import not_hopper, padded
-from search_spaces.kernel import Kernel, Target
+from search_spaces.kernel import INDICES_OF_32_BITS, Kernel, Target, padded_elements
 from search_spaces.matmul.hopper.persistent_launch import launched
 from search_spaces.matmul.hopper.schedule import HopperSchedule
 from search_spaces.matmul.hopper.tiling import Tiling
@@ -28,6 +28,7 @@ from search_spaces.space import Columns, Space, cdiv
 class MosaicGpuScaledMatmul(Kernel[ScaledMatmulProblem, HopperSchedule]):
     backend = "mosaic_gpu"
     version = 1
+    most_elements = INDICES_OF_32_BITS
     verified_on = frozenset({"sm_90"})  # tests/device on an NVIDIA H200
 
     def supports(self, problem: ScaledMatmulProblem, target: Target) -> str | None:
@@ -36,6 +37,10 @@ class MosaicGpuScaledMatmul(Kernel[ScaledMatmulProblem, HopperSchedule]):
         if not problem.transpose_b:  # PTX ISA, asynchronous warpgroup level matrix: 8-bit operands have one order
             return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b)"
         return None
+
+    def largest_array(self, problem: ScaledMatmulProblem) -> int:
+        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: ScaledMatmulProblem, target: Target) -> Space[HopperSchedule]:
         return space(problem, target.cores)
