@@ -44,6 +44,17 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
             yield "shipped" if opened is shipped else store.location, answer
 
 
+def open_stores() -> list[Store]:
+    """The stores that can be read, as calls see them; of another one it is said that it cannot."""
+    from scheduler.core.records import Key
+
+    def readable(store: Store) -> Store:
+        store.get(Key("", "", ""))
+        return store
+
+    return [store for _, store in ask_stores(readable)]
+
+
 def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
     """Those of a store that the words of a command line name."""
     records = list(store.records())

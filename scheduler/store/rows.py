@@ -9,6 +9,7 @@ from typing import Any
 from scheduler.core import codec
 from scheduler.core.identity import schedule_to_text
 from scheduler.core.records import Environment, Failure, Key, Measurement, Record, Trial
+from scheduler.store.schema import place_columns
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -46,6 +47,7 @@ def of_record(record: Record) -> dict[str, Any]:
         "median_s": winner.measurement.median_s,
         "xla_s": library.measurement.median_s if library else None,
         "record": codec.record_to_text(record),
+        **place_columns(record.key.problem, estimated=record.estimated),
     }
 
 

@@ -5,6 +5,9 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +20,24 @@ from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.identity import versioned
 from scheduler.core.ranges import Range
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
+from scheduler.core.similar import Near
 from scheduler.store import rows, text_files
 from scheduler.store.database import Database
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
 from scheduler.store.place import default_url as default_url
 from scheduler.store.ranges import Ranges
-from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
+from scheduler.store.schema import (
+    CONSTANTS,
+    KERNEL_ON_CHIP,
+    KEY,
+    LEASES,
+    MIGRATIONS,
+    SCHEDULES,
+    SUM_COLUMNS,
+    TRIALS,
+    Step,
+)
 from search_spaces import aliases
 
 
@@ -52,7 +66,7 @@ class Store:
     """
 
     def __init__(
-        self, url: str | Path, *, readonly: bool = False, migrations: tuple[Sequence[str], ...] = MIGRATIONS
+        self, url: str | Path, *, readonly: bool = False, migrations: tuple[Sequence[Step], ...] = MIGRATIONS
     ) -> None:
         self._database = Database(url, readonly=readonly, migrations=migrations)
         self.location, self.in_memory = self._database.location, self._database.in_memory
@@ -74,8 +88,7 @@ class Store:
           MalformedRecord: what the cache holds for `key` cannot be read.
           StoreError: the cache cannot be read at all.
         """
-        query = sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key))
-        for (line,) in self._database.select(query):
+        for line in self._lines(key):
             try:
                 return rows.record_of(key, line)
             except ValueError as error:
@@ -83,6 +96,52 @@ class Store:
                     f"the record of {key} in {self.location} is malformed ({error}); tune it again"
                 ) from error
         return None
+
+    def _lines(self, key: Key) -> list[Any]:
+        """What is stored under `key`: one value or none."""
+        return [row[0] for row in self._database.select(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key)))]
+
+    def nearest(self, near: Near, *, estimated: bool | None = None) -> list[Record]:
+        """Records of the most similar problems, the nearest first; malformed ones are skipped with a warning.
+
+        An index finds them: what it costs does not grow with the records that are stored.
+
+        Args:
+          near: which problem, how far, and how many.
+          estimated: only those whose times are estimates, or only those that were measured.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        found: list[Record] = []
+        for within in near.stages:
+            keys = (Key(near.operation, near.hardware, text) for text in self._similar(near, within, estimated))
+            rows_near = ((*vars(key).values(), line) for key in keys for line in self._lines(key))
+            found = list(itertools.islice(self._decoded(rows_near), near.most))
+            if len(found) == near.most:
+                break
+        return found
+
+    def _similar(self, near: Near, within: float, estimated: bool | None) -> Iterator[str]:
+        """The problems of these records, the nearest first."""
+        kinds = (0, 1) if estimated is None else (int(estimated),)
+        asked = [
+            {
+                "operation_": near.operation,
+                "hardware_": near.hardware,
+                "pattern_": place.pattern,
+                "estimated_": kind,
+                "lowest": place.size - left,
+                "highest": place.size + left,
+                "left": left,
+                "beyond": within - left,
+                **{f"{name}_": value for name, value in zip(SUM_COLUMNS, place.sums, strict=True)},
+            }
+            for place, left in near.places(within)
+            for kind in kinds
+        ]
+        found = self._database.select(_SIMILAR, *asked) if asked else ()
+        return near.in_order(((least, text) for text, least in found if isinstance(text, str)), within)
 
     def put(self, record: Record) -> None:
         """Store `record` in place of any of the same key; its search is then finished.
@@ -176,7 +235,7 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        wanted = [TRIALS.c.finished == 0] if unfinished else []
+        wanted = [TRIALS.c.finished == _NO] if unfinished else []
         if environment is not None:
             wanted += [TRIALS.c[n] == getattr(environment, n) for n in ("jax", "jaxlib", "driver")]
         return self._trials(key, *wanted)
@@ -204,7 +263,7 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == 0)
+        query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == _NO)
         query = query if operation is None else query.where(TRIALS.c.operation == operation)
         keyed = ((Key(*row[:3]), *row[3:]) for row in rows.by_key(self._database.select(query), self.location))
         found: dict[Key, list[Trial]] = {}
@@ -266,6 +325,16 @@ class Store:
         )
         # Sorted here because every database sorts text by rules of its own.
         return self._decoded(rows.by_key(self._database.select(query), self.location))
+
+    def texts(self, *, operation: str, hardware: str) -> list[str]:
+        """Records as they are stored, in no order.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        columns = SCHEDULES.c
+        query = sa.select(columns.record).where(columns.operation == operation, columns.hardware == hardware)
+        return [line for (line,) in self._database.select(query) if isinstance(line, str)]
 
     def keys(self, *, operation: str | None = None) -> list[Key]:
         """Every key that has a record or a trial, sorted.
@@ -332,7 +401,7 @@ class Store:
             except ValueError as error:
                 rows.say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
 
-    def _decoded(self, found: list[tuple[Any, ...]]) -> Iterator[Record]:
+    def _decoded(self, found: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
         for *names, line in found:
             key = Key(*names)
             try:
@@ -369,6 +438,24 @@ def build_shipped(records: Path, cache_db: Path) -> int:
     store._database.copy_to(cache_db)
     store.close()
     return len(found)
+
+
+def _similar() -> sa.Select[Any]:
+    """The problems of one pattern that may be near enough, and how far away each of them is at least."""
+    columns, given = SCHEDULES.c, sa.bindparam
+    apart = (sa.func.abs(columns[name] - given(f"{name}_", type_=sa.Double)) for name in SUM_COLUMNS)
+    least = functools.reduce(operator.add, apart)
+    return sa.select(columns.problem, least + given("beyond", type_=sa.Double)).where(
+        *(columns[name] == given(f"{name}_") for name in ("operation", "hardware", "pattern", "estimated")),
+        columns.size.between(given("lowest"), given("highest")),
+        least <= given("left"),
+    )
+
+
+# Made once: that takes longer than to run it.
+_SIMILAR = _similar()
+# As a literal: an index of some rows is used only where the statement says so itself.
+_NO: sa.ColumnElement[int] = sa.literal_column("0")
 
 
 def _finish(key: Key) -> sa.Update:
