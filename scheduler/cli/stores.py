@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.cli.arguments import wanted_by
@@ -11,10 +13,12 @@ from scheduler.core.errors import StoreError
 
 if TYPE_CHECKING:
     from scheduler.core.ranges import Range
-    from scheduler.core.records import Record
+    from scheduler.core.records import Key, Record
     from scheduler.store.store import Store
 
 T = TypeVar("T")
+# Where `ask_stores` says that something is kept that comes with this package.
+SHIPPED = "shipped"
 
 
 def user_store() -> Store:
@@ -41,7 +45,52 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
         except StoreError as error:
             say(f"tile-scheduler: {error} (going on without it)")
         else:
-            yield "shipped" if opened is shipped else store.location, answer
+            yield SHIPPED if opened is shipped else store.location, answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """The chips of this machine, and what is shown of stores where nothing else is asked for.
+
+    Attributes:
+      kinds: as their drivers name them; none where JAX finds no device.
+    """
+
+    kinds: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Here:
+        from scheduler.core import hardware
+        from scheduler.core.errors import SchedulerError
+        from scheduler.measure.gpu import Gpu
+
+        if gpus := Gpu.chips():  # whose driver tells, without a device being started
+            return cls(frozenset(gpus.values()))
+        try:
+            return cls(frozenset({hardware.detect().kind}))
+        except SchedulerError:
+            return cls(frozenset())
+
+    def has(self, key: Key) -> bool:
+        """Whether a record of this key is for a chip that is here."""
+        return key.hardware.partition(" (")[0] in self.kinds
+
+    def shows(self, where: str, key: Key) -> bool:
+        """All that the user's own store keeps, and of what is shipped what is for a chip that is here."""
+        return where != SHIPPED or self.has(key)
+
+    def order(self, where: str, key: Key, *, estimated: bool) -> tuple[object, ...]:
+        """The user's own first; then what is for a chip that is here; then what was measured."""
+        from scheduler.inspect.order import order_of
+
+        return where == SHIPPED, not self.has(key), estimated, key.hardware, order_of(key)
+
+
+def elsewhere_text(chips: Sequence[str]) -> str:
+    """How many records are shipped for other chips than the ones that are here: `chips` names that of each."""
+    counts = collections.Counter(chip.partition(" (")[0] for chip in chips)
+    kinds = ", ".join(f"{count} for {chip}" for chip, count in counts.most_common())
+    return f"{len(chips)} more are shipped for other chips ({kinds})"
 
 
 def open_stores() -> list[Store]:
@@ -57,9 +106,9 @@ def open_stores() -> list[Store]:
 
 def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
     """Those of a store that the words of a command line name."""
-    records = list(store.records())
-    wanted = wanted_by([record.key for record in records], operation, hardware)
-    return [record for record in records if wanted(record.key)]
+    keys = [head.key for head in store.heads()]
+    wanted = wanted_by(keys, operation, hardware)
+    return list(store.read(filter(wanted, keys)))
 
 
 def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list[Range]:
@@ -67,6 +116,5 @@ def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list
     from scheduler.core.records import Key
 
     ranges = {Key(one.operation, one.hardware, one.problem): one for one in store.ranges.all()}
-    keys = [record.key for record in store.records()]
-    wanted = wanted_by([*keys, *ranges], operation, hardware)
+    wanted = wanted_by([*(head.key for head in store.heads()), *ranges], operation, hardware)
     return [one for one in store.ranges.all() if wanted(Key(one.operation, one.hardware, one.problem))]

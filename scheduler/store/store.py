@@ -27,6 +27,7 @@ from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
 from scheduler.store.place import default_url as default_url
 from scheduler.store.ranges import Ranges
+from scheduler.store.rows import Head
 from scheduler.store.schema import (
     CONSTANTS,
     KERNEL_ON_CHIP,
@@ -88,7 +89,7 @@ class Store:
           MalformedRecord: what the cache holds for `key` cannot be read.
           StoreError: the cache cannot be read at all.
         """
-        for line in self._lines(key):
+        for (line,) in self._database.select(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key))):
             try:
                 return rows.record_of(key, line)
             except ValueError as error:
@@ -96,10 +97,6 @@ class Store:
                     f"the record of {key} in {self.location} is malformed ({error}); tune it again"
                 ) from error
         return None
-
-    def _lines(self, key: Key) -> list[Any]:
-        """What is stored under `key`: one value or none."""
-        return [row[0] for row in self._database.select(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key)))]
 
     def nearest(self, near: Near, *, estimated: bool | None = None) -> list[Record]:
         """Records of the most similar problems, the nearest first; malformed ones are skipped with a warning.
@@ -116,8 +113,7 @@ class Store:
         found: list[Record] = []
         for within in near.stages:
             keys = (Key(near.operation, near.hardware, text) for text in self._similar(near, within, estimated))
-            rows_near = ((*vars(key).values(), line) for key in keys for line in self._lines(key))
-            found = list(itertools.islice(self._decoded(rows_near), near.most))
+            found = list(itertools.islice((record for key in keys for record in self.read([key])), near.most))
             if len(found) == near.most:
                 break
         return found
@@ -257,14 +253,18 @@ class Store:
         query = sa.select(TRIALS.c.id, TRIALS.c.trial).where(*_is(TRIALS, key), *wanted).order_by(TRIALS.c.id)
         return [trial for _, trial in self._decoded_trials((key, *row) for row in self._database.select(query))]
 
-    def unfinished(self, operation: str | None = None) -> dict[Key, list[Trial]]:
+    def unfinished(self, operation: str | None = None, problem: str | None = None) -> dict[Key, list[Trial]]:
         """The trials of every search that goes on, or was cut short, by key in the order of their names.
+
+        Args:
+          operation, problem: only those of this operation or this problem (`Key`).
 
         Raises:
           StoreError: the cache cannot be read.
         """
         query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == _NO)
-        query = query if operation is None else query.where(TRIALS.c.operation == operation)
+        wanted = {"operation": operation, "problem": problem}
+        query = query.where(*(TRIALS.c[name] == value for name, value in wanted.items() if value is not None))
         keyed = ((Key(*row[:3]), *row[3:]) for row in rows.by_key(self._database.select(query), self.location))
         found: dict[Key, list[Trial]] = {}
         for key, trial in self._decoded_trials(keyed):
@@ -325,6 +325,32 @@ class Store:
         )
         # Sorted here because every database sorts text by rules of its own.
         return self._decoded(rows.by_key(self._database.select(query), self.location))
+
+    def heads(self, *, operation: str | None = None, problem: str | None = None) -> list[Head]:
+        """What is stored, in no order: a list of thousands is filtered and sorted by it before any record is read.
+
+        Args:
+          operation, problem: only those of this operation or this problem (`Key`).
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        columns = SCHEDULES.c
+        wanted = {"operation": operation, "problem": problem}
+        query = sa.select(*(columns[name] for name in (*KEY, "jax", "estimated"))).where(
+            *(columns[name] == value for name, value in wanted.items() if value is not None)
+        )
+        found = rows.with_key(self._database.select(query), self.location)
+        return [Head(Key(*key), str(jax), bool(estimated)) for *key, jax, estimated in found]
+
+    def read(self, keys: Iterable[Key]) -> Iterator[Record]:
+        """The records of these keys, in their order; malformed ones are skipped with a warning.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        asked = [{f"{name}_": value for name, value in vars(key).items()} for key in keys]
+        return self._decoded([tuple(row) for row in self._database.select(_BY_KEY, *asked)] if asked else [])
 
     def texts(self, *, operation: str, hardware: str) -> list[str]:
         """Records as they are stored, in no order.
@@ -454,6 +480,9 @@ def _similar() -> sa.Select[Any]:
 
 # Made once: that takes longer than to run it.
 _SIMILAR = _similar()
+_BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
+    *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
+)
 # As a literal: an index of some rows is used only where the statement says so itself.
 _NO: sa.ColumnElement[int] = sa.literal_column("0")
 
