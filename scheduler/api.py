@@ -18,6 +18,7 @@ from scheduler.core.backends import named_backends
 from scheduler.core.records import Record
 from scheduler.dispatch import calls, dispatch
 from scheduler.dispatch.dispatch import OnMiss
+from scheduler.dispatch.stored import evidence
 from scheduler.measure.runner import RunnerOptions
 from scheduler.prediction.between import answer
 from scheduler.prediction.predict import Answer
@@ -254,11 +255,9 @@ def predict(
     """
     operation, posed = _named(operation, problem)
     chip = chips.detect() if kind is None else chips.find(checked.text("kind", kind))
-    cache = dispatch.user_cache()
-    records = cache.records(operation=operation.name, hardware=chip.id)
-    ranges = cache.ranges(operation=operation.name, hardware=chip.id)
+    found = evidence(dispatch.user_cache(), operation, posed, chip)
     among = named_backends(operation, backends)
-    return answer(operation, posed, chip, backends=among, records=records, ranges=ranges)
+    return answer(operation, posed, chip, backends=among, records=found.records, ranges=found.ranges)
 
 
 def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from scheduler.cli import (
     extracting,
     inspecting,
+    listing,
     measuring,
     misses,
     plotting,
@@ -99,7 +100,7 @@ _COMMANDS: Mapping[str, Callable[..., None]] = {
     "calibrate": measuring.calibrate,
     "verify": verifying.verify,
     "misses": misses.misses,
-    "list": inspecting.list_,
+    "list": listing.list_,
     "show": inspecting.show,
     "explain": inspecting.explain,
     "plot": plotting.plot,

@@ -1,4 +1,4 @@
-"""Commands that look: list, show, explain, doctor."""
+"""Commands that look at one problem, or at what is here: show, explain, doctor."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from scheduler.cli.arguments import (
     usage_errors,
     wanted_by,
 )
+from scheduler.cli.listing import print_goes_on
 from scheduler.cli.stores import ask_stores
 from scheduler.cli.terminal import console_here, output, print_command, print_json
-from scheduler.core.errors import NothingToDraw, SchedulerError, StoreError
+from scheduler.core.errors import NothingToDraw, SchedulerError
 
 if TYPE_CHECKING:
     from scheduler.core.records import Key, Record, Trial
@@ -37,48 +38,6 @@ _NOT_EVERY_CALL = (
     'axis): the logger "scheduler" says why (DEBUG), and backends="pallas" makes it an error. On arrays divided over a '
     "mesh the problem is that of one device's part."
 )
-
-
-def list_(
-    operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
-    hardware: Chips = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the stored schedules, the user's own and those shipped with this package, and searches cut short."""
-    from scheduler.cli import range_report, record_report
-    from scheduler.core.records import Key
-    from scheduler.inspect import provenance
-
-    kept = list(ask_stores(lambda store: (list(store.records()), store.unfinished(), store.ranges.all())))
-    keys = [key for _, (records, cut, _) in kept for key in (*(record.key for record in records), *cut)]
-    wanted = wanted_by(keys, operation, hardware)
-    rows = [(where, record) for where, (records, *_) in kept for record in records if wanted(record.key)]
-    if as_json:
-        print_json([{"where": where, **record_report.record_json(record)} for where, record in rows])
-        return
-    if rows:
-        output(*record_report.records(rows, console_here().width))
-    for where, (_, _, ranges) in kept:
-        for one in ranges:
-            if wanted(Key(one.operation, one.hardware, one.problem)):
-                output("", f"{one} on {one.hardware}, {where}", *range_report.summary(one))
-    for where, (_, cut, _) in kept:
-        for key, trials in cut.items():
-            if wanted(key):
-                output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
-                _print_goes_on(key)
-    if not any(map(wanted, keys)):
-        from scheduler.core import hints
-        from scheduler.inspect.example import example
-        from scheduler.store.store import default_url
-        from search_spaces import OPERATIONS, load
-
-        op = load(operation if operation in OPERATIONS else OPERATIONS[0])
-        small = example(op, 256)
-        assert small is not None, "of the operations here, all that has no default is an extent"
-        with contextlib.suppress(StoreError):  # it was said
-            output(f"nothing of that is in {default_url()} or shipped; to search a problem, for example:")
-        print_command(hints.tune(op, small))
 
 
 def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_json: AsJson = False) -> None:
@@ -99,9 +58,10 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     canonical = problem.canonical()
 
     def ask(store: Store) -> list[tuple[Key, Record | None, list[Trial], list[Trial]]]:
-        cut = store.unfinished(op.name)
-        records = {record.key: record for record in store.records(operation=op.name)}
-        keys = [key for key in dict.fromkeys((*records, *cut)) if key.problem == canonical]
+        cut = store.unfinished(op.name, canonical)
+        heads = store.heads(operation=op.name, problem=canonical)
+        records = {record.key: record for record in store.read(head.key for head in heads)}
+        keys = dict.fromkeys((*records, *cut))
         return [(key, records.get(key), store.last_trials(key), cut.get(key, [])) for key in keys]
 
     kept = [(where, *row) for where, rows in ask_stores(ask) for row in rows]
@@ -129,7 +89,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
                     output("", *landscape_report.landscape(landscape(case)))
         if cut:
             output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
-            _print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
+            print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
         if trials:
             output("", *record_report.trials_table(trials, record, console_here().width))
 
@@ -183,7 +143,7 @@ def explain(
     from scheduler.inspect import explain as accounts
     from scheduler.inspect import provenance, verdict
     from scheduler.measure.gpu import Gpu
-    from scheduler.prediction import between, validation
+    from scheduler.prediction import between, evidence, validation
 
     with usage_errors():
         op, problem = problem_of(operation, fields)
@@ -197,12 +157,8 @@ def explain(
     # A GPU that is here is left to those who measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
-    of_chip = {"operation": op.name, "hardware": chip.id}
-    stored = list(ask_stores(lambda store: (list(store.records(**of_chip)), store.ranges.all(**of_chip))))
-    ranges = [one for _, (_, ranges) in stored for one in ranges]
-    model = between.answer(
-        op, problem, chip, records=[record for _, (records, _) in stored for record in records], ranges=ranges
-    )
+    stored = evidence.merged(found for _, found in ask_stores(lambda store: evidence.read(store, op, problem, chip)))
+    model = between.answer(op, problem, chip, records=stored.records, ranges=stored.ranges)
     record = found[0][1] if found else None
     held = validation.recheck(op, problem, chip, record) if record is not None else "nothing is stored"
     if as_json:
@@ -240,23 +196,3 @@ def doctor(device: Device = 0, as_json: AsJson = False) -> None:
         output(layout.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)
-
-
-def _print_goes_on(key: Key, command: str | None = None) -> None:
-    """How an unfinished search goes on; where its operation is defined, only whoever began it knows."""
-    from scheduler.core import hints
-    from search_spaces import OPERATIONS, load
-
-    if command is None and key.operation in OPERATIONS:
-        op = load(key.operation)
-        with contextlib.suppress(ValueError):  # a store may hold what is no problem of it today
-            command = hints.tune(op, op.problem.from_canonical(key.problem), chip_of(key.hardware))
-    if command is None:
-        output("the command that began it goes on from there")
-    else:
-        if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
-            from scheduler.search.tuner import LONGEST_INTERPRETED_S
-
-            command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"  # one that takes longer may have been begun so only
-        output("it goes on from there with:")
-        print_command(command)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scheduler.cli.arguments import AsJson, Chips, Own, chip_of, problem_of, usage_errors, wanted_by
-from scheduler.cli.stores import ask_stores, user_store
+from scheduler.cli.stores import open_stores, user_store
 from scheduler.cli.terminal import console_here, output, print_json, say
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
-    from scheduler.core.ranges import Range
-    from scheduler.core.records import Key, Miss, Record
+    from scheduler.core.records import Key, Miss
+    from scheduler.prediction.evidence import Evidence
     from scheduler.search.missed import Missed
     from scheduler.search.task import Task
     from scheduler.store.store import Store
@@ -105,22 +105,18 @@ def _load(own: Sequence[str]) -> None:
 
 
 def _weighed(kept: Sequence[Miss], here: Hardware | None = None) -> list[Missed]:
+    from scheduler.prediction import evidence
     from scheduler.search import missed
 
     if len(kept) > SOON:
         say(f"predicting the times of {len(kept)} problems")
-    asked = {(miss.key.operation, miss.key.hardware) for miss in kept}
+    stores = open_stores()
 
-    def of_these(store: Store) -> tuple[list[Record], list[Range]]:
-        records = [record for op, chip in sorted(asked) for record in store.records(operation=op, hardware=chip)]
-        return records, store.ranges.all()
+    def stored(operation: Operation[Any], problem: Problem, chip: Hardware) -> Evidence:
+        return evidence.merged(evidence.read(store, operation, problem, chip) for store in stores)
 
-    stored = [found for _, found in ask_stores(of_these)]
     return missed.weigh(
-        kept,
-        [record for records, _ in stored for record in records],
-        lambda identity: here if here is not None and identity == here.id else chip_of(identity),
-        [one for _, ranges in stored for one in ranges],
+        kept, stored, lambda identity: here if here is not None and identity == here.id else chip_of(identity)
     )
 
 

@@ -154,7 +154,7 @@ def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str
     chip = chips.find(hardware) if hardware is not None else None
     if chip is None:
         asked = ask_stores(
-            lambda store: [r.key.hardware for r in store.records(operation=op.name) if r.key.problem == canonical]
+            lambda store: [head.key.hardware for head in store.heads(operation=op.name, problem=canonical)]
         )
         known = [chip_of(identity) for _, identities in asked for identity in identities]
         chip = next((one for one in known if one is not None), None) or hardware_here(0)

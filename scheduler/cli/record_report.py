@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -144,15 +143,20 @@ def entries(record: Record, problem: Problem | None, hardware: Hardware | None) 
 
 
 def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[RenderableType]:
-    """Records by where they are kept, of which operation and chip, with which jax, and whether they were measured."""
+    """Records by where they are kept, of which operation and chip, with which jax, and whether they were measured.
+
+    These groups come in the order of their first records.
+    """
 
     def place(row: tuple[str, Record]) -> tuple[str, str, str, str, bool]:
         where, record = row
         return where, record.key.operation, record.key.hardware, record.environment.jax, record.estimated
 
+    alike: dict[tuple[str, str, str, str, bool], list[Record]] = {}
+    for row in of:
+        alike.setdefault(place(row), []).append(row[1])
     groups = []
-    for (where, operation, hardware, jax, estimated), rows in itertools.groupby(sorted(of, key=place), place):
-        group = [record for _, record in rows]
+    for (where, operation, hardware, jax, estimated), group in alike.items():
         choices = compared([(r.winner.backend, r.winner.schedule) for r in group])
         how = "estimated by the compiler, not measured," if estimated else "tuned"
         word = f"stale ({how} with jax {jax})" if stale(group[0]) else f"{how} with jax {jax}"

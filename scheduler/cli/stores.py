@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 T = TypeVar("T")
+# Where `ask_stores` says that something is kept that comes with this package.
+SHIPPED = "shipped"
 
 
 def user_store() -> Store:
@@ -41,14 +43,25 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
         except StoreError as error:
             say(f"tile-scheduler: {error} (going on without it)")
         else:
-            yield "shipped" if opened is shipped else store.location, answer
+            yield SHIPPED if opened is shipped else store.location, answer
+
+
+def open_stores() -> list[Store]:
+    """The stores that can be read, as calls see them; of another one it is said that it cannot."""
+    from scheduler.core.records import Key
+
+    def readable(store: Store) -> Store:
+        store.get(Key("", "", ""))
+        return store
+
+    return [store for _, store in ask_stores(readable)]
 
 
 def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
     """Those of a store that the words of a command line name."""
-    records = list(store.records())
-    wanted = wanted_by([record.key for record in records], operation, hardware)
-    return [record for record in records if wanted(record.key)]
+    keys = [head.key for head in store.heads()]
+    wanted = wanted_by(keys, operation, hardware)
+    return list(store.read(filter(wanted, keys)))
 
 
 def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list[Range]:
@@ -56,6 +69,5 @@ def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list
     from scheduler.core.records import Key
 
     ranges = {Key(one.operation, one.hardware, one.problem): one for one in store.ranges.all()}
-    keys = [record.key for record in store.records()]
-    wanted = wanted_by([*keys, *ranges], operation, hardware)
+    wanted = wanted_by([*(head.key for head in store.heads()), *ranges], operation, hardware)
     return [one for one in store.ranges.all() if wanted(Key(one.operation, one.hardware, one.problem))]

@@ -41,6 +41,11 @@ def family_of(problem: Problem, field: str) -> str:
     return json.dumps(told, sort_keys=True, separators=(",", ":"))
 
 
+def families_of(problem: Problem) -> list[str]:
+    """`family_of` for each field that may be the extent of a range."""
+    return [family_of(problem, name) for name, value in vars(problem).items() if type(value) is int]
+
+
 def fields_of(schedule: Schedule) -> Fields:
     return tuple(sorted(schedule.items()))
 

@@ -83,12 +83,13 @@ def _all_known(operation: Operation[Any], platform: str, options: Options) -> st
 
 
 def _stored(operation: Operation[Any], hardware: Hardware, *, shared_only: bool) -> list[str]:
-    cache = dispatch.user_cache()
-    records = cache.records(operation=operation.name, hardware=hardware.id, shared_only=shared_only)
-    ranges = cache.ranges(operation=operation.name, hardware=hardware.id, shared_only=shared_only)
+    """As text, which is read and not decoded: a store may hold thousands."""
+    cache, of_these = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
+    own = [] if shared_only else map(codec.record_to_text, cache.remembered(**of_these))
+    stores = cache.ask(
+        lambda store: [*store.texts(**of_these), *map(range_to_text, store.ranges.all(**of_these))],
+        shared_only=shared_only,
+    )
     fitted = constants.calibrations(operation.name, hardware, shared_only=shared_only)
-    lines = (map(codec.record_to_text, records), map(range_to_text, ranges))
-    return [
-        *(line for each in lines for line in sorted(each)),
-        *sorted(map(codec.calibration_to_text, fitted.values())),
-    ]
+    lines = {*own, *(line for each in stores for line in each)}
+    return [*sorted(lines), *sorted(map(codec.calibration_to_text, fitted.values()))]

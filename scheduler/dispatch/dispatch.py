@@ -34,7 +34,7 @@ from scheduler.core.threads import in_fresh_thread
 from scheduler.dispatch import missed, planned
 from scheduler.dispatch.planned import InForce
 from scheduler.dispatch.several_processes import require_one_code
-from scheduler.dispatch.stored import say_once, stored
+from scheduler.dispatch.stored import evidence, say_once, stored
 from scheduler.model import constants
 from scheduler.model.feasibility import has_fields, illegal
 from scheduler.prediction.validation import recheck
@@ -326,7 +326,7 @@ class _Deciding:
             self.problem,
             hardware,
             backends=self.options.backends,
-            records=self.cache.records(operation=self.operation.name, hardware=hardware.id, shared_only=several),
+            records=evidence(self.cache, self.operation, self.problem, hardware, shared_only=several).records,
             shared_only=several,
             sure=self.options.sure,
         )

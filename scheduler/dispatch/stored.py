@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import key_of
-from scheduler.core.records import Key, Record, Schedule
+from scheduler.core.identity import families_of, key_of
+from scheduler.core.ranges import Range
+from scheduler.core.records import Key, Record, Schedule, preferred
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
+
+if TYPE_CHECKING:
+    from scheduler.prediction.evidence import Evidence
 
 logger = logging.getLogger("scheduler")
 _said: set[str] = set()
@@ -48,7 +52,7 @@ def stored(
             return found.backend, found.schedule, f"measured, from {place}"
         elif estimated is None:
             estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {place}"
-    if ranges := cache.ranges(operation=operation.name, hardware=hardware.id, shared_only=shared_only):
+    if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
         from scheduler.prediction.between import Between, between  # most stores have none, and most calls ask for none
 
         def points(key: Key) -> Iterator[Record]:
@@ -65,6 +69,30 @@ def stored(
     if estimated is not None and estimates:
         return estimated
     return useless
+
+
+def evidence(
+    cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool = False
+) -> Evidence:
+    """What is stored that an answer to `problem` may follow from."""
+    from scheduler.prediction.evidence import Evidence, merged, read
+
+    own = [] if shared_only else cache.remembered(operation=operation.name, hardware=hardware.id)
+    stores = cache.ask(lambda store: read(store, operation, problem, hardware), shared_only=shared_only)
+    found = merged([Evidence(own), *stores])
+    return Evidence(list(preferred(found.records).values()), found.ranges)
+
+
+def _ranges(
+    cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool
+) -> list[Range]:
+    """The ranges that the problem may lie in."""
+    families = families_of(problem)
+    found = cache.ask(
+        lambda store: store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families),
+        shared_only=shared_only,
+    )
+    return [one for ranges in found for one in ranges]
 
 
 def say_once(message: str) -> None:

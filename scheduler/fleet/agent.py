@@ -7,13 +7,14 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from scheduler.core import codec
 from scheduler.core.errors import PlaceLost, SchedulerError
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Key, Record, Trial
+from scheduler.core.similar import Near
 from scheduler.fleet.messages import (
     Failed,
     Found,
@@ -133,7 +134,7 @@ class Relay:
     def finish(self, key: Key) -> None:
         self.finished = True
 
-    def records(self, *, operation: str, hardware: str) -> Iterable[Record]:
+    def nearest(self, near: Near) -> list[Record]:
         return [codec.record_from_text(line) for line in self._order.near]
 
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:

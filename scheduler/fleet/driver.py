@@ -12,7 +12,7 @@ from scheduler.core.identity import key_of
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Key, Record, Trial
 from scheduler.fleet.messages import Failed, Found, Message, Order, Reached, Tried, kernel_versions
-from scheduler.prediction.transfer import WORTH_A_TRIAL, nearest
+from scheduler.prediction.transfer import WORTH_A_TRIAL, near
 from scheduler.search.task import How, Task
 from scheduler.search.trials import Keeper, Keeping
 from search_spaces import locate
@@ -30,8 +30,7 @@ def order(task: Task, how: How, hardware: Hardware, environment: Environment, st
     if name is None:
         raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
     key = key_of(operation, task.problem, hardware)
-    records = store.records(operation=key.operation, hardware=key.hardware)
-    near = nearest(operation, task.problem, records, within=WORTH_A_TRIAL)
+    similar = store.nearest(near(operation, task.problem, hardware, within=WORTH_A_TRIAL))
     return Order(
         operation=name,
         problem=key.problem,
@@ -41,7 +40,7 @@ def order(task: Task, how: How, hardware: Hardware, environment: Environment, st
         l2=how.l2,
         backends=tuple(sorted(task.backends or ())),
         versions=kernel_versions(operation),
-        near=tuple(codec.record_to_text(each.record) for each in near),
+        near=tuple(map(codec.record_to_text, similar)),
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
         first=task.first,
         brief=task.brief,

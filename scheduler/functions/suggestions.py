@@ -10,6 +10,7 @@ from scheduler.core.errors import SchedulerError
 from scheduler.core.frames import Call
 from scheduler.core.hardware import CPU, Hardware
 from scheduler.dispatch import dispatch
+from scheduler.dispatch.stored import evidence
 from scheduler.functions import layouts
 from scheduler.functions.counted import Counted, Tally
 from scheduler.functions.equations import inside, is_backward, line_of
@@ -128,10 +129,8 @@ def _gain(row: Counted, chip: Hardware) -> float | None:
     if chip.platform == CPU.platform:
         return None
     try:
-        cache = dispatch.user_cache()
-        records = cache.records(operation=row.operation.name, hardware=chip.id)
-        ranges = cache.ranges(operation=row.operation.name, hardware=chip.id)
-        found = answer(row.operation, row.problem, chip, records=records, ranges=ranges)
+        stored = evidence(dispatch.user_cache(), row.operation, row.problem, chip)
+        found = answer(row.operation, row.problem, chip, records=stored.records, ranges=stored.ranges)
     except SchedulerError:
         return None
     gain = found.library_s / found.predicted_s

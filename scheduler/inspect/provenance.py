@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,14 +14,18 @@ from scheduler.inspect.wording import first_line
 
 def stale(record: Record) -> bool:
     """Whether it was measured with another minor version of JAX than the one installed here."""
-    here = importlib.metadata.version("jax")
-    return record.environment.jax.split(".")[:2] != here.split(".")[:2]
+    return record.environment.jax.split(".")[:2] != _jax_here().split(".")[:2]
+
+
+@functools.cache
+def _jax_here() -> str:
+    return importlib.metadata.version("jax")
 
 
 def stale_line() -> str:
     """What that means for calls."""
     return (
-        f"stale: measured with another minor version of jax than the {importlib.metadata.version('jax')} that is here; "
+        f"stale: measured with another minor version of jax than the {_jax_here()} that is here; "
         "served all the same, and `tile-scheduler verify` times it again"
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from scheduler.core.backends import allowed_backends
@@ -133,6 +134,16 @@ def answer(
         source="range",
         estimated=lying.estimated,
     )
+
+
+def point_keys(
+    operation: Operation[Any], problem: Problem, hardware: Hardware, ranges: Iterable[Range]
+) -> Iterator[Key]:
+    """The keys of the records that `between` asks for."""
+    for one in ranges:
+        for value in _around(one, operation, problem, hardware) or ():
+            with contextlib.suppress(ValueError):  # no such problem
+                yield key_of(operation, dataclasses.replace(problem, **{one.field: value}), hardware)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Record
+from scheduler.core.similar import Near
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -16,6 +18,10 @@ from search_spaces.problem import Problem
 WORTH_A_TRIAL = 3.0
 # ...and up to which it says something of another problem's times without one.
 TELLING = 1.0
+# So many are asked.
+MOST = 3
+# Each number that may be left out doubles the ways to write a problem.
+MOST_SPELLINGS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +66,56 @@ def distance(one: Problem, other: Problem) -> float:
     return total
 
 
+def near(operation: Operation[Any], problem: Problem, hardware: Hardware, within: float, most: int = MOST) -> Near:
+    """What to ask a store for what `nearest` picks from all records.
+
+    Args:
+      within: only those at most so many doublings away.
+      most: at most so many.
+    """
+
+    def from_here(text: str) -> float:
+        try:
+            return distance(problem, operation.problem.from_canonical(text))
+        except ValueError:  # written by another version of the operation
+            return math.inf
+
+    return Near(operation.name, hardware.id, _spellings(problem, within), from_here, within, most)
+
+
+def _spellings(problem: Problem, within: float) -> list[tuple[str, float]]:
+    """The canonical text, and the same with numbers at their defaults written out, or those near these left out.
+
+    Texts leave defaults out: where one of two similar problems has a default, the numbers of their texts do not pair.
+    """
+    told = problem.told()
+    found: list[tuple[dict[str, Any], float]] = [(dict(told), 0.0)]
+    for field in dataclasses.fields(problem):
+        default, value = _number(field.default), _number(getattr(problem, field.name))
+        if default is None or value is None:
+            continue
+        apart = abs(math.log2(value / default))
+        others = [
+            (fields | {field.name: field.default}, doublings)
+            if apart == 0
+            else ({name: fields[name] for name in fields if name != field.name}, doublings + apart)
+            for fields, doublings in found
+        ]
+        found += [other for other in others if other[1] <= within]
+        if len(found) > MOST_SPELLINGS:
+            break
+    return [(json.dumps(fields, sort_keys=True, separators=(",", ":")), doublings) for fields, doublings in found]
+
+
+def _number(value: Any) -> int | None:
+    """A positive integer, itself or as text."""
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    return value if type(value) is int and value > 0 else None
+
+
 def nearest(
-    operation: Operation[Any], problem: Problem, records: Iterable[Record], within: float, most: int = 3
+    operation: Operation[Any], problem: Problem, records: Iterable[Record], within: float, most: int = MOST
 ) -> list[Neighbour]:
     """The most similar problems among `records` of this operation on one chip, the nearest first; never itself.
 
@@ -78,4 +132,4 @@ def nearest(
         doublings = distance(problem, other)
         if 0 < doublings <= within:
             found.append(Neighbour(other, record, doublings))
-    return sorted(found, key=lambda near: (near.doublings, json.dumps(near.record.key.problem)))[:most]
+    return sorted(found, key=lambda near: (near.doublings, near.record.key.problem))[:most]

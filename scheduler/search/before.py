@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Sequence
 
 from scheduler.core.errors import NoCandidate, StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import point_of
-from scheduler.core.ranges import Range
 from scheduler.core.records import Measurement, Record, Trial
 from scheduler.prediction.between import answer
+from scheduler.prediction.evidence import Evidence, merged, read
 from scheduler.search.task import Before, Task
 from scheduler.store.store import Store, shipped
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """What calls of an operation find on a chip: the user's own before what comes with this package."""
-
-    records: Sequence[Record]
-    ranges: Sequence[Range]
-
-
-def stored_now(task: Task, hardware: Hardware, store: Store) -> Stored:
-    """What is stored now; a store that cannot be read has nothing."""
-    records: list[Record] = []
-    ranges: list[Range] = []
+def stored_now(task: Task, hardware: Hardware, store: Store) -> Evidence:
+    """What is stored now, the user's own before the shipped; a store that cannot be read has nothing."""
+    found: list[Evidence] = []
     with contextlib.ExitStack() as stack:
         stores = [store]
         with contextlib.suppress(StoreError):
@@ -35,12 +24,11 @@ def stored_now(task: Task, hardware: Hardware, store: Store) -> Stored:
                 stores.append(stack.enter_context(contextlib.closing(other)))
         for each in stores:
             with contextlib.suppress(StoreError):  # the search warns of it
-                records += each.records(operation=task.operation.name, hardware=hardware.id)
-                ranges += each.ranges.all(operation=task.operation.name, hardware=hardware.id)
-    return Stored(records, ranges)
+                found.append(read(each, task.operation, task.problem, hardware))
+    return merged(found)
 
 
-def before(task: Task, hardware: Hardware, had: Stored, record: Record, store: Store) -> Before | None:
+def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store: Store) -> Before | None:
     """What a call got of what was stored, `had`, beside the winner of `record`, which was found since.
 
     None where no answer was possible.

@@ -6,15 +6,15 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
-from scheduler.core.ranges import Range
 from scheduler.core.records import Entry, Key, Miss, Record, preferred
 from scheduler.model.constants import model_of
 from scheduler.prediction.between import Between, between
+from scheduler.prediction.evidence import Evidence
 from scheduler.prediction.predict import predict
 from scheduler.prediction.validation import recheck
 from scheduler.search.task import Task
@@ -62,25 +62,16 @@ class Missed:
 
 def weigh(
     misses: Iterable[Miss],
-    records: Iterable[Record],
+    stored: Callable[[Operation[Any], Problem, Hardware], Evidence],
     chip: Callable[[str], Hardware | None],
-    ranges: Sequence[Range] = (),
 ) -> list[Missed]:
     """What is known of each miss, those that a search is expected to gain most of first.
 
     Args:
-      records: the user's own, before the shipped ones.
+      stored: what is stored that an answer to a problem may follow from, the user's own before the shipped.
       chip: by its `Hardware.id`, or None where nobody knows it.
-      ranges: the user's own, before the shipped ones.
     """
-    of_chip: dict[tuple[str, str], list[Record]] = {}
-    for record in sorted(records, key=lambda record: record.estimated):
-        of_chip.setdefault((record.key.operation, record.key.hardware), []).append(record)
-    weighed = [
-        _weighed(miss, of_chip.get((miss.key.operation, miss.key.hardware), []), chip(miss.key.hardware), ranges)
-        for miss in misses
-    ]
-    return sorted(weighed, key=_order)
+    return sorted((_weighed(miss, stored, chip(miss.key.hardware)) for miss in misses), key=_order)
 
 
 def _order(missed: Missed) -> tuple[float, ...]:
@@ -89,7 +80,9 @@ def _order(missed: Missed) -> tuple[float, ...]:
     return -gain_s, -missed.library_total_s, -missed.miss.lowered
 
 
-def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None, ranges: Sequence[Range]) -> Missed:
+def _weighed(
+    miss: Miss, stored: Callable[[Operation[Any], Problem, Hardware], Evidence], hardware: Hardware | None
+) -> Missed:
     key = miss.key
     try:
         operation = load_known(key.operation)
@@ -99,6 +92,9 @@ def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None, r
     if hardware is None:
         return Missed(miss, operation, problem, reason="the table has no such chip")
 
+    known = stored(operation, problem, hardware)
+    records = sorted(known.records, key=lambda record: record.estimated)
+
     def find(key: Key) -> list[Record]:
         return [record for record in records if record.key == key]
 
@@ -107,7 +103,7 @@ def _weighed(miss: Miss, records: Sequence[Record], hardware: Hardware | None, r
     own = next((entry for entry in entries if isinstance(entry, Entry)), None)
     if own is not None and not own.measurement.estimated:
         return Missed(miss, operation, problem, settled=own)
-    lying = between(operation, problem, hardware, ranges, find)
+    lying = between(operation, problem, hardware, known.ranges, find)
     if isinstance(lying, Between) and (own is None or not lying.estimated):
         return Missed(miss, operation, problem, settled=lying)
     if own is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from scheduler.core import safe_text
 from scheduler.core.errors import CandidateFailed, StoreError
 from scheduler.core.identity import Versioned, label_of, versioned
 from scheduler.core.records import Environment, Failure, Key, Measurement, Outcome, Record, Trial
+from scheduler.core.similar import Near
 from scheduler.model.pruning import Candidate
 from scheduler.store.lease import Leases
 
@@ -18,7 +19,7 @@ class Keeper(Leases, Protocol):
     """What keeps a search while it runs and what it found: a `Store`, or the cache as calls see it."""
 
     def put(self, record: Record) -> None: ...
-    def records(self, *, operation: str, hardware: str) -> Iterable[Record]: ...
+    def nearest(self, near: Near) -> list[Record]: ...
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]: ...
     def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None: ...
     def replace_trial(self, key: Key, trial: Trial) -> None: ...

@@ -23,7 +23,7 @@ from scheduler.measure.reduced import smaller
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
-from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
+from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, near, nearest
 from scheduler.search.candidates import Candidates, Recorded, collect, fingerprint, identified, reference
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
 from scheduler.search.finalists import FINALISTS, KEPT, all_failed, fastest, finalists, run_off
@@ -294,7 +294,9 @@ class _Tuning:
         """Similar problems in the store."""
         if self.keeping.store is None:
             return []
-        records = self.keeping.store.records(operation=self.key.operation, hardware=self.key.hardware)
+        records = self.keeping.store.nearest(
+            near(self.operation, self.problem, self.runner.hardware, within=WORTH_A_TRIAL)
+        )
         return nearest(self.operation, self.problem, records, within=WORTH_A_TRIAL)
 
     def _search(self, seconds: float | None, seed: int, progress: Callable[[Progress], None] | None) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from scheduler.core.errors import StoreError
 from scheduler.core.redaction import redacted, shown_url, tells
 from scheduler.store import postgres
-from scheduler.store.schema import OLDEST, READABLE, SERIAL, VERSION
+from scheduler.store.schema import OLDEST, SERIAL, VERSION, Step
 
 CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
 BUSY_TIMEOUT_S = 30
@@ -27,6 +27,8 @@ BUSY_TIMEOUT_S = 30
 # What a transaction that migrates locks first; SQLite's BEGIN IMMEDIATE is such a lock already.
 _LOCK = {"postgresql": "SELECT pg_advisory_xact_lock(8090210118)"}
 _INSERT: dict[str, Callable[[Any], Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+# A query and its parameters -> all of its rows.
+Select = Callable[[sa.Select[Any], Mapping[str, Any]], Sequence[Any]]
 
 
 class Database:
@@ -48,11 +50,10 @@ class Database:
       StoreError: a URL that is none, or a kind of database or a driver that is missing.
     """
 
-    def __init__(self, url: str | Path, *, readonly: bool, migrations: Sequence[Sequence[str]]) -> None:
+    def __init__(self, url: str | Path, *, readonly: bool, migrations: Sequence[Sequence[Step]]) -> None:
         self.readonly = readonly
         self._migrations = migrations
         self._ready = False
-        self._schema = len(migrations)
         self._url, self.location = str(url), shown_url(url)
         self._path: Path | None = None
         with self._errors("opened"):
@@ -95,21 +96,21 @@ class Database:
         changed = {column.name: insert.excluded[column.name] for column in table.columns if column.name not in key}
         return insert.on_conflict_do_update(index_elements=key, set_=changed)
 
-    def select(self, query: sa.Select[Any]) -> Sequence[Any]:
-        """All rows of `query`; none where there is no file yet."""
+    def select(self, query: sa.Select[Any], *asked: Mapping[str, Any]) -> Sequence[Any]:
+        """All rows of `query`, for each of its parameters `asked`, if any; none where there is no file yet."""
+        with self.reading() as select:
+            return [row for values in asked or ({},) for row in select(query, values)]
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Select]:
+        """Several queries by one connection, which takes longer to open than a query does."""
         with self._turn, self._errors("read"):
             if self._missing():
-                return ()
+                yield lambda query, values: ()
+                return
             self._prepare()
             with self._engine.connect() as connection:
-                return connection.execute(query).all()
-
-    def schema(self) -> int:
-        """The version of the schema that is read: today's, unless an older one may only be read."""
-        with self._turn, self._errors("read"):
-            if not self._missing():
-                self._prepare()
-            return self._schema
+                yield lambda query, values: connection.execute(query, values).all()
 
     def empty(self) -> bool:
         """Whether there is no file yet."""
@@ -153,7 +154,7 @@ class Database:
         only_read = self.readonly or (self._path is not None and _frozen(self._path))
         with self._engine.connect() as connection:
             version = self._version(connection)
-        if version < today and not (only_read and version >= READABLE):
+        if version < today:
             if only_read:
                 raise StoreError(
                     f"{self.location} has schema {version}, and only a writer may bring it to schema {today}: set "
@@ -168,8 +169,7 @@ class Database:
             )
         if self._path is not None and not only_read:
             _set_journal(self._engine, self._path)
-        self._schema = version
-        self._ready = version == today or self.readonly  # what is frozen now may be written later, and migrated
+        self._ready = True
 
     def _migrate(self) -> int:
         """Bring the schema to today's version in one transaction; the version it has then."""
@@ -180,8 +180,11 @@ class Database:
             version = self._version(connection)  # Another process may have been first, even a newer one.
             if version >= today:
                 return version
-            for statement in itertools.chain(*self._migrations[version:]):
-                connection.exec_driver_sql(statement.format(serial=SERIAL[self._dialect]))
+            for step in itertools.chain(*self._migrations[version:]):
+                if isinstance(step, str):
+                    connection.exec_driver_sql(step.format(serial=SERIAL[self._dialect]))
+                else:
+                    step(connection)
             connection.execute(sa.update(VERSION).values(version=today))
             return today
 

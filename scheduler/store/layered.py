@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core import safe_text
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.ranges import Range
 from scheduler.core.records import Environment, Key, Miss, Record, Trial, preferred
+from scheduler.core.similar import Near
 from scheduler.store import noting, patience
 from scheduler.store.lease import Lease
 
@@ -44,29 +45,21 @@ class Cache:
         if (record := self._try(lambda store: store.get(key), self._shipped)) is not None:
             yield "the shipped cache.db", record
 
-    def records(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Record]:
-        """Every record of an operation on a chip: the user's own before the shipped, the measured before estimates."""
+    def ask(self, question: Callable[[Store], T], *, shared_only: bool = False) -> list[T]:
+        """What each store answers, the user's own before the shipped; one that cannot be read is left out."""
         self._open()
-        found: list[Record] = []
+        own = None if shared_only else self._patiently(question)
+        return [answer for answer in (own, self._try(question, self._shipped)) if answer is not None]
 
-        def read(store: Store) -> list[Record]:
-            return list(store.records(operation=operation, hardware=hardware))
+    def remembered(self, *, operation: str, hardware: str) -> list[Record]:
+        """Records of an operation on a chip that this process put here, whether they could be written or not."""
+        return [r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)]
 
-        if not shared_only:
-            found += [r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)]
-            found += self._patiently(read) or ()
-        found += self._try(read, self._shipped) or ()
+    def nearest(self, near: Near) -> list[Record]:
+        """Those of both stores, and what this process remembers: one of each key, and the nearest are among them."""
+        found = self.remembered(operation=near.operation, hardware=near.hardware)
+        found += itertools.chain.from_iterable(self.ask(lambda store: store.nearest(near)))
         return list(preferred(found).values())
-
-    def ranges(self, *, operation: str, hardware: str, shared_only: bool = False) -> list[Range]:
-        """Every range of an operation on a chip, the user's own before the shipped."""
-        self._open()
-
-        def read(store: Store) -> list[Range]:
-            return store.ranges.all(operation=operation, hardware=hardware)
-
-        own = [] if shared_only else self._patiently(read) or []
-        return [*own, *(self._try(read, self._shipped) or ())]
 
     def remember(self, record: Record) -> None:
         """Answers with `record` in this process, whether it could be written or not."""

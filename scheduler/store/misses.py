@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from scheduler.core.records import Key, Miss
 from scheduler.store import rows
 from scheduler.store.database import Database
-from scheduler.store.schema import KEY, MISSES, MISSES_SINCE
+from scheduler.store.schema import KEY, MISSES
 
 # Of more the least lowered go, and of those the oldest; some more than need be, for a new one to be counted at all.
 MOST, KEPT = 10_000, 9_000
@@ -55,8 +55,6 @@ class Misses:
         Raises:
           StoreError: the cache cannot be read.
         """
-        if self._database.schema() < MISSES_SINCE:
-            return []
         found = []
         for row in rows.by_key(self._database.select(sa.select(*MISSES.c)), self._database.location):
             try:

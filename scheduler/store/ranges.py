@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import sqlalchemy as sa
@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from scheduler.core.ranges import Range, range_from_text, range_to_text
 from scheduler.store import rows
 from scheduler.store.database import Database
-from scheduler.store.schema import RANGE_KEY, RANGES, RANGES_SINCE
+from scheduler.store.schema import RANGE_KEY, RANGES
 
 
 class Ranges:
@@ -34,21 +34,24 @@ class Ranges:
             row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
             connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
 
-    def all(self, *, operation: str | None = None, hardware: str | None = None) -> list[Range]:
+    def all(
+        self, *, operation: str | None = None, hardware: str | None = None, problems: Collection[str] | None = None
+    ) -> list[Range]:
         """Ranges sorted by operation, hardware, problem, field and ends; malformed ones are skipped with a warning.
 
         Args:
           operation, hardware: only those of this operation or this `Hardware.id`.
+          problems: only those of these (`Range.problem`).
 
         Raises:
           StoreError: the cache cannot be read.
         """
-        if self._database.schema() < RANGES_SINCE:
-            return []
         wanted = {"operation": operation, "hardware": hardware}
         query = sa.select(*(RANGES.c[name] for name in ("operation", "hardware", "problem", "range"))).where(
             *(RANGES.c[name] == value for name, value in wanted.items() if value is not None)
         )
+        if problems is not None:
+            query = query.where(RANGES.c.problem.in_(problems))
         found = []
         for *names, line in rows.by_key(self._database.select(query), self._database.location):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,22 @@ from typing import Any
 from scheduler.core import codec
 from scheduler.core.identity import schedule_to_text
 from scheduler.core.records import Environment, Failure, Key, Measurement, Record, Trial
+from scheduler.store.schema import place_columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the columns of a record tell of it, without its text being read.
+
+    Attributes:
+      jax: the version of jax that it was made with.
+      estimated: as in `Record`.
+    """
+
+    key: Key
+    jax: str
+    estimated: bool
+
 
 _log = logging.getLogger("scheduler")
 _said: set[str] = set()
@@ -19,11 +36,16 @@ def by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]
 
     A row in which one of these is no text is skipped with a warning: SQLite keeps whatever it is given.
     """
+    return sorted(with_key(rows, location), key=lambda row: row[:3])
+
+
+def with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
+    """The same in no order."""
     found = [tuple(row) for row in rows]
-    known = [row for row in found if all(isinstance(name, str) for name in row[:3])]
+    known = [row for row in found if type(row[0]) is type(row[1]) is type(row[2]) is str]
     if strange := len(found) - len(known):
         say_once(f"{location}: {strange} rows are skipped, what they are known by is no text")
-    return sorted(known, key=lambda row: row[:3])
+    return known
 
 
 def record_of(key: Key, line: str) -> Record:
@@ -46,6 +68,7 @@ def of_record(record: Record) -> dict[str, Any]:
         "median_s": winner.measurement.median_s,
         "xla_s": library.measurement.median_s if library else None,
         "record": codec.record_to_text(record),
+        **place_columns(record.key.problem, estimated=record.estimated),
     }
 
 

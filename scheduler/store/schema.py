@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
 
-# `record` and `trial` are the whole text, and what is read back; the other columns repeat what a person asks SQL for.
+from scheduler.core import codec
+from scheduler.core.similar import SUMS, place_of
+
+# Where the problem of a record lies among similar ones (`similar.Place`), and whether its times are estimates.
+SUM_COLUMNS = tuple(f"size_{index}" for index in range(SUMS))
+PLACE = ("pattern", "estimated", "size", *SUM_COLUMNS)
+# `record` and `trial` are the whole text, and what is read back; the other columns repeat what a person asks SQL for,
+# and what is searched by.
 SCHEDULES = sa.table(
     "schedules",
     *map(sa.column, ("operation", "hardware", "problem", "backend", "kernel_version", "schedule", "median_s", "xla_s")),
-    *map(sa.column, ("jax", "jaxlib", "driver", "date", "record")),
+    *map(sa.column, ("jax", "jaxlib", "driver", "date", "record", "pattern", "estimated")),
+    *(sa.column(name, sa.Double) for name in ("size", *SUM_COLUMNS)),
 )
 TRIALS = sa.table(
     "trials",
@@ -32,9 +40,35 @@ KEY = ("operation", "hardware", "problem")
 RANGE_KEY = (*KEY, "field", "low", "high")
 KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
-# What brings a file from schema version i to i + 1: statements that stay as they are once released, so that a file of
-# any age ends up the same. {serial} is a number that counts up by itself.
-MIGRATIONS: tuple[Sequence[str], ...] = (
+
+def place_columns(problem: str, *, estimated: bool) -> dict[str, object]:
+    """The values of `PLACE`."""
+    place = place_of(problem)
+    return {
+        "pattern": place.pattern,
+        "estimated": int(estimated),
+        "size": place.size,
+        **dict(zip(SUM_COLUMNS, place.sums, strict=True)),
+    }
+
+
+def _place_all(connection: sa.Connection) -> None:
+    """Fills `PLACE` of every record that can be read."""
+    columns = SCHEDULES.c
+    for *names, line in connection.execute(sa.select(*(columns[name] for name in KEY), columns.record)).all():
+        try:
+            record = codec.record_from_text(line)
+        except ValueError:
+            continue
+        same = (columns[name] == value for name, value in zip(KEY, names, strict=True))
+        values = place_columns(record.key.problem, estimated=record.estimated)
+        connection.execute(sa.update(SCHEDULES).where(*same).values(values))
+
+
+Step = str | Callable[[sa.Connection], None]
+# What brings a file from schema version i to i + 1: steps that stay as they are once released, so that a file of any
+# age ends up the same. {serial} is a number that counts up by itself.
+MIGRATIONS: tuple[Sequence[Step], ...] = (
     (
         "CREATE TABLE schema_version (version BIGINT NOT NULL)",
         "INSERT INTO schema_version VALUES (0)",
@@ -89,11 +123,18 @@ MIGRATIONS: tuple[Sequence[str], ...] = (
              date TEXT NOT NULL, range TEXT NOT NULL,
              PRIMARY KEY (operation, hardware, problem, field, low, high))""",
     ),
+    (
+        # Records of similar problems, and searches that were cut short, are found without reading all others.
+        "ALTER TABLE schedules ADD COLUMN pattern TEXT",
+        "ALTER TABLE schedules ADD COLUMN estimated BIGINT",
+        "ALTER TABLE schedules ADD COLUMN size DOUBLE PRECISION",
+        *(f"ALTER TABLE schedules ADD COLUMN {name} DOUBLE PRECISION" for name in SUM_COLUMNS),
+        _place_all,
+        "CREATE INDEX schedules_by_place ON schedules "
+        f"(operation, hardware, pattern, estimated, size, {', '.join(SUM_COLUMNS)})",
+        "CREATE INDEX trials_unfinished ON trials (operation, hardware, problem) WHERE finished = 0",
+    ),
 )
-# What may only be read answers from this schema on as it is: all that came since are tables, which it lacks.
-READABLE = 4
-MISSES_SINCE = 5
-RANGES_SINCE = 6
 VERSION = sa.table("schema_version", sa.column("version"))
 # Tables of every schema since the first: a database that has these is one of ours.
 OLDEST = frozenset({"schema_version", "schedules", "trials"})

@@ -5,6 +5,9 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +20,25 @@ from scheduler.core.errors import MalformedRecord, StoreError
 from scheduler.core.identity import versioned
 from scheduler.core.ranges import Range
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
+from scheduler.core.similar import Near
 from scheduler.store import rows, text_files
-from scheduler.store.database import Database
+from scheduler.store.database import Database, Select
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
 from scheduler.store.place import default_url as default_url
 from scheduler.store.ranges import Ranges
-from scheduler.store.schema import CONSTANTS, KERNEL_ON_CHIP, KEY, LEASES, MIGRATIONS, SCHEDULES, TRIALS
+from scheduler.store.rows import Head
+from scheduler.store.schema import (
+    CONSTANTS,
+    KERNEL_ON_CHIP,
+    KEY,
+    LEASES,
+    MIGRATIONS,
+    SCHEDULES,
+    SUM_COLUMNS,
+    TRIALS,
+    Step,
+)
 from search_spaces import aliases
 
 
@@ -52,7 +67,7 @@ class Store:
     """
 
     def __init__(
-        self, url: str | Path, *, readonly: bool = False, migrations: tuple[Sequence[str], ...] = MIGRATIONS
+        self, url: str | Path, *, readonly: bool = False, migrations: tuple[Sequence[Step], ...] = MIGRATIONS
     ) -> None:
         self._database = Database(url, readonly=readonly, migrations=migrations)
         self.location, self.in_memory = self._database.location, self._database.in_memory
@@ -74,8 +89,7 @@ class Store:
           MalformedRecord: what the cache holds for `key` cannot be read.
           StoreError: the cache cannot be read at all.
         """
-        query = sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key))
-        for (line,) in self._database.select(query):
+        for (line,) in self._database.select(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key))):
             try:
                 return rows.record_of(key, line)
             except ValueError as error:
@@ -83,6 +97,61 @@ class Store:
                     f"the record of {key} in {self.location} is malformed ({error}); tune it again"
                 ) from error
         return None
+
+    def nearest(self, near: Near, *, estimated: bool | None = None) -> list[Record]:
+        """Records of the most similar problems, the nearest first; malformed ones are skipped with a warning.
+
+        An index finds them: what it costs does not grow with the records that are stored.
+
+        Args:
+          near: which problem, how far, and how many.
+          estimated: only those whose times are estimates, or only those that were measured.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        kinds = (0, 1) if estimated is None else (int(estimated),)
+        found: list[Record] = []
+        with self._database.reading() as select:
+            for within, most in (*((within, _CANDIDATES) for within in near.stages), (near.within, -1)):
+                texts, reach = self._similar(select, near, within, kinds, most)
+                keys = (Key(near.operation, near.hardware, text) for text in near.in_order(texts, reach))
+                lines = (tuple(row) for key in keys for row in select(_BY_KEY, _asked(key)))
+                found = list(itertools.islice(self._decoded(lines), near.most))
+                if len(found) == near.most or (within, reach) == (near.within, within):
+                    break
+        return found
+
+    def _similar(
+        self, select: Select, near: Near, within: float, kinds: Sequence[int], most: int
+    ) -> tuple[list[tuple[float, str]], float]:
+        """Problems that may be near enough, with their least distances, and up to which distance these are all.
+
+        Args:
+          kinds: values of `estimated`.
+          most: of each spelling and kind at most so many; a negative number sets no limit, as in SQLite.
+        """
+        texts: list[tuple[float, str]] = []
+        reach = within
+        for (place, left), kind in itertools.product(near.places(within), kinds):
+            beyond = within - left
+            rows_found = select(
+                _SIMILAR if most >= 0 else _ALL_SIMILAR,
+                {
+                    "operation_": near.operation,
+                    "hardware_": near.hardware,
+                    "pattern_": place.pattern,
+                    "estimated_": kind,
+                    "lowest": place.size - left,
+                    "highest": place.size + left,
+                    "left": left,
+                    **{f"{name}_": value for name, value in zip(SUM_COLUMNS, place.sums, strict=True)},
+                },
+            )
+            texts += [(beyond + least, text) for text, least in rows_found if isinstance(text, str)]
+            if len(rows_found) == most:
+                reach = min(reach, beyond + rows_found[-1][1])
+        return texts, reach
 
     def put(self, record: Record) -> None:
         """Store `record` in place of any of the same key; its search is then finished.
@@ -176,7 +245,7 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        wanted = [TRIALS.c.finished == 0] if unfinished else []
+        wanted = [TRIALS.c.finished == _NO] if unfinished else []
         if environment is not None:
             wanted += [TRIALS.c[n] == getattr(environment, n) for n in ("jax", "jaxlib", "driver")]
         return self._trials(key, *wanted)
@@ -198,14 +267,18 @@ class Store:
         query = sa.select(TRIALS.c.id, TRIALS.c.trial).where(*_is(TRIALS, key), *wanted).order_by(TRIALS.c.id)
         return [trial for _, trial in self._decoded_trials((key, *row) for row in self._database.select(query))]
 
-    def unfinished(self, operation: str | None = None) -> dict[Key, list[Trial]]:
+    def unfinished(self, operation: str | None = None, problem: str | None = None) -> dict[Key, list[Trial]]:
         """The trials of every search that goes on, or was cut short, by key in the order of their names.
+
+        Args:
+          operation, problem: only those of this operation or this problem (`Key`).
 
         Raises:
           StoreError: the cache cannot be read.
         """
-        query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == 0)
-        query = query if operation is None else query.where(TRIALS.c.operation == operation)
+        query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == _NO)
+        wanted = {"operation": operation, "problem": problem}
+        query = query.where(*(TRIALS.c[name] == value for name, value in wanted.items() if value is not None))
         keyed = ((Key(*row[:3]), *row[3:]) for row in rows.by_key(self._database.select(query), self.location))
         found: dict[Key, list[Trial]] = {}
         for key, trial in self._decoded_trials(keyed):
@@ -266,6 +339,42 @@ class Store:
         )
         # Sorted here because every database sorts text by rules of its own.
         return self._decoded(rows.by_key(self._database.select(query), self.location))
+
+    def heads(self, *, operation: str | None = None, problem: str | None = None) -> list[Head]:
+        """What is stored, in no order: a list of thousands is filtered and sorted by it before any record is read.
+
+        Args:
+          operation, problem: only those of this operation or this problem (`Key`).
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        columns = SCHEDULES.c
+        wanted = {"operation": operation, "problem": problem}
+        query = sa.select(*(columns[name] for name in (*KEY, "jax", "estimated"))).where(
+            *(columns[name] == value for name, value in wanted.items() if value is not None)
+        )
+        found = rows.with_key(self._database.select(query), self.location)
+        return [Head(Key(*key), str(jax), bool(estimated)) for *key, jax, estimated in found]
+
+    def read(self, keys: Iterable[Key]) -> Iterator[Record]:
+        """The records of these keys, in their order; malformed ones are skipped with a warning.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        asked = list(map(_asked, keys))
+        return self._decoded([tuple(row) for row in self._database.select(_BY_KEY, *asked)] if asked else [])
+
+    def texts(self, *, operation: str, hardware: str) -> list[str]:
+        """Records as they are stored, in no order.
+
+        Raises:
+          StoreError: the cache cannot be read.
+        """
+        columns = SCHEDULES.c
+        query = sa.select(columns.record).where(columns.operation == operation, columns.hardware == hardware)
+        return [line for (line,) in self._database.select(query) if isinstance(line, str)]
 
     def keys(self, *, operation: str | None = None) -> list[Key]:
         """Every key that has a record or a trial, sorted.
@@ -332,7 +441,7 @@ class Store:
             except ValueError as error:
                 rows.say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
 
-    def _decoded(self, found: list[tuple[Any, ...]]) -> Iterator[Record]:
+    def _decoded(self, found: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
         for *names, line in found:
             key = Key(*names)
             try:
@@ -369,6 +478,35 @@ def build_shipped(records: Path, cache_db: Path) -> int:
     store._database.copy_to(cache_db)
     store.close()
     return len(found)
+
+
+def _similar() -> sa.Select[Any]:
+    """The problems of one pattern that may be near enough, and how far away each of them is at least."""
+    columns, given = SCHEDULES.c, sa.bindparam
+    apart = (sa.func.abs(columns[name] - given(f"{name}_", type_=sa.Double)) for name in SUM_COLUMNS)
+    least = functools.reduce(operator.add, apart)
+    return sa.select(columns.problem, least.label("doublings")).where(
+        *(columns[name] == given(f"{name}_") for name in ("operation", "hardware", "pattern", "estimated")),
+        columns.size.between(given("lowest"), given("highest")),
+        least <= given("left"),
+    )
+
+
+# So many are looked at, unless that is too few.
+_CANDIDATES = 64
+# Made once: that takes longer than to run it.
+_ALL_SIMILAR = _similar()
+_SIMILAR = _ALL_SIMILAR.order_by(sa.literal_column("doublings")).limit(_CANDIDATES)
+_BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
+    *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
+)
+# As a literal: an index of some rows is used only where the statement says so itself.
+_NO: sa.ColumnElement[int] = sa.literal_column("0")
+
+
+def _asked(key: Key) -> dict[str, str]:
+    """The parameters of `_BY_KEY`."""
+    return {f"{name}_": value for name, value in vars(key).items()}
 
 
 def _finish(key: Key) -> sa.Update:
