@@ -51,7 +51,7 @@ def predictions(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     predicted, measured = (np.concatenate([getattr(one, name) for one in found]) for name in ("predicted", "measured"))
     bound = np.array([group for one in found for group in one.bound])
     error = float(np.median(np.abs(np.log(predicted / measured))))
-    subtitle = f"{len(predicted)} schedules of "
+    subtitle = f"{len(predicted):,} schedules of "
     subtitle += f"{cases[0].problem}" if len(cases) == 1 else f"{len(cases)} problems"
     subtitle += (
         f" on {' and '.join(dict.fromkeys(case.hardware.kind for case in cases))}; median error {np.expm1(error):.1%}"
@@ -84,7 +84,7 @@ def _draw(axes: Axes, predicted: Array, measured: Array, bound: npt.NDArray[np.s
         which = bound == group
         if which.any():
             cloud(axes, measured[which][::step], predicted[which][::step], colours[group], size)
-            label = f"{group} ({which.sum()})"
+            label = f"{group} ({which.sum():,})"
             handles.append(Line2D([], [], ls="none", marker="o", ms=7, color=colours[group], label=label))
     handles.append(Line2D([], [], color=look.grid, lw=8, label="within 10 %"))
     legend_right(axes, handles, "bound by")
