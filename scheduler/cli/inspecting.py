@@ -123,7 +123,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     for where, key, record, trials, cut in found:
         if record is not None:
             output(f"{key}, {where}", *provenance.record_head(record, trials_kept=bool(trials)), "")
-            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict.verdict(record))
+            output(*record_report.entries(record, problem, chip_of(key.hardware), console_here().width), "", *verdict.verdict(record))
             if (case := of_record(record, trials, op)) is not None:
                 with contextlib.suppress(NothingToDraw):
                     output("", *landscape_report.landscape(landscape(case)))
@@ -131,7 +131,8 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
             _print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
         if trials:
-            output("", *record_report.trials_table(trials, record, console_here().width))
+            chip = chip_of(key.hardware)
+            output("", *record_report.trials_table(key, trials, record, problem, chip, console_here().width))
 
 
 def _show_ranges(
@@ -224,7 +225,7 @@ def explain(
         print_command(hints.tune(op, problem, chip))
     else:
         output(f"Winner, from {found[0][0]}:", *provenance.record_head(record, trials_kept=bool(found[0][2])), "")
-        output(*record_report.entries(record, problem, chip), "", *verdict.verdict(record))
+        output(*record_report.entries(record, problem, chip, console_here().width), "", *verdict.verdict(record))
     output("", _NOT_EVERY_CALL)
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scipy.stats import kendalltau
 
 from scheduler.core.errors import NothingToDraw
+from scheduler.core.quantities import share_text
 from scheduler.core.records import Measurement, Trial
 from scheduler.inspect.bound import GROUPS, bounds
 from scheduler.inspect.case import Case
@@ -54,7 +55,7 @@ def predictions(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     subtitle = f"{len(predicted):,} schedules of "
     subtitle += f"{cases[0].problem}" if len(cases) == 1 else f"{len(cases)} problems"
     subtitle += (
-        f" on {' and '.join(dict.fromkeys(case.hardware.kind for case in cases))}; median error {np.expm1(error):.1%}"
+        f" on {' and '.join(dict.fromkeys(case.hardware.kind for case in cases))}; median error {share_text(float(np.expm1(error)))}"
     )
     taus = [float(kendalltau(one.predicted, one.measured).statistic) for one in found if len(one.predicted) > 7]
     if taus:
