@@ -428,6 +428,26 @@ def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, sta
     assert (ended, sentence in said) == (status, True), said
 
 
+def test_all_draws_what_it_can_and_says_what_the_rest_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, said = told("all")
+    drawn = {path.stem.rpartition("-")[0] for path in (tmp_path / "pictures").iterdir()}
+    assert (status, drawn) == (0, {*plotting.MANY, *plotting.ONE} - {"best-so-far"})
+    assert said.count("is not drawn") == 1
+    assert "best-so-far is not drawn: it needs the trials of a search" in said
+
+
+def test_a_gallery_of_nothing_says_of_each_picture_what_it_needs(monkeypatch, tmp_path):
+    needs = dict(gallery([], []))
+    assert needs.keys() == {*plotting.MANY, *plotting.ONE}
+    assert all(isinstance(need, str) and "a problem" in need for need in needs.values())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scheduler.store.store.shipped", lambda: None)
+    status, said = told("all")
+    assert (status, said.count("is not drawn")) == (1, len(needs))
+    assert "no picture could be drawn" in said
+
+
 def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkeypatch):
     monkeypatch.setenv("TILE_SCHEDULER_CACHE", str(tmp_path / "cache.db"))
     here = scheduler.Store(str(tmp_path / "cache.db"))

@@ -112,9 +112,7 @@ def kept_json(
     }
 
 
-def entries(
-    record: Record, problem: Problem | None, hardware: Hardware | None, width: int
-) -> Iterator[RenderableType]:
+def entries(record: Record, problem: Problem | None, hardware: Hardware | None, width: int) -> Iterator[RenderableType]:
     """The winner, the runner-up and the best of each other backend, side by side, and their schedules."""
     # One constant row stands for every CPU: a share of its peaks tells a person nothing.
     rated = hardware is not None and not hardware.abilities.interpreted
@@ -201,7 +199,10 @@ def trials_table(
 ) -> Iterator[RenderableType]:
     """Every trial; of each backend the record's schedule, or the first, in full and the others by what differs."""
     tried = [(trial.backend, trial.schedule) for trial in trials]
-    choices, unpredicted = compared(tried, bases_of(record)), without_prediction(key.operation, problem, hardware, tried)
+    choices, unpredicted = (
+        compared(tried, bases_of(record)),
+        without_prediction(key.operation, problem, hardware, tried),
+    )
     rows = []
     for trial, choice in zip(trials, choices.texts, strict=True):
         failed = isinstance(trial.outcome, Failure)

@@ -24,8 +24,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """Three digits of a percentage: "12.3%"."""
-    return f"{digits(100 * share)}%"
+    """Three digits of a percentage, of which two are decimals at most: "12.3%", "0.07%"."""
+    return f"{digits(round(100 * share, 2))}%"
 
 
 def _padded(value: float) -> str:

@@ -104,7 +104,7 @@ def gain_text(record: Record) -> str:
 
 def order_note(record: Record) -> str:
     """Why the entries of a record are not in the order of their medians; "" where they are."""
-    medians = [entry.measurement.median_s for entry in record.entries]
+    medians = [float(f"{entry.measurement.median_s:.3g}") for entry in record.entries]  # as they are shown
     if medians == sorted(medians):
         return ""
     ties = "a tie goes to XLA, then to the schedule with less on-chip memory"

@@ -109,7 +109,9 @@ def race(
     running, rounds = _compared(running, ran, rounds)
     sentinel, notes = _sentinel(running, rounds), []
     if affected := _affected(sentinel, rounds):
-        notes.append(f"drift of {share_text(_drift(sentinel, rounds))}: {len(affected)} of {len(rounds)} rounds repeated")
+        notes.append(
+            f"drift of {share_text(_drift(sentinel, rounds))}: {len(affected)} of {len(rounds)} rounds repeated"
+        )
         for index in affected:
             rounds[index] = one_round([rival for rival in ran if rival.label in rounds[index]])
         ran = [rival for rival in ran if rival.label not in failures]

@@ -169,7 +169,9 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Rever
     best = min(ran, key=lambda index: ran[index].median_s)
     excess = won.median_s / ran[best].median_s - 1
     if excess > within:
-        return Reverified(record, "slower", f"{_words(rivals[best])}, is {share_text(excess)} faster", rivals, refreshed)
+        return Reverified(
+            record, "slower", f"{_words(rivals[best])}, is {share_text(excess)} faster", rivals, refreshed
+        )
     return Reverified(record, "holds", "", rivals, refreshed)
 
 
