@@ -70,7 +70,7 @@ class Recorder(RendererBase):
         if len(points):
             self.marks.append(Mark(kind, points, to_rgb(colour), width_px, gc.get_alpha() if alpha is None else alpha))
 
-    def draw_path(self, gc, path, transform, rgbFace=None):  # noqa: N803: matplotlib's name
+    def draw_path(self, gc, path, transform, rgbFace=None):
         polygons = path.to_polygons(transform, closed_only=False)
         for points in polygons:
             if rgbFace is not None:
@@ -81,7 +81,7 @@ class Recorder(RendererBase):
                 width_px = self.points_to_pixels(gc.get_linewidth()) if not gc.get_hatch() else 0.0
                 self._add(gc, "stroke", points, gc.get_rgb()[:3], width_px)
 
-    def draw_markers(self, gc, marker_path, marker_trans, path, trans, rgbFace=None):  # noqa: N803
+    def draw_markers(self, gc, marker_path, marker_trans, path, trans, rgbFace=None):
         outline = np.concatenate(marker_path.to_polygons(marker_trans, closed_only=False) or [np.zeros((1, 2))])
         colour = gc.get_rgb()[:3] if rgbFace is None else tuple(rgbFace)[:3]
         for place in trans.transform(path.vertices):

@@ -330,7 +330,7 @@ def test_doctor_names_the_python_that_a_jax_needs(monkeypatch):
 
 
 def test_the_python_that_the_installed_jax_needs_is_the_one_that_is_written_down():
-    needed = next(python for since, python in jax_compat.PYTHON_OF_JAX if jax_compat.JAX_VERSION >= since)
+    needed = next(python for since, python in jax_compat.PYTHON_OF_JAX if since <= jax_compat.JAX_VERSION)
     assert importlib.metadata.metadata("jax")["Requires-Python"] == f">={needed[0]}.{needed[1]}"
 
 

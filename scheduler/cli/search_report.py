@@ -49,10 +49,13 @@ def result_json(result: Result) -> Json:
 
 def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     """Before and after, a row for each problem of a job."""
-    answered = [(r.task, r.entry) for r in of if r.entry is not None]
+    from scheduler.search.task import Malformed
+
+    answered = [
+        (r.task.operation.name, r.entry) for r in of if r.entry is not None and not isinstance(r.task, Malformed)
+    ]
     choices = compared(
-        [(entry.backend, entry.schedule) for _, entry in answered],
-        operations=[getattr(task, "operation").name for task, _ in answered],
+        [(entry.backend, entry.schedule) for _, entry in answered], operations=[name for name, _ in answered]
     )
     schedules = iter(choices.texts)
     rows = []

@@ -29,7 +29,8 @@ def not_before_hopper(target: Target, also_on: frozenset[str] = frozenset()) -> 
         names = f"{', '.join(others)} and {last} ({', '.join(known)})"
         return f"is written for NVIDIA {names}, not for {target.kind} ({target.architecture})"
     if not HAS_MMA:
-        return f"{NEEDS_JAX}0.11.2 or newer, whose Mosaic GPU compiles for {target.architecture}; this is {jax.__version__}"
+        wanted = f"{NEEDS_JAX}0.11.2 or newer, whose Mosaic GPU compiles for {target.architecture}"
+        return f"{wanted}; this is {jax.__version__}"
     return None
 
 

@@ -22,7 +22,7 @@ def ratio_axis(axes: Axes, which: Literal["x", "y"]) -> None:
     low, high = sorted(axis.get_view_interval())
     shown = ([tick for tick in ticks if low <= tick <= high] for ticks in _RATIOS)
     room = _TICK * np.log(high / low)
-    axis.set_major_locator(FixedLocator(next((t for t in shown if len(t) < 2 or np.diff(np.log(t)).min() >= room))))
+    axis.set_major_locator(FixedLocator(next(t for t in shown if len(t) < 2 or np.diff(np.log(t)).min() >= room)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}x" if value < 1e3 else f"{value:,.0f}x"))
     axis.set_minor_locator(NullLocator())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ def gallery(
     for name, draw in of_all.items():
         yield name, _drawn(draw)
     for name, draw_one in of_one.items():
-        yield name, _drawn(lambda draw_one=draw_one: draw_one(_there(one)))
+        yield name, _drawn(functools.partial(_of_one, draw_one, one))
 
 
 def _drawn(draw: Callable[[], Figure]) -> Figure | str:
@@ -61,18 +62,18 @@ def _drawn(draw: Callable[[], Figure]) -> Figure | str:
         return str(missing)
 
 
-def _there(one: Case | None) -> Case:
+def _of_one(draw: Callable[[Case], Figure], one: Case | None) -> Figure:
     if one is None:
         raise NothingToDraw("it needs a record or a recorded sweep of a problem; tune a problem first")
-    return one
+    return draw(one)
 
 
 def _replayed(path: Path | None) -> Case:
     if path is None:
         raise NothingToDraw(
-            "it needs the trials of a search, which shipped records do not keep: name a problem that was tuned here, as "
-            "in tile-scheduler plot best-so-far matmul m=4096 n=4096 k=4096, or the file of a tile-scheduler sweep by "
-            "--recording"
+            "it needs the trials of a search, which shipped records do not keep: name a problem that was tuned here, "
+            "as in tile-scheduler plot best-so-far matmul m=4096 n=4096 k=4096, or give the file of a tile-scheduler "
+            "sweep by --recording"
         )
     return cases_of.of_replay(path)
 

@@ -54,7 +54,8 @@ def predictions(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     error = float(np.median(np.abs(np.log(predicted / measured))))
     subtitle = f"{len(predicted):,} schedules of "
     subtitle += f"{cases[0].problem}" if len(cases) == 1 else f"{len(cases)} problems"
-    subtitle += f" on {' and '.join(dict.fromkeys(case.hardware.kind for case in cases))}; median error {share_text(float(np.expm1(error)))}"
+    kinds = " and ".join(dict.fromkeys(case.hardware.kind for case in cases))
+    subtitle += f" on {kinds}; median error {share_text(float(np.expm1(error)))}"
     taus = [float(kendalltau(one.predicted, one.measured).statistic) for one in found if len(one.predicted) > 7]
     if taus:
         subtitle += f"; Kendall's tau {np.nanmedian(taus):.2f}" + (" in the median problem" if len(taus) > 1 else "")

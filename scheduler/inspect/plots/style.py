@@ -181,7 +181,7 @@ def letters_width(text: str, size: float = _TEXT - 1, *, bold: bool = False) -> 
 def fold(
     text: str, inches: float, size: float = _TEXT - 1, *, bold: bool = False, most: int | None = None
 ) -> list[str]:
-    """`text` in lines of at most `inches`, by the widths of its letters; longer words are broken, after a mark if possible.
+    """`text` in lines of at most `inches`, by the widths of its letters; longer words are broken.
 
     Args:
       most: of more lines, the last that is kept ends in an ellipsis.
