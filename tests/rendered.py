@@ -1,6 +1,7 @@
 """What a reader of a picture sees: texts and marks with their places in pixels, and what is wrong with them."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -38,7 +39,7 @@ class Mark:
     width_px: float = 0.0
     alpha: float = 1.0
 
-    @property
+    @functools.cached_property
     def box(self) -> Bbox:
         return Bbox([self.points.min(axis=0), self.points.max(axis=0)])
 
@@ -154,13 +155,16 @@ def _outside(words, marks, sheet):
 
 
 def _unreadable(words, marks, ground):
+    filled = [(number, mark) for number, mark in enumerate(marks) if mark.kind == "filled"]
+    boxes = _extents([mark for _, mark in filled])
     for each in words:
         if each.size_px < _SMALLEST_PX:
             yield f"{each.text!r} is {each.size_px:.1f} px high"
-        middle = (each.box.min + each.box.max) / 2
+        x, y = (each.box.min + each.box.max) / 2
         under = ground
-        for mark in marks[: each.after]:
-            if mark.kind == "filled" and mark.box.contains(*middle):
+        for hit in np.flatnonzero((boxes[:, 0] < x) & (x < boxes[:, 2]) & (boxes[:, 1] < y) & (y < boxes[:, 3])):
+            number, mark = filled[hit]
+            if number < each.after:
                 under = tuple(mark.alpha * c + (1 - mark.alpha) * u for c, u in zip(mark.colour, under, strict=True))
         if (contrast := _contrast(each.colour, under)) < _CONTRAST:
             yield f"{each.text!r} has a contrast of {contrast:.1f}"
@@ -168,9 +172,11 @@ def _unreadable(words, marks, ground):
 
 def _hidden(words, marks, sheet):
     """Markers that hide a text, or that a text hides, and edges of shapes that cross one."""
+    boxes = _extents(marks)
     for each in words:
         inner = _shrunk(each.box, 1.5)
-        for mark in marks:
+        near = (boxes[:, :2] < inner.max).all(axis=1) & (boxes[:, 2:] > inner.min).all(axis=1)
+        for mark in (marks[number] for number in np.flatnonzero(near)):
             if mark.kind == "marker" and _meets(mark.box, inner):
                 yield f"a marker lies on {each.text!r}"
                 break
@@ -178,6 +184,11 @@ def _hidden(words, marks, sheet):
             if shape and min(mark.box.width, mark.box.height) > 1 and _meets(mark.box, inner) and mark.alpha > 0.2:
                 yield f"the edge of a shape crosses {each.text!r}"
                 break
+
+
+def _extents(marks):
+    """Left, bottom, right and top of each mark."""
+    return np.array([mark.box.extents for mark in marks]).reshape(-1, 4)
 
 
 def _thin(figure, marks):

@@ -185,9 +185,9 @@ def copies(records, operations, problems, name="operation", field="n"):
 @pytest.mark.parametrize(
     ("operations", "problems", "name", "field"),
     [
-        (1, 1, "operation", "n"), (12, 100, "operation", "n"), (40, 3, "operation", "n"), (1, 2000, "operation", "n"),
+        (1, 1, "operation", "n"), (12, 100, "operation", "n"), (40, 3, "operation", "n"), (1, 600, "operation", "n"),
         (3, 5, "package.kernels:" + "fused_bias_gelu_" * 6, "a_very_long_name_of_a_field_" * 5),
-        (12, 100, "x" * 200, "n"), (2, 300, "W" * 60, "n"),
+        (12, 10, "x" * 200, "n"), (2, 30, "W" * 60, "n"),
     ],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
@@ -195,12 +195,12 @@ def test_gains_can_be_seen_of_however_many_and_however_they_are_called(records, 
     made = plots.gains(copies(records, operations, problems, name, field))
     assert faults(made) == []
     bars = [bar for bars in made.axes[0].containers for bar in bars]
-    assert len(bars) > 0.6 * operations * problems
+    assert len(bars) >= operations * problems // 2
 
 
 @pytest.mark.parametrize("times", [1e-3, 0.4, 0.97, 1.0, 1.003, 3.0, 150.0, 1e6])
 def test_gains_of_any_size_are_seen(records, times):
-    (record,) = [one for one in records if one.winner.backend == "mosaic_gpu" and one.library_entry][:1]
+    (record,) = [one for one in records if one.key.operation == "matmul" and one.winner.backend == "mosaic_gpu"][:1]
     library = record.library_entry
     slower = dataclasses.replace(library.measurement, median_s=times * record.winner.measurement.median_s)
     entries = [record.winner, dataclasses.replace(library, measurement=slower)]
@@ -219,7 +219,7 @@ def test_what_is_wrong_with_a_picture_is_found():
 
     made = Figure(figsize=(10, 5))
     axes = made.add_subplot()
-    axes.bar(range(2000), [1.0] * 2000)
+    axes.bar(range(100), [1.0] * 100)
     axes.set(xlim=(-100, 20000), xticks=[], yticks=[])
     axes.text(5000, 0.5, "one", fontsize=12)
     axes.text(5010, 0.5, "two", fontsize=12)
@@ -428,13 +428,23 @@ def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, sta
     assert (ended, sentence in said) == (status, True), said
 
 
-def test_all_draws_what_it_can_and_says_what_the_rest_needs(tmp_path, monkeypatch):
+def test_without_recorded_sweeps_all_pictures_but_one_are_drawn(records):
+    missing = {name: made for name, made in gallery(records[::5], []) if isinstance(made, str)}
+    assert missing.keys() == {"best-so-far"}
+    assert "the trials of a search" in missing["best-so-far"]
+
+
+def test_all_draws_what_it_can_and_says_what_the_rest_needs(tmp_path, monkeypatch, records):
+    def some(*_, dark):
+        yield "gains", plots.gains(records[:1], dark=dark)
+        yield "tiles", "it needs a problem"
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scheduler.inspect.plots.gallery.gallery", some)
     status, said = told("all")
-    drawn = {path.stem.rpartition("-")[0] for path in (tmp_path / "pictures").iterdir()}
-    assert (status, drawn) == (0, {*plotting.MANY, *plotting.ONE} - {"best-so-far"})
-    assert said.count("is not drawn") == 1
-    assert "best-so-far is not drawn: it needs the trials of a search" in said
+    assert status == 0
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"gains-dark.svg", "gains-light.svg"}
+    assert said.count("tiles is not drawn: it needs a problem") == 1
 
 
 def test_a_gallery_of_nothing_says_of_each_picture_what_it_needs(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ def digits(value: float) -> str:
 
 def ratio_text(ratio: float) -> str:
     """Three digits, of which two are decimals at most: "0.98x", "1.05x", "24.9x"."""
-    return f"{ratio:.2f}x" if ratio < 9.995 else f"{_padded(ratio)}x"
+    return f"{ratio:.2f}x" if ratio < 9.995 else f"{_padded(ratio)}x" if ratio < 99_999 else f"{ratio:.2g}x"
 
 
 def share_text(share: float) -> str:

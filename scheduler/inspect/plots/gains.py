@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scheduler.core.errors import NothingToDraw
-from scheduler.core.quantities import digits
+from scheduler.core.quantities import ratio_text
 from scheduler.core.records import Record
 from scheduler.inspect.plots.axes import ratio_axis
 from scheduler.inspect.plots.style import Theme, drawing, figure, fold
@@ -132,7 +132,7 @@ class Row:
     @classmethod
     def of(cls, name: str, gains: Sequence[Gain]) -> Row:
         mean = statistics.geometric_mean([gain.final for gain in gains])
-        return cls(tuple(fold(name, _NAME, most=4)), tuple(gains), f"{mean:.2f}x" if mean < 10 else f"{digits(mean)}x")
+        return cls(tuple(fold(name, _NAME, most=4)), tuple(gains), ratio_text(mean))
 
 
 def _heights(rows: Sequence[Row]) -> list[float]:
@@ -145,7 +145,7 @@ def _heights(rows: Sequence[Row]) -> list[float]:
 def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme) -> None:
     """Bars from 1x, the longest on top; rows from top to bottom, `y` in inches."""
     low = max(_EDGE, min([0.97, *(g.searched / 1.03 for row in rows for g in row.gains if g.beaten and g.searched)]))
-    high = max(gain.final for row in rows for gain in row.gains)
+    high = max(max(g.final, g.searched if g.beaten and g.searched else 0) for row in rows for g in row.gains)
     low, high = min(low, *(gain.final / 1.03 for row in rows for gain in row.gains)), max(1.03, high**1.04)
     counted = any(len(row.gains) > 1 for row in rows)
     middles: list[float] = []
