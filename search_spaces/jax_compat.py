@@ -32,6 +32,11 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 # Its annotations differ between versions and in part contradict its use; its names, as used here, do not.
 plgpu: Any = mosaic_gpu
 
+# How a reason begins for which a newer JAX is the cure.
+NEEDS_JAX = "needs jax "
+# From which versions on JAX needs which Python, as its wheels say (Requires-Python), the newest first.
+PYTHON_OF_JAX = (((0, 11), (3, 12)), ((0, 10), (3, 11)))
+
 # From here on JAX can run a whole Mosaic GPU kernel on a CPU: copies, barriers and races included.
 HAS_GPU_INTERPRETER = JAX_VERSION >= (0, 11)
 

@@ -5,6 +5,8 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import platform
+import re
 import signal
 import sqlite3
 import subprocess
@@ -23,9 +25,11 @@ from scheduler.core import codec
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import CPU
 from scheduler.core.records import Key
-from scheduler.inspect import doctor
-from scheduler.store.store import Store
-from search_spaces import load
+from scheduler.inspect import doctor, provenance
+from scheduler.inspect.coverage import coverage
+from scheduler.store.store import Store, shipped
+from search_spaces import jax_compat, load
+from search_spaces.mma import architectures
 
 pytestmark = pytest.mark.one_jax
 
@@ -39,6 +43,10 @@ def run(*arguments, status=0, stdin=None):
     assert result.exit_code == status, result.output
     assert "Traceback" not in result.output
     return result.stdout, result.stderr
+
+
+# The status of doctor where nothing is wrong but what the installed JAX makes of the shipped records.
+DOCTOR = 3 if any(provenance.stale(record) for record in shipped().records()) else 0
 
 
 def own_list():
@@ -269,7 +277,7 @@ def test_the_version_is_the_one_that_is_installed():
 
 
 def test_doctor_names_versions_caches_and_what_each_backend_can_do_here(store):
-    found = {row["what"]: row for row in json.loads(run("doctor", "--json")[0])}
+    found = {row["what"]: row for row in json.loads(run("doctor", "--json", status=DOCTOR)[0])}
     assert importlib.metadata.version("jax") in found["packages"]["detail"]
     assert store.location in found["cache"]["detail"]
     assert found["matmul: xla"]["state"] == "ok"
@@ -290,8 +298,54 @@ def test_doctor_finds_what_the_environment_says_wrong(monkeypatch, name, value, 
     assert [said in row["detail"] for row in broken] == [True]
 
 
+MADE = ".".join(next(iter(shipped().records())).environment.jax.split(".")[:2])
+
+
+@pytest.mark.parametrize("here", ["0.1.0", f"{MADE}.99", "99.0"])
+def test_doctor_warns_of_stale_records_and_names_the_jax_that_makes_them_current(here, monkeypatch, store):
+    installed = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: here if name == "jax" else installed(name))
+    current = here.startswith(f"{MADE}.")
+    store.put(record(environment=dataclasses.replace(ENVIRONMENT, jax=f"{MADE}.0")))
+    found = {row["what"]: row for row in json.loads(run("doctor", "--json", status=0 if current else 3)[0])}
+    for cache, again in (("cache", "verify --update"), ("shipped cache", "verify --shipped --update")):
+        assert found[cache]["state"] == ("ok" if current else "warning")
+        told = re.search(
+            rf"all of them stale: made with jax ({MADE}\.\d+), and here is {here}.*", found[cache]["detail"]
+        )
+        assert bool(told) == (not current)
+        if told:
+            assert f"Install jax {told[1]} (pip install 'jax=={told[1]}')" in told[0]
+            assert again in told[0]
+    out, _ = run("doctor", status=0 if current else 3)
+    last = "ok: nothing is broken, and nothing is out of date" if current else "warning: cache, shipped cache"
+    assert out.splitlines()[-1] == last
+
+
+def test_doctor_names_the_python_that_a_jax_needs(monkeypatch):
+    monkeypatch.setattr(doctor, "PYTHON_OF_JAX", (((0, 11), (99, 1)), ((0, 10), (3, 11))))
+    here = platform.python_version()
+    assert doctor.upgrade("0.11.2").endswith(f" under Python 99.1 or newer, which it needs (here is {here})")
+    assert doctor.upgrade("0.10.2") == "Install jax 0.10.2 (pip install 'jax==0.10.2')"
+
+
+def test_the_python_that_the_installed_jax_needs_is_the_one_that_is_written_down():
+    needed = next(python for since, python in jax_compat.PYTHON_OF_JAX if since <= jax_compat.JAX_VERSION)
+    assert importlib.metadata.metadata("jax")["Requires-Python"] == f">={needed[0]}.{needed[1]}"
+
+
+def test_a_chip_whose_kernels_want_a_newer_jax_is_a_warning(monkeypatch):
+    monkeypatch.setattr(architectures, "HAS_MMA", False)
+    rows = [row for row in coverage([]) if row.outdated]
+    assert {row.hardware.architecture for row in rows} == architectures.BEFORE_HOPPER
+    assert all(re.search(r"XLA alone; a kernel needs jax \S+ or newer", str(row)) for row in rows)
+    found = [finding for finding in doctor.examine(lambda: CPU) if finding.what.startswith("chip ")]
+    kinds = {f"chip {row.hardware.kind}" for row in rows}
+    assert {finding.what for finding in found if finding.state == "warning"} == kinds
+
+
 def test_doctor_leaves_no_trace_where_the_cache_would_be(tmp_path):
-    run("doctor")
+    run("doctor", status=DOCTOR)
     assert list(tmp_path.iterdir()) == []
 
 

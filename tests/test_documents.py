@@ -14,6 +14,8 @@ import typer.main
 from scheduler.cli.app import app
 from scheduler.core.hardware import find
 from scheduler.model.cost import CostModel
+from scheduler.store.store import shipped
+from search_spaces.jax_compat import PYTHON_OF_JAX
 from search_spaces.matmul import MatmulProblem
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -156,3 +158,17 @@ def test_the_terms_of_the_model_are_told_by_the_names_that_explain_prints():
     told = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     footprint = hopper_matmul.footprint(MatmulProblem(512, 512, 512), hopper_matmul.schedule())
     assert told == set(CostModel(find("NVIDIA H200")).terms(footprint))
+
+
+def test_install_says_with_which_jax_the_shipped_records_are_current():
+    install = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    (made,) = {record.environment.jax for record in shipped().records()}
+    assert f"measured with JAX {made}" in install
+    rows = re.findall(r"(?m)^\| .*? \| ([\d.]+) or newer \| ([\d.]+) \| (\w+) \| (\w+)", install)
+    assert {jax for _, jax, *_ in rows} == {path.stem[4:] for path in (ROOT / "constraints").glob("jax-*.txt")}
+    for python, jax, records, kernels in rows:
+        version = tuple(map(int, jax.split(".")))
+        needed = next(needed for since, needed in PYTHON_OF_JAX if version >= since)
+        assert python == ".".join(map(str, needed))
+        assert (records == "current") == (jax.split(".")[:2] == made.split(".")[:2])
+        assert (kernels == "yes") == (version >= (0, 11, 2))

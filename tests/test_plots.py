@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rendered import faults
 from typer.testing import CliRunner
 
 import scheduler
@@ -83,7 +84,10 @@ def numbers(svg):
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_pictures_of_the_documents_are_drawn_from_what_is_shipped(records, dark):
     theme = "dark" if dark else "light"
-    drawn = {f"{name}-{theme}.svg": plots.svg(made) for name, made in gallery(records, SWEEPS, dark=dark)}
+    drawn = {}
+    for name, made in gallery(records, SWEEPS, dark=dark):
+        drawn[f"{name}-{theme}.svg"] = plots.svg(made)
+        assert faults(made) == [], name
     assert drawn.keys() == {path.name for path in KEPT.glob(f"*-{theme}.svg")}
     for name, svg in drawn.items():
         kept = (KEPT / name).read_text()
@@ -159,8 +163,77 @@ def test_gains_are_the_times_of_the_records(records):
 @pytest.mark.parametrize("count", [1, 14, 200])
 def test_gains_are_drawn_of_one_and_of_many(records, count):
     some = (records * 2)[:count] if count > 20 else [record for record in records if Gain.of(record)][:count]
-    said = words(plots.svg(plots.gains(some)))
-    assert f"{len([r for r in some if Gain.of(r)])} problem" in said[-2] + said[-1] + " ".join(said)
+    made = plots.gains(some)
+    assert f"{len([r for r in some if Gain.of(r)])} problem" in " ".join(words(plots.svg(made)))
+    assert faults(made) == []
+
+
+def copies(records, operations, problems, name="operation", field="n"):
+    """Records of so many problems of so many operations, with the times of shipped ones."""
+    timed = [record for record in records if Gain.of(record)]
+    return [
+        dataclasses.replace(
+            record, key=dataclasses.replace(record.key, operation=f"{name}_{of}", problem=f'{{"{field}": {number}}}')
+        )
+        for of in range(operations)
+        for number in range(problems)
+        for record in [timed[(37 * of + 11 * number) % len(timed)]]
+        if record.library_entry
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operations", "problems", "name", "field"),
+    [
+        (1, 1, "operation", "n"), (12, 100, "operation", "n"), (40, 3, "operation", "n"), (1, 600, "operation", "n"),
+        (3, 5, "package.kernels:" + "fused_bias_gelu_" * 6, "a_very_long_name_of_a_field_" * 5),
+        (12, 10, "x" * 200, "n"), (2, 30, "W" * 60, "n"),
+    ],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_gains_can_be_seen_of_however_many_and_however_they_are_called(records, operations, problems, name, field):
+    made = plots.gains(copies(records, operations, problems, name, field))
+    assert faults(made) == []
+    bars = [bar for bars in made.axes[0].containers for bar in bars]
+    assert len(bars) >= operations * problems // 2
+
+
+@pytest.mark.parametrize("times", [1e-3, 0.4, 0.97, 1.0, 1.003, 3.0, 150.0, 1e6])
+def test_gains_of_any_size_are_seen(records, times):
+    (record,) = [one for one in records if one.key.operation == "matmul" and one.winner.backend == "mosaic_gpu"][:1]
+    library = record.library_entry
+    slower = dataclasses.replace(library.measurement, median_s=times * record.winner.measurement.median_s)
+    entries = [record.winner, dataclasses.replace(library, measurement=slower)]
+    for order in (entries, entries[::-1]):
+        assert faults(plots.gains([dataclasses.replace(record, entries=tuple(order))])) == []
+
+
+@pytest.mark.parametrize("every", [1, 29, 260])
+def test_a_roofline_can_be_read_of_many_and_of_one(records, every):
+    assert faults(plots.roofline([cases.of_record(record) for record in records[::every]])) == []
+
+
+def test_what_is_wrong_with_a_picture_is_found():
+    """The checks of this file see what they are for."""
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(10, 5))
+    axes = made.add_subplot()
+    axes.bar(range(100), [1.0] * 100)
+    axes.set(xlim=(-100, 20000), xticks=[], yticks=[])
+    axes.text(5000, 0.5, "one", fontsize=12)
+    axes.text(5010, 0.5, "two", fontsize=12)
+    axes.text(9000, 0.2, "grey", fontsize=12, color="#dddddd")
+    axes.text(9000, 0.8, "small", fontsize=4)
+    axes.text(19000, 0.4, "an end that is cut off", fontsize=12)
+    axes.text(12000, 0.5, "hidden", fontsize=12)
+    axes.plot([12400], [0.51], "o")
+    empty = made.add_subplot(1, 9, 9)
+    empty.set(xticks=[], yticks=[])
+    said = " ".join(faults(made))
+    for words_of in ("'one' lies on 'two'", "'grey' has a contrast", "'small' is", "'an end that is cut off' leaves",
+                     "a marker lies on 'hidden'", "px wide", "nothing is on the axes"):  # fmt: skip
+        assert words_of in said, words_of
 
 
 def test_nothing_stands_above_the_roofline_of_cold_operands(records):
@@ -185,12 +258,18 @@ def test_a_roofline_is_of_one_chip(records):
 # Of one problem
 
 
+@pytest.mark.parametrize("text", ["m8-n14336", "m16-n4096", "m64-n4096-k14336"])
+def test_the_lines_of_a_search_and_their_names_lie_within_the_picture(text):
+    assert faults(plots.best_so_far(cases.of_replay(recording(text), budget=12))) == []
+
+
 def test_a_search_replayed_over_a_sweep_is_drawn_with_its_best(swept):
     searched = cases.of_replay(recording("matmul-m512-n512-k512"), budget=12)
     best_us = min(seconds for trial, seconds in searched.measured() if trial.backend != "xla") * 1e6
     said = words(plots.svg(plots.best_so_far(searched)))
     assert f"best {best_us:.3g} µs" in said
     assert any(re.search(r"XLA (takes )?\d", text) for text in said)
+    assert faults(plots.best_so_far(searched)) == []
     with pytest.raises(NothingToDraw, match="no order to draw; replay a search"):
         plots.best_so_far(swept)
 
@@ -241,8 +320,9 @@ ODD = [
 @pytest.mark.parametrize("case", ODD, ids=str)
 @pytest.mark.parametrize("draw", [plots.landscape, plots.block_sizes, plots.tiles, plots.time_breakdown])
 def test_odd_problems_are_drawn(case, draw):
-    said = " ".join(words(plots.svg(draw(case))))
-    assert str(case.problem).split()[0] in said
+    made = draw(case)
+    assert str(case.problem).split()[0] in " ".join(words(plots.svg(made)))
+    assert faults(made) == []
 
 
 def test_a_space_without_two_choices_has_no_landscape():
@@ -256,7 +336,9 @@ def test_a_space_without_two_choices_has_no_landscape():
 def test_attention_is_drawn_from_its_recordings(path):
     case = cases.of_recording(path)
     for draw in (plots.landscape, plots.block_sizes, plots.tiles, plots.time_breakdown):
-        assert "flash_attention" in " ".join(words(plots.svg(draw(case))))
+        made = draw(case)
+        assert "flash_attention" in " ".join(words(plots.svg(made)))
+        assert faults(made) == []
     assert "Kendall's tau" in " ".join(words(plots.svg(plots.predictions([case]))))
 
 
@@ -344,6 +426,36 @@ def test_a_picture_that_cannot_be_drawn_is_answered_in_a_sentence(arguments, sta
     monkeypatch.chdir(tmp_path)
     ended, said = told(*arguments)
     assert (ended, sentence in said) == (status, True), said
+
+
+def test_without_recorded_sweeps_all_pictures_but_one_are_drawn(records):
+    missing = {name: made for name, made in gallery(records[::5], []) if isinstance(made, str)}
+    assert missing.keys() == {"best-so-far"}
+    assert "the trials of a search" in missing["best-so-far"]
+
+
+def test_all_draws_what_it_can_and_says_what_the_rest_needs(tmp_path, monkeypatch, records):
+    def some(*_, dark):
+        yield "gains", plots.gains(records[:1], dark=dark)
+        yield "tiles", "it needs a problem"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scheduler.inspect.plots.gallery.gallery", some)
+    status, said = told("all")
+    assert status == 0
+    assert {path.name for path in (tmp_path / "pictures").iterdir()} == {"gains-dark.svg", "gains-light.svg"}
+    assert said.count("tiles is not drawn: it needs a problem") == 1
+
+
+def test_a_gallery_of_nothing_says_of_each_picture_what_it_needs(monkeypatch, tmp_path):
+    needs = dict(gallery([], []))
+    assert needs.keys() == {*plotting.MANY, *plotting.ONE}
+    assert all(isinstance(need, str) and "a problem" in need for need in needs.values())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scheduler.store.store.shipped", lambda: None)
+    status, said = told("all")
+    assert (status, said.count("is not drawn")) == (1, len(needs))
+    assert "no picture could be drawn" in said
 
 
 def test_a_picture_of_many_is_of_the_chip_with_the_most_records(tmp_path, monkeypatch):

@@ -92,7 +92,7 @@ def test_a_winner_may_be_behind_by_as_much_as_is_allowed(within, state):
 def test_what_is_faster_now_is_named_with_how_much():
     found = verdict(Told(t2c3=1.2e-3, t4c1=1e-3, xla=3e-3))
     assert found.state == "slower"
-    assert found.reason == "runner-up, scripted copy=1 tile=4, is 20.0% faster"
+    assert found.reason == "runner-up, scripted copy=1 tile=4, is 20% faster"
 
 
 def test_the_rivals_are_the_entries_the_library_and_the_models_choice_each_once():

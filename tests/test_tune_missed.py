@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from test_cli import run
+from test_cli import DOCTOR, run
 
 import scheduler
 from scheduler import tuned_matmul
@@ -265,9 +265,9 @@ def test_wrong_words_are_answered_with_what_is_wanted(words, said):
 
 def test_doctor_says_how_many_there_are_and_how_to_have_none(store, monkeypatch):
     store.misses.note([miss(product(24))])
-    found = {row["what"]: row["detail"] for row in json.loads(run("doctor", "--json")[0])}
+    found = {row["what"]: row["detail"] for row in json.loads(run("doctor", "--json", status=DOCTOR)[0])}
     assert found["misses"] == "1 noted (tile-scheduler misses); TILE_SCHEDULER_MISSES=off notes none"
     monkeypatch.setenv("TILE_SCHEDULER_MISSES", "off")
-    assert "they are not noted" in run("doctor")[0]
+    assert "they are not noted" in run("doctor", status=DOCTOR)[0]
     store.misses.forget([miss(product(24)).key])
     assert "TILE_SCHEDULER_MISSES turns the noting of them off" in " ".join(run("misses")[0].split())

@@ -83,7 +83,11 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
     for where, key, record, trials, cut in found:
         if record is not None:
             output(f"{key}, {where}", *provenance.record_head(record, trials_kept=bool(trials)), "")
-            output(*record_report.entries(record, problem, chip_of(key.hardware)), "", *verdict.verdict(record))
+            output(
+                *record_report.entries(record, problem, chip_of(key.hardware), console_here().width),
+                "",
+                *verdict.verdict(record),
+            )
             if (case := of_record(record, trials, op)) is not None:
                 with contextlib.suppress(NothingToDraw):
                     output("", *landscape_report.landscape(landscape(case)))
@@ -91,7 +95,8 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
             output(*([""] * (record is not None)), f"{key}, {where}: {provenance.unfinished_text(cut)}")
             print_goes_on(key, hints.tune(op, problem, chip_of(key.hardware)))
         if trials:
-            output("", *record_report.trials_table(trials, record, console_here().width))
+            chip = chip_of(key.hardware)
+            output("", *record_report.trials_table(key, trials, record, problem, chip, console_here().width))
 
 
 def _show_ranges(
@@ -180,12 +185,15 @@ def explain(
         print_command(hints.tune(op, problem, chip))
     else:
         output(f"Winner, from {found[0][0]}:", *provenance.record_head(record, trials_kept=bool(found[0][2])), "")
-        output(*record_report.entries(record, problem, chip), "", *verdict.verdict(record))
+        output(*record_report.entries(record, problem, chip, console_here().width), "", *verdict.verdict(record))
     output("", _NOT_EVERY_CALL)
 
 
 def doctor(device: Device = 0, as_json: AsJson = False) -> None:
-    """Say what is here: the chip, the backends, the caches, the versions, and what is missing."""
+    """Say what is here: the chip, the backends, the caches, the versions, and what is missing.
+
+    The status is 1 where something is broken, 3 where something is out of date (a warning), else 0.
+    """
     from scheduler.cli import layout
     from scheduler.inspect import doctor as checks
 
@@ -194,5 +202,7 @@ def doctor(device: Device = 0, as_json: AsJson = False) -> None:
         print_json([{"what": f.what, "state": f.state, "detail": f.detail} for f in findings])
     else:
         output(layout.labelled((finding.state, f"{finding.what}: {finding.detail}") for finding in findings))
-    if any(finding.state == "broken" for finding in findings):
-        raise typer.Exit(1)
+        output("", checks.summary(findings))
+    states = {finding.state for finding in findings}
+    if status := 1 if "broken" in states else 3 if "warning" in states else 0:
+        raise typer.Exit(status)

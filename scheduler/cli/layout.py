@@ -23,7 +23,7 @@ WIDEST = 150
 
 def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
     """An empty table; the columns named in `numbers` are set flush right."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         number = name in numbers
         made.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)

@@ -61,7 +61,7 @@ def plot(
     """Draw what is stored, or what recorded sweeps hold: no device is needed.
 
     `all` draws each picture twice, light and dark, of what is shipped with this package, and of the recordings in
-    sweeps/ here.
+    sweeps/ here; of each that it cannot draw it says what is needed.
     """
     from scheduler.inspect import plots
     from scheduler.inspect.plots import style
@@ -174,9 +174,17 @@ def _all(out: Path, recordings: Sequence[Path]) -> None:
     records = [] if store is None else [record for record in store.records() if not record.estimated]
     with file_errors(out):
         out.mkdir(parents=True, exist_ok=True)
+    missing: dict[str, str] = {}
     for dark in (False, True):
         for name, made in gallery(records, recordings, dark=dark):
+            if isinstance(made, str):
+                missing[name] = made
+                continue
             place = out / f"{name}-{'dark' if dark else 'light'}.svg"
             with file_errors(place):
                 replace_text(place, plots.svg(made))
             output(str(place))
+    for name, needed in missing.items():
+        say(f"{name} is not drawn: {needed}")
+    if len(missing) == len(MANY) + len(ONE):
+        raise NothingToDraw("no picture could be drawn")

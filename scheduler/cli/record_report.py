@@ -10,10 +10,11 @@ from rich.console import RenderableType
 
 from scheduler.cli.layout import Json, Row, labelled, ledger, table, texts
 from scheduler.core import codec
-from scheduler.core.quantities import digits, seconds_text
+from scheduler.core.quantities import digits, ratio_text, seconds_text
 from scheduler.core.records import Entry, Failure, Key, Measurement, Record, Trial
+from scheduler.inspect.predicted import without_prediction
 from scheduler.inspect.provenance import stale, stale_line
-from scheduler.inspect.verdict import gain_text
+from scheduler.inspect.verdict import gain_text, order_note, standing
 from scheduler.inspect.wording import bases_of, compared, first_line
 from search_spaces import spelled
 
@@ -110,36 +111,51 @@ def kept_json(
     }
 
 
-def entries(record: Record, problem: Problem | None, hardware: Hardware | None) -> Iterator[RenderableType]:
+def entries(record: Record, problem: Problem | None, hardware: Hardware | None, width: int) -> Iterator[RenderableType]:
     """The winner, the runner-up and the best of each other backend, side by side, and their schedules."""
-    time_s = "estimated" if record.estimated else "time"
-    made = table(
-        "", "backend", time_s, "spread", "TFLOP/s", "% of roofline", "predicted",
-        numbers=(time_s, "spread", "TFLOP/s", "% of roofline", "predicted"),
-    )  # fmt: skip
     # One constant row stands for every CPU: a share of its peaks tells a person nothing.
     rated = hardware is not None and not hardware.abilities.interpreted
-    names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
-    for name, entry in zip(names, record.entries, strict=False):
-        seen, time = entry_json(entry, problem, hardware), entry.measurement.median_s
-        made.add_row(
-            *texts(
-                name,
-                entry.backend,
-                seconds_text(time),
-                seconds_text(entry.measurement.spread_s),
-                digits(seen["flops_per_s"] / 1e12) if "flops_per_s" in seen else "",
-                f"{100 * seen['share_of_roofline']:.1f}" if "share_of_roofline" in seen and rated else "",
-                seconds_text(entry.predicted_s),
-            )
-        )
+    names = ["winner", "runner-up", *[""] * len(record.entries)][: len(record.entries)]
+    choices = [(entry.backend, entry.schedule) for entry in record.entries]
+    unpredicted = without_prediction(record.key.operation, problem, hardware, choices)
+    seen = [entry_json(entry, problem, hardware) for entry in record.entries]
+    rates = [values.get("flops_per_s", 0.0) for values in seen]
+    rate, scale = ("TFLOP/s", 1e12) if max(rates) >= 1e11 else ("GFLOP/s", 1e9)
+    columns = {
+        "": names,
+        "backend": [entry.backend for entry in record.entries],
+        "estimated" if record.estimated else "time": [seconds_text(e.measurement.median_s) for e in record.entries],
+        "ratio": ["", *(ratio_text(standing(record, entry).ratio) for entry in record.entries[1:])],
+        "spread": [seconds_text(entry.measurement.spread_s) for entry in record.entries],
+        rate: [digits(each / scale) if each else "" for each in rates],
+        "% of roofline": [
+            digits(100 * values["share_of_roofline"]) if "share_of_roofline" in values and rated else ""
+            for values in seen
+        ],
+        "predicted": [_predicted_text(entry.predicted_s, entry.backend in unpredicted) for entry in record.entries],
+    }
+    told = [name for name, cells in columns.items() if any(cells)]
+    if sum(max(map(len, [name, *columns[name]])) + 2 for name in told) - 2 > width:
+        told.remove("spread")
+    made = table(*told, numbers=told[2:])
+    for cells in zip(*(columns[name] for name in told), strict=True):
+        made.add_row(*texts(*cells))
     yield made
     shown = [(name, entry) for name, entry in zip(names, record.entries, strict=False) if entry.schedule]
-    choices = compared([(entry.backend, entry.schedule) for _, entry in shown])
+    schedules = compared([(entry.backend, entry.schedule) for _, entry in shown])
     if shown:
         yield ""
-        yield labelled(zip((name for name, _ in shown), choices.texts, strict=True))
-        yield from choices.note
+        yield labelled(zip((name for name, _ in shown), schedules.texts, strict=True))
+        yield from schedules.note
+    if len(record.entries) > 1:
+        yield ""
+        yield "ratio: its time over the winner's" + (", in the median round" if record.confidence.rounds else "")
+    if note := order_note(record):
+        yield note
+
+
+def _predicted_text(seconds: float, missing: bool) -> str:
+    return "-" if missing else seconds_text(seconds)
 
 
 def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[RenderableType]:
@@ -177,14 +193,26 @@ def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[Renderable
     yield "vs XLA: its time over the schedule's; a tie is within 1 %, undecided what the run-off could not tell"
 
 
-def trials_table(trials: Sequence[Trial], record: Record | None, width: int) -> Iterator[RenderableType]:
+def trials_table(
+    key: Key,
+    trials: Sequence[Trial],
+    record: Record | None,
+    problem: Problem | None,
+    hardware: Hardware | None,
+    width: int,
+) -> Iterator[RenderableType]:
     """Every trial; of each backend the record's schedule, or the first, in full and the others by what differs."""
-    choices = compared([(trial.backend, trial.schedule) for trial in trials], bases_of(record))
+    tried = [(trial.backend, trial.schedule) for trial in trials]
+    choices, unpredicted = (
+        compared(tried, bases_of(record)),
+        without_prediction(key.operation, problem, hardware, tried),
+    )
     rows = []
     for trial, choice in zip(trials, choices.texts, strict=True):
         failed = isinstance(trial.outcome, Failure)
         time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
         why = [first_line(str(trial.outcome))] if failed else []
-        rows.append(Row(f"{trial.number:>3}  {choice}", (time, seconds_text(trial.predicted_s)), why))
+        predicted = _predicted_text(trial.predicted_s, trial.backend in unpredicted)
+        rows.append(Row(f"{trial.number:>3}  {choice}", (time, predicted), why))
     estimated = any(isinstance(trial.outcome, Measurement) and trial.outcome.estimated for trial in trials)
     yield from ledger("trial", ("estimated" if estimated else "time", "predicted"), [(choices.note, rows)], width)

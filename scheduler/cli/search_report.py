@@ -14,7 +14,7 @@ from scheduler.cli.layout import Json, Row, ledger, table, texts
 from scheduler.cli.record_report import entry_json, record_json
 from scheduler.core import codec
 from scheduler.core.identity import point_of
-from scheduler.core.quantities import seconds_text
+from scheduler.core.quantities import ratio_text, seconds_text, share_text
 from scheduler.core.records import Calibration, Failure, Measurement, Record, Sweep, Trial, choice_text
 from scheduler.inspect.provenance import failures
 from scheduler.inspect.verdict import standing
@@ -49,7 +49,14 @@ def result_json(result: Result) -> Json:
 
 def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
     """Before and after, a row for each problem of a job."""
-    choices = compared([(r.entry.backend, r.entry.schedule) for r in of if r.entry is not None])
+    from scheduler.search.task import Malformed
+
+    answered = [
+        (r.task.operation.name, r.entry) for r in of if r.entry is not None and not isinstance(r.task, Malformed)
+    ]
+    choices = compared(
+        [(entry.backend, entry.schedule) for _, entry in answered], operations=[name for name, _ in answered]
+    )
     schedules = iter(choices.texts)
     rows = []
     for result in of:
@@ -91,11 +98,11 @@ def _gain(result: Result) -> str:
     same = [e for e in record.entries if point_of(e.backend, e.schedule) == point_of(before.backend, before.schedule)]
     if after != record.winner or not same:  # measured apart
         ratio = before.seconds / after.measurement.median_s
-        return f"{ratio:.2f}x" if ratio >= 1 else "undecided"
+        return ratio_text(ratio) if ratio >= 1 else "undecided"
     if same[0] == record.winner:
         return "1.00x"
     stands = standing(record, same[0])
-    return f"{stands.ratio:.2f}x" if stands.state == "ahead" else stands.state
+    return ratio_text(stands.ratio) if stands.state == "ahead" else stands.state
 
 
 def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
@@ -125,7 +132,7 @@ def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
     for c in calibrations:
         told = {name: value for name, value in c.constants.items() if not name.startswith("residual_")}
         constants = " ".join(f"{name}={value:.3g}" for name, value in told.items())
-        made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, f"{c.error:.1%}", constants))
+        made.add_row(*texts(f"{c.backend}, version {c.version}", c.problems, c.trials, share_text(c.error), constants))
     return made
 
 

@@ -285,7 +285,7 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
             output(f"Tuned again: {result.reason}.")
         earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
         output(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
-    output(*record_report.entries(record, problem, result.hardware), "", *verdict.verdict(record))
+    output(*record_report.entries(record, problem, result.hardware, console_here().width), "", *verdict.verdict(record))
     with contextlib.suppress(StoreError):  # a warning has said what could not be stored
         output(*search_report.failed_beside(store.last_trials(record.key), record))
     if result.stored:

@@ -10,6 +10,7 @@ from scheduler.core.hardware import TABLE, Hardware
 from scheduler.core.records import Record, preferred
 from scheduler.inspect.example import EXTENT, example
 from search_spaces import OPERATIONS, load
+from search_spaces.jax_compat import NEEDS_JAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Coverage:
       kernels: backend -> the operations that have a Pallas kernel of it for this chip.
       verified: of these backends, those that answer there without a record.
       measured, estimated: how many problems have such a record.
+      outdated: why kernels for this chip are not for the JAX that is here, where a newer one has them.
       compiled: its compiler runs on hosts without it, and estimates times (with the extra `tpu`).
     """
 
@@ -29,6 +31,7 @@ class Coverage:
     measured: int
     estimated: int
     compiled: bool
+    outdated: tuple[str, ...] = ()
 
     @property
     def kernels_text(self) -> str:
@@ -50,7 +53,7 @@ class Coverage:
 
     def __str__(self) -> str:
         if not self.kernels:
-            return "XLA alone" + (f"; {self.records_text}" if self.records_text else "")
+            return "; ".join(["XLA alone", *([self.records_text] if self.records_text else []), *self.outdated])
         return f"{self.kernels_text}; {self.records_text or 'no record'}; without a record, {self.unasked_text} answers"
 
 
@@ -66,11 +69,17 @@ def coverage(records: Iterable[Record]) -> list[Coverage]:
     for hardware in TABLE:
         kernels: dict[str, list[str]] = {}
         verified: set[str] = set()
+        outdated: dict[str, None] = {}
         for name in OPERATIONS:
             operation = load(name)
             problem = example(operation, EXTENT)
             for kernel in operation.kernels if problem is not None else ():
-                if not (kernel.library or kernel.vendor) and kernel.supports(problem, hardware.target) is None:
+                if kernel.library or kernel.vendor:
+                    continue
+                reason = kernel.supports(problem, hardware.target)
+                if reason is not None and reason.startswith(NEEDS_JAX):
+                    outdated[f"a kernel {reason}"] = None
+                if reason is None:
                     kernels.setdefault(kernel.backend, []).append(name)
                     verified |= {kernel.backend} if hardware.architecture in kernel.verified_on else set()
         found.append(
@@ -81,6 +90,7 @@ def coverage(records: Iterable[Record]) -> list[Coverage]:
                 counts[hardware.id, False],
                 counts[hardware.id, True],
                 bool(hardware.topology) and hardware.static_cycles,
+                tuple(outdated),
             )
         )
     return found

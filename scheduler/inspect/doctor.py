@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import platform
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,20 +22,24 @@ from scheduler.dispatch import missed
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.inspect.coverage import coverage
 from scheduler.inspect.example import EXTENT, example
+from scheduler.inspect.provenance import stale
 from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu
 from scheduler.store.database import CACHE_VARIABLE
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
-from search_spaces.jax_compat import cuda_wanted
+from search_spaces.jax_compat import PYTHON_OF_JAX, cuda_wanted
 from search_spaces.operation import Operation
 
-State = Literal["ok", "note", "broken"]
+State = Literal["ok", "note", "warning", "broken"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing looked at. A "note" limits what can be had here; what is "broken" needs to be mended."""
+    """One thing looked at. A "note" limits what can be had here.
+
+    A "warning" is of what works, and less well than with other versions; what is "broken" needs to be mended.
+    """
 
     what: str
     state: State
@@ -84,21 +90,49 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
 def _caches() -> Iterator[Finding]:
     try:
         store = Store(default_url())
-        count = sum(1 for _ in store.records())
+        records = list(store.records())
+        count, old = len(records), _stale(records, "tile-scheduler verify --update")
         if reason := _unwritable(store.location):
             kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to keep what is tuned here"
             yield Finding("cache", "note" if count else "broken", f"{count} records; {kept}")
         else:
-            yield Finding("cache", "ok", f"{store.location}: {count} records")
+            yield Finding("cache", "warning" if old else "ok", f"{store.location}: {count} records{old}")
     except StoreError as error:
         yield Finding("cache", "broken", str(error))
     try:
         if (other := shipped()) is None:
             yield Finding("shipped cache", "broken", "cache.db did not come with this installation; install it again")
         else:
-            yield Finding("shipped cache", "ok", f"{other.location}: {sum(1 for _ in other.records())} records")
+            records = list(other.records())
+            old = _stale(records, "tile-scheduler verify --shipped --update")
+            yield Finding("shipped cache", "warning" if old else "ok", f"{other.location}: {len(records)} records{old}")
     except StoreError as error:
         yield Finding("shipped cache", "broken", str(error))
+
+
+def _stale(records: Sequence[Record], again: str) -> str:
+    """How many were made with another minor version of JAX, and which versions or which command make them current."""
+    made = collections.Counter(record.environment.jax for record in records if stale(record))
+    if not made:
+        return ""
+    ((most, _),) = made.most_common(1)
+    count = "all" if made.total() == len(records) else f"{made.total()}"
+    return (
+        f", {count} of them stale: made with jax {', '.join(sorted(made))}, and here is {_version('jax')}. They answer "
+        f"calls all the same, though another compiler may favour other schedules. {upgrade(most)}, and they are "
+        f"current; or time them again: {again}"
+    )
+
+
+def upgrade(jax_version: str) -> str:
+    """What to install for that version of JAX, and which Python it needs where that is not here."""
+    minor = tuple(int(part) for part in jax_version.split(".")[:2])
+    needed = next((python for since, python in PYTHON_OF_JAX if minor >= since), None)
+    how = f"Install jax {jax_version} (pip install 'jax=={jax_version}'"
+    if needed is None or sys.version_info >= needed:
+        return f"{how})"
+    wanted = ".".join(map(str, needed))
+    return f"{how}) under Python {wanted} or newer, which it needs (here is {platform.python_version()})"
 
 
 def _chips() -> Iterator[Finding]:
@@ -112,7 +146,8 @@ def _chips() -> Iterator[Finding]:
         able = ""
         if row.compiled:
             able = unable(row.hardware) or "its compiler is here, and estimates times (tune --hardware)"
-        yield Finding(f"chip {row.hardware.kind}", "ok", f"{row}{f'; {able}' if able else ''}".replace("`", ""))
+        state: State = "warning" if row.outdated else "ok"
+        yield Finding(f"chip {row.hardware.kind}", state, f"{row}{f'; {able}' if able else ''}".replace("`", ""))
 
 
 def _unwritable(location: str) -> str:
@@ -173,6 +208,17 @@ def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding
         else:
             untried = f"not verified on {hardware.architecture}: used where measured or asked for"
             yield Finding(what, "note", f"version {kernel.version}, {untried}")
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """One line: what is broken, and what could be better."""
+    named = {
+        state: ", ".join(finding.what for finding in findings if finding.state == state)
+        for state in ("broken", "warning")
+    }
+    if not any(named.values()):
+        return "ok: nothing is broken, and nothing is out of date"
+    return "; ".join(f"{state}: {names}" for state, names in named.items() if names)
 
 
 def _version(package: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Fields, Point, fields_of
+from scheduler.core.quantities import share_text
 from scheduler.core.records import Schedule, Trial
 from scheduler.measure.blame import blamed
 from scheduler.measure.lowered import asked_onchip_bytes, lower
@@ -200,7 +201,7 @@ def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardw
         return "nothing was fitted for this chip: the model's times are rough"
     return (
         f"the model's constants: fitted to {found.trials} trials of {found.problems} problems until "
-        f"{found.environment.date[:10]}, typical error {found.error:.1%}"
+        f"{found.environment.date[:10]}, typical error {share_text(found.error)}"
         + (f" (of version {found.version})" if found.version != kernel.version else "")
     )
 

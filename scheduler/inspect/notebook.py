@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from scheduler.core.quantities import digits, seconds_text
+from scheduler.core.quantities import digits, ratio_text, seconds_text, share_text
 from scheduler.core.records import Entry, Record, choice_text
 from scheduler.core.safe_text import printable
 from scheduler.inspect.case import of_record
@@ -46,7 +46,7 @@ def _row(record: Record, entry: Entry) -> str:
     if case is not None and case.problem.flops:
         rate = digits(case.problem.flops / time_s / 1e12)
     if case is not None and not case.hardware.abilities.interpreted:
-        share = f"{CostModel(case.hardware).lower_bound(case.problem) / time_s:.1%}"
+        share = share_text(CostModel(case.hardware).lower_bound(case.problem) / time_s)
     beside = "" if entry == record.winner else _beside(record, entry)
     cells = (
         (entry.backend, ""), (seconds_text(time_s), _NUMBER), (beside, _NUMBER), (rate, _NUMBER), (share, _NUMBER),
@@ -58,7 +58,7 @@ def _row(record: Record, entry: Entry) -> str:
 def _beside(record: Record, entry: Entry) -> str:
     """The entry's time over the winner's with its interval, or that they tie."""
     stands = standing(record, entry)
-    ratio = "tie" if stands.state == "tie" else f"{stands.ratio:.2f}x"
+    ratio = "tie" if stands.state == "tie" else ratio_text(stands.ratio)
     return f"{ratio} ({stands.interval})" if stands.interval else ratio
 
 

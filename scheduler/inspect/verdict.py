@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from scheduler.core.quantities import seconds_text
+from scheduler.core.quantities import digits, ratio_text, seconds_text, share_text
 from scheduler.core.records import TIE, Entry, Record
 
 
@@ -50,17 +50,36 @@ def standing(record: Record, other: Entry) -> Standing:
 
 def interval_text(low: float, high: float) -> str:
     """Where something lies whose time is longer by `low` to `high`, as shares: never a negative one."""
-    slower, faster = max(high, 0.0), max(-low, 0.0)
-    if max(slower, faster) < 5e-5:
+    if max(high, -low) < _EQUAL:
         return "as fast"
-    least, most = (f"{end:.2%}" for end in sorted((abs(low), abs(high))))
     if low > 0 or high < 0:
-        return f"{least if least == most else f'{least} to {most}'} {'slower' if low > 0 else 'faster'}"
-    if faster < 5e-5:
-        return f"up to {slower:.2%} slower"
-    if slower < 5e-5:
-        return f"up to {faster:.2%} faster"
-    return f"between {faster:.2%} faster and {slower:.2%} slower"
+        near, far = sorted((low, high), key=abs)
+        return _joined(_beside(near), _beside(far), "{} to {}")
+    if -low < _EQUAL:
+        return f"up to {' '.join(_beside(high))}"
+    if high < _EQUAL:
+        return f"up to {' '.join(_beside(low))}"
+    return _joined(_beside(low), _beside(high), "between {} and {}")
+
+
+# A share of a time that is not worth a word, and those from which on a ratio says more than a percentage.
+_EQUAL = 5e-5
+_MUCH_SLOWER, _MUCH_FASTER = 1.0, -0.5
+
+
+def _beside(share: float) -> tuple[str, str]:
+    """A time that is longer by `share`: how much, and of what: "12%", "slower"; "24.9", "times as slow"."""
+    if share >= _MUCH_SLOWER:
+        return digits(1 + share), "times as slow"
+    if share <= _MUCH_FASTER:
+        return digits(1 / max(1 + share, 1e-12)), "times as fast"
+    return share_text(abs(share)), "slower" if share > 0 else "faster"
+
+
+def _joined(one: tuple[str, str], other: tuple[str, str], words: str) -> str:
+    if one == other:
+        return " ".join(one)
+    return words.format(one[0] if one[1] == other[1] else " ".join(one), " ".join(other))
 
 
 def against_library(record: Record) -> Standing | None:
@@ -80,7 +99,21 @@ def gain_text(record: Record) -> str:
         return "1.00x"
     if stands.state != "ahead":
         return stands.state
-    return "1.00x" if record.winner == xla else f"{stands.ratio:.2f}x"
+    return "1.00x" if record.winner == xla else ratio_text(stands.ratio)
+
+
+def order_note(record: Record) -> str:
+    """Why the entries of a record are not in the order of their medians; "" where they are."""
+    medians = [float(f"{entry.measurement.median_s:.3g}") for entry in record.entries]  # as they are shown
+    if medians == sorted(medians):
+        return ""
+    ties = "a tie goes to XLA, then to the schedule with less on-chip memory"
+    if not record.confidence.rounds:
+        return f"Rows are not in the order of their times: {ties}."
+    return (
+        "Rows are in the order of the run-off, not of the medians in the column of times: the ratio is that of the "
+        f"median round, in which all ran one after another, and {ties}."
+    )
 
 
 def _rival(record: Record) -> Entry | None:
@@ -124,15 +157,14 @@ def _against_xla(record: Record) -> str:
             return "XLA is the only backend that ran."
         stands = standing(record, rival)
         if stands.state == "undecided":
-            medians = f"takes {stands.ratio:.3g} times as long by the medians, which decides nothing"
+            medians = f"takes {digits(stands.ratio)} times as long by the medians, which decides nothing"
             where = f"is {stands.interval}" if stands.interval else medians
             return f"Undecided, and XLA answers: the best other schedule {where}."
         said = "A tie within 1 % goes to XLA" if stands.state == "tie" else "XLA wins"
-        return f"{said}; the best other schedule takes {stands.ratio:.3g} times as long."
+        return f"{said}; the best other schedule takes {digits(stands.ratio)} times as long."
     stands, xla = standing(record, other), f"XLA ({seconds_text(other.measurement.median_s)})"
     if stands.state == "ahead":
-        digits = ".3f" if stands.ratio < 1.1 else ".3g"
-        return f"{stands.ratio:{digits}} times as fast as {xla}."
+        return f"{digits(stands.ratio)} times as fast as {xla}."
     if stands.state == "tie":
         return f"As fast as {xla}, within 1 %."
     return f"Undecided against {xla}" + (f", which is {stands.interval}." if stands.interval else ".")

@@ -33,24 +33,30 @@ class Compared:
 
 
 def compared(
-    choices: Sequence[tuple[str, Schedule]], bases: Mapping[str, tuple[str, Schedule]] | None = None
+    choices: Sequence[tuple[str, Schedule]],
+    bases: Mapping[str, tuple[str, Schedule]] | None = None,
+    *,
+    operations: Sequence[str] | None = None,
 ) -> Compared:
     """Each backend and schedule: of a backend the first in full, the others by what differs from it.
 
     Args:
       bases: backend -> a schedule that is shown elsewhere, and its name: all of that backend show what differs from it.
+      operations: whose each choice is, where they are of several: those of one backend then have other fields.
     """
-    known = dict(bases or {})
+    of = operations if operations is not None else [""] * len(choices)
+    known = {(operation, backend): base for operation in set(of) for backend, base in (bases or {}).items()}
     texts, named = [], []
-    for backend, schedule in choices:
-        if backend in known and schedule:
-            name, base = known[backend]
+    for operation, (backend, schedule) in zip(of, choices, strict=True):
+        if (operation, backend) in known and schedule:
+            name, base = known[operation, backend]
             texts.append(f"{backend} {difference(schedule, base)}")
             named.append(name)
         else:
             texts.append(choice_text(backend, schedule))
             if schedule:
-                known.setdefault(backend, (f"the first of {backend}", schedule))
+                first = f"the first of {backend}" if len(set(of)) == 1 else "the first of its operation and backend"
+                known.setdefault((operation, backend), (first, schedule))
     names = " and ".join(dict.fromkeys(named))
     return Compared(texts, [f"schedules are shown by what differs from {names}"] if names else [])
 

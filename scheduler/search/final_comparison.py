@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from scheduler.core.quantities import share_text
 from scheduler.core.records import TIE, Failure, Measurement, Outcome, Verdict
 from scheduler.measure import timer
 
@@ -108,7 +109,9 @@ def race(
     running, rounds = _compared(running, ran, rounds)
     sentinel, notes = _sentinel(running, rounds), []
     if affected := _affected(sentinel, rounds):
-        notes.append(f"drift of {_drift(sentinel, rounds):.1%}: {len(affected)} of {len(rounds)} rounds repeated")
+        notes.append(
+            f"drift of {share_text(_drift(sentinel, rounds))}: {len(affected)} of {len(rounds)} rounds repeated"
+        )
         for index in affected:
             rounds[index] = one_round([rival for rival in ran if rival.label in rounds[index]])
         ran = [rival for rival in ran if rival.label not in failures]
@@ -142,7 +145,7 @@ def _decided(
     ahead = _margin(winner, order[1], rounds) if len(order) > 1 else None
     drift = _drift(_sentinel(running, rounds), rounds)
     if drift > DRIFT and not notes:
-        notes.append(f"drift of {drift:.1%}")
+        notes.append(f"drift of {share_text(drift)}")
     return Result(
         tuple(order),
         {label: timer.join([times[label] for times in rounds if label in times]) for label in order},

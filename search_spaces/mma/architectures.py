@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import jax
 
-from search_spaces.jax_compat import HAS_MMA
+from search_spaces.jax_compat import HAS_MMA, NEEDS_JAX
 from search_spaces.kernel import Target
 
 _HALF = ("bfloat16", "float16", "int8")
@@ -29,9 +29,8 @@ def not_before_hopper(target: Target, also_on: frozenset[str] = frozenset()) -> 
         names = f"{', '.join(others)} and {last} ({', '.join(known)})"
         return f"is written for NVIDIA {names}, not for {target.kind} ({target.architecture})"
     if not HAS_MMA:
-        return (
-            f"needs jax 0.11.2 or newer, whose Mosaic GPU compiles for {target.architecture}; this is {jax.__version__}"
-        )
+        wanted = f"{NEEDS_JAX}0.11.2 or newer, whose Mosaic GPU compiles for {target.architecture}"
+        return f"{wanted}; this is {jax.__version__}"
     return None
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.inspect.plots.style import HEIGHT
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -22,13 +20,22 @@ def ratio_axis(axes: Axes, which: Literal["x", "y"]) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     axes.set(**{f"{which}scale": "log"})
     low, high = sorted(axis.get_view_interval())
-    wide = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-    close = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2)
-    closer = tuple(0.9 + 0.02 * step for step in range(16))
-    ticks = wide if high / low > 2.2 else close if high / low > 1.25 else closer
-    axis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}x"))
+    shown = ([tick for tick in ticks if low <= tick <= high] for ticks in _RATIOS)
+    room = _TICK * np.log(high / low)
+    axis.set_major_locator(FixedLocator(next(t for t in shown if len(t) < 2 or np.diff(np.log(t)).min() >= room)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}x" if value < 1e3 else f"{value:,.0f}x"))
     axis.set_minor_locator(NullLocator())
+
+
+# The ticks of ratios, from the closest, and the share of an axis that one takes.
+_RATIOS = (
+    tuple(0.5 + 0.02 * step for step in range(51)),
+    tuple(0.5 + 0.1 * step for step in range(21)),
+    tuple(step * 2.0**power for power in range(-10, 20) for step in (1.0, 1.5)),
+    tuple(2.0**power for power in range(-10, 20)),
+    *(tuple(10.0 ** (stride * power) for power in range(-20, 21)) for stride in (1, 2, 4, 8)),
+)
+_TICK = 0.105
 
 
 def plain_log(axis: Axis) -> None:
@@ -37,7 +44,8 @@ def plain_log(axis: Axis) -> None:
 
     low, high = sorted(axis.get_view_interval())
     subs = (1.0,) if high > 50 * low else (1.0, 2.0, 5.0) if high > 8 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
-    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    base = 10.0 if high < 10**5.5 * low else 100.0
+    axis.set_major_locator(LogLocator(base=base, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_locator(NullLocator())
 
@@ -45,15 +53,34 @@ def plain_log(axis: Axis) -> None:
 def label_lines(axes: Axes, lines: Sequence[tuple[float, str, str]]) -> None:
     """Words in the colour of each horizontal line, at its right end: height, words, colour; none over another."""
     low, high = axes.get_ylim()
-    inches = HEIGHT - 1.6
-    placed = low - (high - low)
-    for height, words, colour in sorted(lines):
-        tall = (words.count("\n") + 1) * 0.2 / inches * (high - low)
-        place = max(height, placed + tall / 2)
-        placed = place + tall / 2
+    line = _LINE / _DOWN * (high - low)
+    lines = sorted(lines)
+    tall = [(words.count("\n") + 1) * line for _, words, _ in lines]
+    for place, (_, words, colour) in zip(spread([height for height, *_ in lines], tall, high), lines, strict=True):
         axes.text(
             1.012, place, words, transform=axes.get_yaxis_transform(), va="center", color=colour, fontsize=11
         )  # fmt: skip
+
+
+# Inches: a line of a label, and the least that axes are high.
+_LINE, _DOWN = 0.2, 3.3
+
+
+def spread(places: Sequence[float], tall: Sequence[float], top: float) -> list[float]:
+    """The middles of what is so `tall`, as near to `places`, from the lowest, as it can be without an overlap.
+
+    Nothing reaches beyond `top`; what has no room there goes down.
+    """
+    middles: list[float] = []
+    end = -np.inf
+    for place, each in zip(places, tall, strict=True):
+        middles.append(max(place, end + each / 2))
+        end = middles[-1] + each / 2
+    end = top
+    for number in reversed(range(len(middles))):
+        middles[number] = min(middles[number], end - tall[number] / 2)
+        end = middles[number] - tall[number] / 2
+    return middles
 
 
 def cloud(axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, colour: str, size: float) -> None:

@@ -46,27 +46,30 @@ def best_so_far(case: Case, *, dark: bool = False) -> Figure:
     with drawing(dark) as look:
         made = figure(f"Best time so far, {case.operation.name}", look, subtitle=subtitle)
         axes = made.add_subplot()
-        _trials(axes, times / scale, look)
-        lines = _lines(case, scale, look)
+        lines = {name: line for name, line in _lines(case, scale, unit, look).items() if line[0] <= _SHOWN * best}
+        heights = [height for height, *_ in lines.values()]
+        _trials(axes, times / scale, look, max([best, *heights]))
         lines["best"] = (best, f"best {digits(best)} {unit}", look.ours)
-        for name in [name for name, (value, *_) in lines.items() if name != "best" and value <= _SHOWN * best]:
-            axes.axhline(lines[name][0], color=lines[name][2], lw=1.6, ls="--" if name == "predicted" else "-")
+        for name, (height, _, colour) in lines.items():
+            if name != "best":
+                axes.axhline(height, color=colour, lw=1.6, ls="--" if name == "predicted" else "-")
         _, top = axes.get_ylim()
-        if (lowest := min(height for height, *_ in lines.values())) < best:
+        if (lowest := min([best, *heights])) < best:
             axes.set_ylim(lowest - 0.08 * (top - lowest), top)
-        label_lines(axes, [line for line in lines.values() if line[0] <= _SHOWN * best])
+        label_lines(axes, list(lines.values()))
         axes.set(xlabel="trial", ylabel=f"time of one launch, {unit}")
         axes.grid(axis="y")
         return made
 
 
-def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
+def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme, highest: float) -> None:
+    """Those that are much slower, and those that failed, stand at the upper edge, above `highest` at least."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     numbers, best = np.arange(1, len(times) + 1), float(np.nanmin(times))
     reached = np.fmin.accumulate(times)
-    slowest = max(value for value in times if value <= _SHOWN * best)
+    slowest = max(highest, *(value for value in times if value <= _SHOWN * best))
     top = max(1.04 * best, slowest + 0.1 * (slowest - best))
     shown, slow, failed = times <= top, times > top, np.isnan(times)
     axes.plot(numbers[shown], times[shown], "o", color=look.faint, ms=4.5, mew=0)
@@ -89,11 +92,11 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme) -> None:
     axes.legend(list(kinds.values()), list(kinds), loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=4)
 
 
-def _lines(case: Case, scale: float, look: Theme) -> dict[str, tuple[float, str, str]]:
+def _lines(case: Case, scale: float, unit: str, look: Theme) -> dict[str, tuple[float, str, str]]:
     """XLA's time and that of the top prediction, as it was measured where it was tried: height, words, colour."""
     lines: dict[str, tuple[float, str, str]] = {}
     if (library_s := case.library_s) is not None:
-        lines["xla"] = (library_s / scale, f"XLA {digits(library_s / scale)}", look.xla)
+        lines["xla"] = (library_s / scale, f"XLA {digits(library_s / scale)} {unit}", look.xla)
     tops = [
         (float(pruned.predicted_s[0]), kernel.backend, pruned.schedule(0))
         for kernel, pruned in predict.explain(case.operation, case.problem, case.hardware)
@@ -106,8 +109,8 @@ def _lines(case: Case, scale: float, look: Theme) -> dict[str, tuple[float, str,
         ]
         if tried:
             value = tried[-1] / scale
-            lines["predicted"] = (value, f"top prediction,\n{case.took} {digits(value)}", look.third)
+            lines["predicted"] = (value, f"top prediction,\n{case.took} {digits(value)} {unit}", look.third)
         else:
             value = tops[0][0] / scale
-            lines["predicted"] = (value, f"top prediction,\nnot tried: {digits(value)}", look.third)
+            lines["predicted"] = (value, f"top prediction,\nnot tried: {digits(value)} {unit}", look.third)
     return lines

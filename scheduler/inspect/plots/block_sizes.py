@@ -71,6 +71,8 @@ def block_sizes(case: Case, *, over: str | None = None, backend: str | None = No
         )  # fmt: skip
         panels = made.subplots(1, 3)
         _panels(panels, telling[:_MOST], case, best, look)
+        handles, names = panels[0].get_legend_handles_labels()
+        made.legend(handles, names, loc="outside lower center", ncols=_MOST)
         return made
 
 
@@ -134,7 +136,6 @@ def _panels(panels: Sequence[Axes], lines: Sequence[Line], case: Case, best: Bes
     for axes in panels:
         _sizes(axes, lines)
         axes.grid()
-    intensity.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=_MOST)
 
 
 def _sizes(axes: Axes, lines: Sequence[Line]) -> None:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler.core.errors import NothingToDraw
+from scheduler.core.quantities import ratio_text
 from scheduler.core.records import Record
 from scheduler.inspect.plots.axes import ratio_axis
-from scheduler.inspect.plots.style import Theme, drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure, fold
 from search_spaces import load_known, spelled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# So many bars can be named, each on a line of its own.
+# So many problems are named, each in a row of its own; of more, each operation has a row.
 _NAMED = 22
-# Of the width of the axes, what a letter above a group takes.
-_LETTER = 0.0098
+# Inches. A README shows ten of them in 838 pixels: the thinnest bar is a little more than one.
+_NAME, _LINE, _GAP = 3.6, 0.19, 0.12
+_THINNEST, _STEP, _GAPLESS, _THICKEST = 0.0145, 0.0145, 0.05, 0.16
+_PAGE = 8.0
+# Points from the axes to the right ends of the columns beside them.
+_COUNT_AT, _RATIO_AT = 50, 112
+# What is less than half as fast stands at the edge: one such would leave no room for the others.
+_EDGE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,93 +101,88 @@ def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
     subtitle = f"{faster}bar: what answers a call; dot: the best searched schedule, where a library answers"
     estimated = sum(record.estimated for record in records)
     subtitle += f"; {estimated} of {len(records)} estimated by the compiler, not measured" if estimated else ""
+    several = len({gain.operation for gain in found}) > 1
+    if len(found) <= _NAMED:
+        rows = [Row.of(f"{gain.operation} {gain.problem}" if several else gain.problem, [gain]) for gain in found]
+    else:
+        grouped = itertools.groupby(found, lambda gain: gain.operation)
+        rows = [Row.of(operation, list(of_it)) for operation, of_it in grouped]
     with drawing(dark) as look:
-        if len(found) <= _NAMED:
-            made = figure(title, look, subtitle=subtitle, height=max(2.4, 1.5 + 0.42 * len(found)))
-            _named(made.add_subplot(), found, look)
-        else:
-            made = figure(title, look, subtitle=subtitle)
-            _by_rank(made.add_subplot(), found, look)
+        heights = _heights(rows)
+        made = figure(title, look, subtitle=subtitle, height=sum(heights) + 2.0)
+        axes = made.add_subplot()
+        _rows(axes, rows, heights, look)
+        axes.set_xlabel(f"time of {' or '.join(libraries)} over ours; right of 1x ours is faster")
         return made
 
 
-def _named(axes: Axes, found: Sequence[Gain], look: Theme) -> None:
-    """One line for each."""
-    final = [gain.final for gain in found]
-    several = len({gain.operation for gain in found}) > 1
-    names = [f"{gain.operation} {gain.problem}" if several else gain.problem for gain in found]
-    axes.barh(range(len(found)), np.array(final) - 1, left=1, height=0.62, color=look.ours)
-    _beaten(axes, [(gain.searched, place) for place, gain in enumerate(found) if gain.beaten], look)
-    axes.set_yticks(range(len(found)), ["\n".join(textwrap.wrap(name, 56)) for name in names])
-    axes.set_ylim(-0.6, len(found) - 0.4)
-    for place, value in enumerate(final):
-        axes.annotate(
-            f"{value:.2f}x", (value, place), (6, 0), textcoords="offset points", va="center_baseline", color=look.ink
-        )
-    axes.set_xlim(_lowest(found), max(1.05, max(final) ** 1.12))
-    ratio_axis(axes, "x")
-    axes.axvline(1.0, color=look.xla, lw=1.6)
-    axes.grid(axis="x")
-    axes.set_xlabel("the library's time over ours (right of the line: ours is faster)")
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Problems under one name: those of an operation, or one.
+
+    Attributes:
+      name: in lines.
+      text: the mean of their gains.
+    """
+
+    name: tuple[str, ...]
+    gains: tuple[Gain, ...]
+    text: str
+
+    @classmethod
+    def of(cls, name: str, gains: Sequence[Gain]) -> Row:
+        mean = statistics.geometric_mean([gain.final for gain in gains])
+        return cls(tuple(fold(name, _NAME, most=4)), tuple(gains), ratio_text(mean))
 
 
-def _by_rank(axes: Axes, found: Sequence[Gain], look: Theme) -> None:
-    """Too many for names: columns in groups by operation, with the mean of each."""
-    groups = {operation: list(of_it) for operation, of_it in itertools.groupby(found, lambda gain: gain.operation)}
-    said = {operation: _summary(operation, group) for operation, group in groups.items()}
-    top = max(1.05, max(gain.final for gain in found) ** 1.05)
-    width = float(len(found))
-    for _ in range(20):  # Until what stands above each group fits over it, wherever it needs more than its bars do.
-        slots = {o: max(len(group), _LETTER * _longest(said[o]) * width) for o, group in groups.items()}
-        gap = 0.02 * width
-        width = sum(slots.values()) + gap * (len(slots) - 1)
-    start = 0.0
-    for operation, group in groups.items():
-        first = start + (slots[operation] - len(group)) / 2
-        axes.bar(
-            first + np.arange(len(group)), [g.final - 1 for g in group], bottom=1, width=0.86, color=look.ours, lw=0
-        )
-        _beaten(axes, [(first + place, gain.searched) for place, gain in enumerate(group) if gain.beaten], look)
+def _heights(rows: Sequence[Row]) -> list[float]:
+    """Inches of each row: room for its name, and for its bars side by side as long as the picture stays on a page."""
+    names = [_LINE * len(row.name) + _GAP for row in rows]
+    step = min(_STEP, max(0.0, _PAGE - sum(names)) / sum(len(row.gains) for row in rows))
+    return [max(name, step * len(row.gains) + _GAP) for name, row in zip(names, rows, strict=True)]
+
+
+def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme) -> None:
+    """Bars from 1x, the longest on top; rows from top to bottom, `y` in inches."""
+    low = max(_EDGE, min([0.97, *(g.searched / 1.03 for row in rows for g in row.gains if g.beaten and g.searched)]))
+    high = max(max(g.final, g.searched if g.beaten and g.searched else 0) for row in rows for g in row.gains)
+    low, high = min(low, *(gain.final / 1.03 for row in rows for gain in row.gains)), max(1.03, high**1.04)
+    counted = any(len(row.gains) > 1 for row in rows)
+    middles: list[float] = []
+    top = 0.0
+    for row, height in zip(rows, heights, strict=True):
+        middles.append(top + height / 2)
+        pitch = min(_THICKEST, (height - _GAP) / len(row.gains))
+        # Where there is no room for gaps, bars overlap: they make a surface.
+        thick = 0.86 * pitch if pitch > _GAPLESS else max(_THINNEST, 1.2 * pitch)
+        gains = sorted(row.gains, key=lambda gain: (-gain.final, -(gain.searched or 0.0)))
+        places = middles[-1] + pitch * (np.arange(len(gains)) - (len(gains) - 1) / 2)
+        axes.barh(places, [gain.final - 1 for gain in gains], left=1, height=thick, color=look.ours, lw=0)
+        beaten = [(g.searched, y) for g, y in zip(gains, places, strict=True) if g.beaten and g.searched is not None]
+        for marker, points in (
+            ("o", [(x, y) for x, y in beaten if x >= low]), ("<", [(low, y) for x, y in beaten if x < low]),
+        ):  # fmt: skip
+            if points:
+                axes.plot(*zip(*points, strict=True), marker, color=look.xla, ms=4.5, mew=0, clip_on=False)
+        columns = [(_RATIO_AT, row.text, look.ink)]
+        columns += [(_COUNT_AT, f"{len(gains)}", look.faint)] if counted else []
+        for right, text, colour in columns:
+            axes.annotate(
+                text, (1, middles[-1]), (right if counted else _COUNT_AT, 0), xycoords=axes.get_yaxis_transform(),
+                textcoords="offset points", ha="right", va="center_baseline", color=colour,
+            )  # fmt: skip
+        top += height
+        if height != heights[-1] or len(middles) < len(rows):
+            axes.axhline(top, color=look.grid, lw=0.8)
+    if counted:
         axes.annotate(
-            said[operation], (first + (len(group) - 1) / 2, top), (0, 4),
-            textcoords="offset points", ha="center", va="bottom", color=look.ink, fontsize=9.5, annotation_clip=False,
+            "problems, geomean", (1, 1), (_RATIO_AT, 3), xycoords="axes fraction", textcoords="offset points",
+            ha="right", va="bottom", fontsize=11, color=look.faint,
         )  # fmt: skip
-        start += slots[operation] + gap
-    axes.axhline(1.0, color=look.xla, lw=1.6)
-    libraries = "\n".join(sorted({gain.library for gain in found}, reverse=True))
-    axes.annotate(
-        libraries,
-        (start - gap, 1.0),
-        (6, 0),
-        textcoords="offset points",
-        color=look.xla,
-        va="center",
-        fontweight="bold",
-    )
-    axes.set_xlim(-1.5, start - gap + 0.5)
-    axes.set_xticks([])
-    axes.spines["bottom"].set_visible(False)
-    axes.set_ylim(_lowest(found), top)
-    ratio_axis(axes, "y")
-    axes.grid(axis="y")
-    axes.set_ylabel("the library's time over ours")
-
-
-def _summary(operation: str, group: Sequence[Gain]) -> str:
-    """What stands above a group: a long name on two lines."""
-    name = textwrap.fill(operation.replace("_", " "), 16).replace(" ", "_").replace("\n", "_\n")
-    mean = statistics.geometric_mean([gain.final for gain in group])
-    return f"{name}\n{len(group)} problem{'s' * (len(group) > 1)}\ngeomean {mean:.2f}x"
-
-
-def _longest(text: str) -> int:
-    return max(map(len, text.split("\n")))
-
-
-def _beaten(axes: Axes, points: Sequence[tuple[float | None, float | None]], look: Theme) -> None:
-    if points:
-        axes.plot(*zip(*points, strict=True), "o", color=look.xla, ms=4.5, mew=0)
-
-
-def _lowest(found: Sequence[Gain]) -> float:
-    return min([0.97, *(gain.searched / 1.03 for gain in found if gain.beaten and gain.searched)])
+    axes.axvline(1.0, color=look.xla, lw=1.6)
+    axes.set_yticks(middles, ["\n".join(row.name) for row in rows])
+    axes.tick_params(axis="y", length=0, pad=10)
+    axes.set_ylim(top, 0)
+    axes.set_xlim(low, high)
+    ratio_axis(axes, "x")
+    axes.grid(axis="x")

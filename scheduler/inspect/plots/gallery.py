@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scheduler.core.errors import NothingToDraw
 from scheduler.core.identity import key_of
 from scheduler.core.records import Record
 from scheduler.inspect import case as cases_of
@@ -25,29 +27,69 @@ if TYPE_CHECKING:
 
 def gallery(
     records: Sequence[Record], recordings: Sequence[Path], *, dark: bool = False
-) -> Iterator[tuple[str, Figure]]:
-    """Each picture with its name: of all records of one chip, and of the recorded problem that tells most.
+) -> Iterator[tuple[str, Figure | str]]:
+    """Each picture with its name, or what it needs: of all records of one chip, and of the problem that tells most.
 
-    That is the one of whose schedules the most were measured; without recordings, there are only those of all records.
+    That is the recorded one of whose schedules the most were measured; without recordings, the tuned one with the most
+    schedules.
     """
-    if records:
-        known = [case for case in map(cases_of.of_record, records) if case is not None]
-        yield "gains", gains(records, dark=dark)
-        yield "roofline", roofline(known, dark=dark)
+    known = [case for case in map(cases_of.of_record, records) if case is not None]
     swept = {path: cases_of.of_recording(path) for path in recordings}
-    if swept:
-        path = max(swept, key=lambda path: len(swept[path].measured()))
-        yield "best-so-far", best_so_far(cases_of.of_replay(path), dark=dark)
-        yield from of_problem(swept[path], records, dark=dark)
+    path = max(swept, key=lambda path: len(swept[path].measured()), default=None)
+    one = swept[path] if path is not None else _largest(known)
+    of_all: dict[str, Callable[[], Figure]] = {
+        "gains": lambda: gains(records, dark=dark),
+        "roofline": lambda: roofline(known, dark=dark),
+        "best-so-far": lambda: best_so_far(_replayed(path), dark=dark),
+        "predictions": lambda: predictions([one] if path is not None and one is not None else known, dark=dark),
+    }
+    of_one: dict[str, Callable[[Case], Figure]] = {
+        "landscape": lambda case: landscape(case, dark=dark),
+        "block-sizes": lambda case: block_sizes(_tuned(case, records), dark=dark),
+        "tiles": lambda case: tiles(_tuned(case, records), dark=dark),
+        "time-breakdown": lambda case: time_breakdown(_tuned(case, records), dark=dark),
+    }
+    for name, draw in of_all.items():
+        yield name, _drawn(draw)
+    for name, draw_one in of_one.items():
+        yield name, _drawn(functools.partial(_of_one, draw_one, one))
 
 
-def of_problem(swept: Case, records: Sequence[Record], *, dark: bool) -> Iterator[tuple[str, Figure]]:
-    """Pictures of a recorded problem; those of its best schedule are of its record's, where it has one."""
-    key = key_of(swept.operation, swept.problem, swept.hardware)
+def _drawn(draw: Callable[[], Figure]) -> Figure | str:
+    try:
+        return draw()
+    except NothingToDraw as missing:
+        return str(missing)
+
+
+def _of_one(draw: Callable[[Case], Figure], one: Case | None) -> Figure:
+    if one is None:
+        raise NothingToDraw("it needs a record or a recorded sweep of a problem; tune a problem first")
+    return draw(one)
+
+
+def _replayed(path: Path | None) -> Case:
+    if path is None:
+        raise NothingToDraw(
+            "it needs the trials of a search, which shipped records do not keep: name a problem that was tuned here, "
+            "as in tile-scheduler plot best-so-far matmul m=4096 n=4096 k=4096, or give the file of a tile-scheduler "
+            "sweep by --recording"
+        )
+    return cases_of.of_replay(path)
+
+
+def _largest(known: Sequence[Case]) -> Case | None:
+    """Of those won by a searched schedule, the one with the most schedules: no choice of it stands still."""
+
+    def schedules(case: Case) -> int:
+        libraries = {kernel.backend for kernel in case.operation.kernels if kernel.library or kernel.vendor}
+        return case.record.space if case.record and case.record.winner.backend not in libraries else -1
+
+    return max((case for case in known if schedules(case) >= 0), key=schedules, default=None)
+
+
+def _tuned(one: Case, records: Sequence[Record]) -> Case:
+    """A recorded problem as its record has it, where it has one: the best schedule is that of the run-off."""
+    key = key_of(one.operation, one.problem, one.hardware)
     record = next((record for record in records if record.key == key), None)
-    tuned = swept if record is None else Case(swept.operation, swept.problem, swept.hardware, record)
-    yield "predictions", predictions([swept], dark=dark)
-    yield "landscape", landscape(swept, dark=dark)
-    yield "block-sizes", block_sizes(tuned, dark=dark)
-    yield "tiles", tiles(tuned, dark=dark)
-    yield "time-breakdown", time_breakdown(tuned, dark=dark)
+    return one if record is None else Case(one.operation, one.problem, one.hardware, record)

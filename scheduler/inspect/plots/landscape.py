@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ from scheduler.inspect import landscape as landscapes
 from scheduler.inspect.case import Case
 from scheduler.inspect.landscape import Landscape
 from scheduler.inspect.plots.axes import time_unit
-from scheduler.inspect.plots.style import Theme, drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure, fold, legible_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +24,8 @@ _HATCHES = ("///", "\\\\\\", "xxx", "---", "+++", "|||", "//", "xx")
 # Times above so many times the best have one colour; with more cells than this no numbers fit.
 _SCALE = 1.6
 _NUMBERED = 130
+# Inches of a line of a reason, and its size.
+_REASON, _SMALL = 2.1, 10.5
 
 
 def landscape(
@@ -38,7 +39,7 @@ def landscape(
     """
     land = landscapes.landscape(case, over=over, backend=backend)
     scale, unit = time_unit(land.best_s)
-    source = f"{land.took}, {land.measured} schedules" if land.measured else "predicted by the model"
+    source = f"{land.took}, {land.measured:,} schedules" if land.measured else "predicted by the model"
     subtitle = f"{case.problem} on {case.hardware.kind}, {land.backend}: least time of each pair in {unit}, {source}"
     with drawing(dark) as look:
         made = figure(f"{case.operation.name} over {land.x} and {land.y}", look, subtitle=subtitle)
@@ -72,10 +73,9 @@ def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch
                 colour = shades(share)
                 axes.add_patch(Rectangle(corner, 0.96, 0.96, color=colour, lw=0))
                 if len(land.xs) * len(land.ys) <= _NUMBERED:
-                    bright = np.dot(colour[:3], (0.299, 0.587, 0.114)) > 0.5
                     axes.text(
                         i, j, digits(cell.best_s / scale), ha="center", va="center_baseline", fontsize=size,
-                        color="#111111" if bright else "#ffffff",
+                        color=legible_on(colour),
                     )  # fmt: skip
             elif cell.legal:
                 untried = True
@@ -85,7 +85,7 @@ def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch
                     Rectangle(corner, 0.96, 0.96, fill=False, ec=look.faint, lw=0, hatch=hatches[cell.reason])
                 )
     patches = [
-        Patch(fill=False, ec=look.faint, lw=0.5, hatch=hatch, label=textwrap.fill(reason, 30))
+        Patch(fill=False, ec=look.faint, lw=0.5, hatch=hatch, label="\n".join(fold(reason, _REASON, _SMALL)))
         for reason, hatch in hatches.items()
     ]
     return [*patches, *([Patch(fill=False, lw=0, label="?  legal, not tried")] if untried else [])]
@@ -131,5 +131,5 @@ def _legend(axes: Axes, patches: list[Patch], look: Theme) -> None:
     frame = Patch(fill=False, ec=look.xla, lw=3, label="holds the best searched\nschedule")
     axes.legend(
         handles=[frame, *patches], loc="upper left", bbox_to_anchor=(0, 1), borderaxespad=0.0, handlelength=1.8,
-        handleheight=1.6, labelspacing=0.9, alignment="left", fontsize=10.5,
+        handleheight=1.6, labelspacing=0.9, alignment="left", fontsize=_SMALL,
     )  # fmt: skip

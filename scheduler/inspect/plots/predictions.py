@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scipy.stats import kendalltau
 
 from scheduler.core.errors import NothingToDraw
+from scheduler.core.quantities import share_text
 from scheduler.core.records import Measurement, Trial
 from scheduler.inspect.bound import GROUPS, bounds
 from scheduler.inspect.case import Case
@@ -51,11 +52,10 @@ def predictions(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     predicted, measured = (np.concatenate([getattr(one, name) for one in found]) for name in ("predicted", "measured"))
     bound = np.array([group for one in found for group in one.bound])
     error = float(np.median(np.abs(np.log(predicted / measured))))
-    subtitle = f"{len(predicted)} schedules of "
+    subtitle = f"{len(predicted):,} schedules of "
     subtitle += f"{cases[0].problem}" if len(cases) == 1 else f"{len(cases)} problems"
-    subtitle += (
-        f" on {' and '.join(dict.fromkeys(case.hardware.kind for case in cases))}; median error {np.expm1(error):.1%}"
-    )
+    kinds = " and ".join(dict.fromkeys(case.hardware.kind for case in cases))
+    subtitle += f" on {kinds}; median error {share_text(float(np.expm1(error)))}"
     taus = [float(kendalltau(one.predicted, one.measured).statistic) for one in found if len(one.predicted) > 7]
     if taus:
         subtitle += f"; Kendall's tau {np.nanmedian(taus):.2f}" + (" in the median problem" if len(taus) > 1 else "")
@@ -84,7 +84,7 @@ def _draw(axes: Axes, predicted: Array, measured: Array, bound: npt.NDArray[np.s
         which = bound == group
         if which.any():
             cloud(axes, measured[which][::step], predicted[which][::step], colours[group], size)
-            label = f"{group} ({which.sum()})"
+            label = f"{group} ({which.sum():,})"
             handles.append(Line2D([], [], ls="none", marker="o", ms=7, color=colours[group], label=label))
     handles.append(Line2D([], [], color=look.grid, lw=8, label="within 10 %"))
     legend_right(axes, handles, "bound by")

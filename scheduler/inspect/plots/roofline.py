@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scheduler.core.errors import NothingToDraw
+from scheduler.core.quantities import digits
 from scheduler.inspect.case import Case
 from scheduler.inspect.plots.axes import plain_log
-from scheduler.inspect.plots.style import Theme, drawing, figure
+from scheduler.inspect.plots.style import HEIGHT, Theme, drawing, figure, fold, letters_width
 from scheduler.model.cost import CostModel
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # What one of these marks, in the order of names.
-_MARKERS = "osD^vPX<>*"
+_MARKERS = "osD^vPX<>*pHd8h"
+# Inches: the least that the left axes have, and a line of their texts.
+_ACROSS, _DOWN, _LINE = 4.2, 3.2, 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
     if any(case.took == "estimated" for case in cases):
         subtitle += " Times are estimated by the compiler where the chip was not there."
     with drawing(dark) as look:
-        made = figure(title, look, subtitle=subtitle)
+        made = figure(title, look, subtitle=subtitle, height=HEIGHT + 0.4)
         left, right = made.subplots(1, 2, width_ratios=(1.25, 1))
         names = sorted({point.operation for point in points})
         arithmetics = sorted(
@@ -96,31 +99,42 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
         right.axhline(1.0, color=look.ink, lw=1.6)
         right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         right.grid(axis="y")
-        _legend(left, names, look)
+        _legend(made, names, look)
         return made
 
 
 def _roofs(axes: Axes, peaks: dict[str, float], bandwidth: float, points: Sequence[Point], look: Theme) -> None:
-    """The slope of the memory, and the ceiling of each arithmetic, named where it begins."""
-    top, every = max(peaks.values()), [p.intensity for p in points]
+    """The slope of the memory and the ceiling of each arithmetic, each named at its left, where no point can be."""
+    ceilings = {
+        peak: f"{', '.join(names)}: {digits(peak / 1e12)} TFLOP/s"
+        for peak, names in itertools.groupby(peaks, lambda name: peaks[name])
+    }
+    top, every = max(ceilings), [p.intensity for p in points]
     low, high = min([*every, 0.3 * top / bandwidth]) / 2, max([*every, 3 * top / bandwidth]) * 1.6
+    for peak, name in ceilings.items():  # room for a name: the share of the axes left of where its ceiling begins
+        share = min(0.75, (letters_width(name) + 0.3) / _ACROSS)
+        low = min(low, high / (high * bandwidth / peak) ** (1 / (1 - share)))
     rates = [rate for p in points for rate in (p.rate, p.xla_rate) if rate is not None]
+    bottom, above = min(rates) / 3, top * 2.4
     axes.loglog([low, top / bandwidth], [low * bandwidth / 1e12, top / 1e12], color=look.ink, lw=1.8)
-    by_peak = itertools.groupby(peaks, lambda name: peaks[name])
-    for peak, names in by_peak:
+    line = (above / bottom) ** (_LINE / _DOWN)
+    place = 0.0
+    for peak, name in sorted(ceilings.items()):
         axes.plot([peak / bandwidth, high], [peak / 1e12] * 2, color=look.ink, lw=1.8)
+        place = max(peak, place * line)
         axes.annotate(
-            f"{', '.join(names)}: {peak / 1e12:.0f} TFLOP/s", (high, peak / 1e12), (0, 4), textcoords="offset points",
-            ha="right", va="bottom", color=look.ink, fontsize=11,
+            name, (peak / bandwidth, place / 1e12), (-9, 3), textcoords="offset points", ha="right", va="center",
+            color=look.ink, fontsize=11,
         )  # fmt: skip
     axes.set_xlim(low, high)
-    axes.set_ylim(min(rates) / 1e12 / 3, top / 1e12 * 2.4)
+    axes.set_ylim(bottom / 1e12, max(above, place * line**1.3) / 1e12)
     plain_log(axes.xaxis)
     plain_log(axes.yaxis)
     axes.grid()
-    middle = (max(low, min(rates) / 3 / bandwidth) * top / bandwidth) ** 0.5
+    begins = max(low, bottom / bandwidth)
+    middle = begins * (min(ceilings) / bandwidth / begins) ** 0.55
     axes.annotate(
-        f"{bandwidth / 1e12:.2g} TB/s", (middle, middle * bandwidth / 1e12), (-6, 5), textcoords="offset points",
+        f"{digits(bandwidth / 1e12)} TB/s", (middle, middle * bandwidth / 1e12), (-6, 5), textcoords="offset points",
         ha="right", va="bottom", color=look.ink, fontsize=11,
     )  # fmt: skip
 
@@ -149,11 +163,12 @@ def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: The
         )  # fmt: skip
 
 
-def _legend(axes: Axes, names: Sequence[str], look: Theme) -> None:
+def _legend(made: Figure, names: Sequence[str], look: Theme) -> None:
+    """Below both axes, where no point is."""
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], ls="none", marker=marker, color=look.ours, ms=6, label=name)
+        Line2D([], [], ls="none", marker=marker, color=look.ours, ms=6, label="\n".join(fold(name, 2.15, most=2)))
         for name, marker in zip(names, itertools.cycle(_MARKERS))
     ]
-    axes.legend(handles=handles, loc="lower right", handletextpad=0.2, borderaxespad=0.2)
+    made.legend(handles=handles, loc="outside lower center", ncols=min(4, len(names)), handletextpad=0.2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scheduler.core.errors import MissingPackage
@@ -66,7 +66,8 @@ DARK = Theme(
 WIDTH, HEIGHT = 10.0, 5.625
 DPI = 160
 _TEXT = 12.0
-_LINE = 106  # letters of the smaller kind
+# The side margin of titles, and how much wider than here a viewer's own letters may be.
+_MARGIN, _WIDER = 0.14, 1.04
 # Of one width as far as may be: a viewer without the first has the second, or a narrower one.
 FONT: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -92,6 +93,14 @@ def require() -> None:
 
 def theme(dark: bool) -> Theme:
     return DARK if dark else LIGHT
+
+
+def legible_on(colour: Sequence[float]) -> str:
+    """Black or white, whichever has the higher contrast on `colour`: red, green and blue of sRGB, 0 to 1."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    luminance = sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    # The contrasts of WCAG 2 are equal where (luminance + 0.05)^2 is 0.05 x 1.05.
+    return "#000000" if luminance > 0.179 else "#ffffff"
 
 
 @contextlib.contextmanager
@@ -122,6 +131,7 @@ def drawing(dark: bool) -> Iterator[Theme]:
         "grid.linewidth": 0.8,
         "hatch.color": look.faint,
         "hatch.linewidth": 0.7,
+        "text.parse_math": False,
         "legend.frameon": False,
         "legend.fontsize": _TEXT - 1,
         "legend.labelcolor": look.ink,
@@ -142,15 +152,58 @@ def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGH
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    said = textwrap.wrap(subtitle, _LINE)
+    said = fold(subtitle, WIDTH - 2 * _MARGIN)
     head = 0.5 + 0.21 * len(said)  # inches
     layout = ConstrainedLayoutEngine(
         w_pad=0.1, h_pad=0.08, wspace=0.05, hspace=0.05, rect=(0.006, 0.01, 0.988, 1 - head / height)
     )
     made = Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout, facecolor=look.ground)
     made.set_label(f"{title}: {subtitle}" if subtitle else title)
-    made.text(0.014, 1 - 0.13 / height, title, va="top", fontsize=_TEXT + 3, fontweight="bold", color=look.ink)
+    left, size = _MARGIN / WIDTH, _TEXT + 3
+    (shown,) = fold(title, WIDTH - 2 * _MARGIN, size, bold=True, most=1)
+    made.text(left, 1 - 0.13 / height, shown, va="top", fontsize=size, fontweight="bold", color=look.ink)
     for number, line in enumerate(said):
         y = 1 - (0.43 + 0.21 * number) / height
-        made.text(0.014, y, line, va="top", fontsize=_TEXT - 1, color=look.faint)
+        made.text(left, y, line, va="top", fontsize=_TEXT - 1, color=look.faint)
     return made
+
+
+@functools.cache
+def letters_width(text: str, size: float = _TEXT - 1, *, bold: bool = False) -> float:
+    """Inches that one line of `text` takes in letters of `size` points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(family=["DejaVu Sans"], weight="bold" if bold else "normal", size=size)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]) / 72
+
+
+def fold(
+    text: str, inches: float, size: float = _TEXT - 1, *, bold: bool = False, most: int | None = None
+) -> list[str]:
+    """`text` in lines of at most `inches`, by the widths of its letters; longer words are broken.
+
+    Args:
+      most: of more lines, the last that is kept ends in an ellipsis.
+    """
+
+    def fits(line: str) -> bool:
+        return letters_width(line, size, bold=bold) * _WIDER <= inches
+
+    lines: list[str] = []
+    for word in text.split():
+        if lines and fits(f"{lines[-1]} {word}"):
+            lines[-1] += f" {word}"
+            continue
+        while len(word) > 1 and not fits(word):
+            end = next((n for n in range(len(word) - 1, 1, -1) if fits(word[:n])), 1)
+            end = next((n for n in range(end, end // 2, -1) if word[n - 1] in "_:.,=/"), end)
+            lines.append(word[:end])
+            word = word[end:]
+        lines.append(word)
+    if most is None or len(lines) <= most:
+        return lines
+    last = f"{lines[most - 1]} …"
+    while len(last) > 1 and not fits(last):
+        last = f"{last[:-2]}…"
+    return [*lines[: most - 1], last]

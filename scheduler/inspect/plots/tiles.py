@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from scheduler.core.quantities import digits
 from scheduler.inspect.case import Case
-from scheduler.inspect.plots.style import Theme, drawing, figure
+from scheduler.inspect.plots.style import Theme, drawing, figure, fold
 from scheduler.model.traffic import block_loads, concurrent, walk
 from search_spaces.footprint import Footprint, Operand
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _DRAWN = 64
 # Opacity of blocks that are loaded in later steps.
 _LATER = 0.35
+# Inches of a line below the result, and below what is loaded for its rows.
+_RESULT_TEXT, _LEFT_TEXT = 4.4, 1.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,8 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
         axes.axvline(edge, color=look.ground, lw=0.6)
     for edge in np.arange(0.5, rows - 0.5):
         axes.axhline(edge, color=look.ground, lw=0.6)
-    axes.plot(*zip(*way, strict=True), color=look.ink, lw=1.3)
+    for colour, width in ((look.ground, 3.6), (look.ink, 1.4)):  # on any shade, one of them stands out
+        axes.plot(*zip(*way, strict=True), color=colour, lw=width)
     axes.plot(*way[0], "o", color=look.ink, ms=6)
     axes.plot(*way[-1], "s", color=look.ink, ms=5)
     axes.set_xticks([])
@@ -147,7 +150,7 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
     names = [plan.name(plan.rows)] + ([plan.name(plan.columns)] if plan.columns is not None else [])
     sizes = f"{down} x {across} tiles" if plan.columns is not None else f"{down} tiles"
     said = f"result: {sizes} ({' x '.join(names)})" + (f", {' and '.join(cut)} drawn" if cut else "")
-    axes.set_xlabel(said, fontsize=11)
+    axes.set_xlabel("\n".join(fold(said, _RESULT_TEXT)), fontsize=11)
     return rows, columns
 
 
@@ -174,11 +177,10 @@ def _operand(
     axes.set_yticks([])
     words = [f"{_name(load, number)}: {digits(float(np.max(load.bytes)) / 1024)} KiB a step" for number, load in loads]
     more = f"{plan.steps} step{'s' * (plan.steps > 1)}" + (f", {steps} drawn" if steps < plan.steps else "")
-    said = "\n".join([*words, more])
     if upright:
-        axes.set_xlabel(said, fontsize=11)
+        axes.set_xlabel("\n".join(line for text in (*words, more) for line in fold(text, _LEFT_TEXT)), fontsize=11)
     else:
-        axes.set_ylabel(said, fontsize=11, rotation=0, ha="right", va="center")
+        axes.set_title("; ".join([*words, more]), loc="center", fontsize=11)
 
 
 def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
@@ -192,10 +194,10 @@ def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
         Patch(color=shade, label=f"wave {number + 1}" + (" and later" if number + 1 == len(shades) < waves else ""))
         for number, shade in enumerate(shades)
     ]
-    handles.append(Line2D([], [], color=look.ink, marker="o", ms=6, lw=1.3, label="the way of wave 1"))
-    handles.append(Patch(color=shades[0], label="loaded for wave 1: in step 1,"))
-    handles.append(Patch(color=(*shades[0][:3], _LATER), label="in later steps"))
-    handles.append(Patch(color=look.grid, label="not loaded for wave 1"))
+    handles.append(Line2D([], [], color=look.ink, marker="o", ms=6, lw=1.3, label="order of wave 1"))
+    handles.append(Patch(color=shades[0], label="loaded, first step"))
+    handles.append(Patch(color=(*shades[0][:3], _LATER), label="loaded, later steps"))
+    handles.append(Patch(color=look.grid, label="not loaded by wave 1"))
     axes.legend(handles=handles, loc="upper left", borderaxespad=0.0, bbox_to_anchor=(0, 1))
 
 

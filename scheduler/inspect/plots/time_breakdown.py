@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,11 +133,12 @@ def _steps(axes: Axes, overlapped: Mapping[str, float], steps_s: float, scale: f
         )  # fmt: skip
     axes.axvline(steps_s / scale, color=look.ink, lw=1.2, ls="--")
     axes.annotate(
-        "all steps", (steps_s / scale, 0), (5, 0), textcoords="offset points", color=look.ink, va="center", fontsize=10
-    )
+        "all steps", (steps_s / scale, 1.0), (0, 1), xycoords=("data", "axes fraction"), textcoords="offset points",
+        ha="center", va="bottom", color=look.ink, fontsize=10,
+    )  # fmt: skip
     axes.set_yticks(list(places), [name for _, name in shown])
     axes.tick_params(axis="y", length=0, labelsize=10)
     axes.grid(axis="x")
     used = [group for group in GROUPS if any(group_of(name) == group for _, name in shown)]
-    title = textwrap.fill("at once in the steps, each as long as it takes alone", 28)
+    title = "at once in the steps, each\nas long as it takes alone"
     legend_right(axes, [Patch(color=colours[group], label=group) for group in used], title)

@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
-from scheduler.core.quantities import digits, seconds_text
-from scheduler.core.records import Failure, Measurement, Record, choice_text
+from scheduler.core.quantities import digits, ratio_text, seconds_text, share_text
+from scheduler.core.records import Entry, Failure, Measurement, Record, choice_text
 from scheduler.inspect.explain import Account
+from scheduler.inspect.predicted import without_prediction
 from scheduler.inspect.provenance import failures, record_head
 from scheduler.inspect.report.elements import Child, element, extend, table
 from scheduler.inspect.report.gather import Told
 from scheduler.inspect.report.overview import outcome
 from scheduler.inspect.report.pictures import Picture, shown
-from scheduler.inspect.verdict import gain_text, standing, verdict
+from scheduler.inspect.verdict import gain_text, order_note, standing, verdict
 from scheduler.inspect.wording import bases_of, compared, first_line
 
 
@@ -108,7 +109,10 @@ def _sure(record: Record) -> Iterator[Element]:
 def _entries(told: Told) -> Iterator[Element]:
     """The winner, the runner-up and the best of each other backend, side by side."""
     record, case = told.record, told.case
-    choices = compared([(entry.backend, entry.schedule) for entry in record.entries])
+    shown = [(entry.backend, entry.schedule) for entry in record.entries]
+    choices = compared(shown)
+    problem, hardware = (case.problem, case.hardware) if case else (None, None)
+    unpredicted = without_prediction(record.key.operation, problem, hardware, shown)
     names = ["winner", "runner-up"] + [""] * (len(record.entries) - 2)
     columns = [
         "",
@@ -133,12 +137,20 @@ def _entries(told: Told) -> Iterator[Element]:
                 seconds_text(entry.measurement.spread_s),
                 digits(case.problem.flops / time_s / 1e12) if case else "",
                 f"{100 * told.roofline_s / time_s:.1f}" if told.roofline_s is not None else "",
-                seconds_text(entry.predicted_s),
-                f"{entry.predicted_s / time_s - 1:+.1%}",
+                *(("", "") if entry.backend in unpredicted else _prediction(entry)),
             )
         )
     yield table(None, columns, rows, numbers=6)
     yield from (element("p", f"{line}.", class_="faint") for line in choices.note)
+    if note := order_note(record):
+        yield element("p", note, class_="faint")
+
+
+def _prediction(entry: Entry) -> tuple[str, str]:
+    """The predicted time, and how far off it is."""
+    ratio = entry.predicted_s / entry.measurement.median_s
+    off = f"{'-' if ratio < 1 else '+'}{share_text(abs(ratio - 1))}" if ratio < 10 else ratio_text(ratio)
+    return seconds_text(entry.predicted_s), off
 
 
 def _accounts(told: Told) -> Iterator[Element]:
@@ -227,13 +239,17 @@ def _trials(told: Told) -> Iterator[Element]:
 
 
 def _trial_rows(told: Told) -> Iterator[tuple[Child, ...]]:
-    choices = compared([(trial.backend, trial.schedule) for trial in told.trials], bases_of(told.record))
+    tried = [(trial.backend, trial.schedule) for trial in told.trials]
+    choices = compared(tried, bases_of(told.record))
+    problem, hardware = (told.case.problem, told.case.hardware) if told.case else (None, None)
+    unpredicted = without_prediction(told.record.key.operation, problem, hardware, tried)
     for trial, choice in zip(told.trials, choices.texts, strict=True):
         said = element("span", element("code", choice))
         if isinstance(trial.outcome, Failure):
             extend(said, [element("span", first_line(str(trial.outcome)), class_="failure")])
         time = seconds_text(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else "failed"
-        yield str(trial.number), said, seconds_text(trial.predicted_s), time
+        predicted = "" if trial.backend in unpredicted else seconds_text(trial.predicted_s)
+        yield str(trial.number), said, predicted, time
 
 
 def _commands(told: Told) -> Iterator[Element]:
