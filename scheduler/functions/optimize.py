@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import threading
 import types
@@ -13,10 +14,11 @@ from typing import Any, Literal
 import jax
 
 from scheduler.core.backends import backends_of_each
+from scheduler.core.errors import SchedulerError
 from scheduler.dispatch import calls, dispatch, planned
 from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
-from scheduler.functions import in_turns, replacing
+from scheduler.functions import in_turns, pure, replacing
 from scheduler.functions.arguments import Arguments
 from scheduler.functions.trial import Decided, Trial
 from search_spaces import lowering_compat
@@ -27,6 +29,10 @@ KEEP: tuple[Keep, ...] = typing.get_args(Keep)
 MOST_VERSIONS = 256
 # Where the whole is timed, a kernel may take part that is as likely to be faster as not: nothing else can be lost.
 EVEN_ODDS = 0.5
+# What `jax.jit` takes that says nothing of single arguments.
+_OF_THE_WHOLE = ("backend", "compiler_options", "device", "inline", "keep_unused")
+# Of the arguments of one call each, which `pure_call` marks.
+_MARKS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
 
 def optimize(
@@ -52,11 +58,14 @@ def optimize(
     several processes nothing is timed, either: a plan answers (`scheduler.plan`), or else XLA. `report()` says what was
     decided, and why.
 
-    Arguments that `fn` donates survive the comparison, which runs on copies of them. `jax.grad`, `jax.vmap` and other
-    transformations cannot look inside: optimize the function that they make.
+    Arguments that `fn` donates survive the comparison, which runs on copies of them, and what `fn` updates in place
+    (modules, optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. What
+    is no array among the arguments and results, as the activations of an Equinox model, is static. `jax.grad`,
+    `jax.vmap` and other transformations cannot look inside: optimize the function that they make.
 
     Args:
-      fn: of arrays, plain or jitted.
+      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; a method, a partial, or a module. By
+        `jax.jit` it behaves as `jax.jit` has it: updates in place are lost, and what is no array is refused.
       on_miss, backends: as in `scheduler.tuned_matmul`, for each product and attention; those that no allowed kernel
         can compute are left as they are.
       keep: "tuned" keeps the tuned version wherever it computes the same, and times nothing.
@@ -65,15 +74,16 @@ def optimize(
 
     Raises:
       ValueError: an unknown policy, backend or choice of what to keep.
-      TypeError: `fn` cannot be called, or a library jitted it in a way of its own, as `flax.nnx.jit`.
+      TypeError: `fn` cannot be called, or another library jitted it in a way of its own.
+
+    A call raises a SchedulerError where `fn` has effects that cannot be carried out of a trace.
     """
     if not callable(fn):
         raise TypeError(f"optimize wants a function, and got {fn!r}")
-    if hasattr(fn, "trace") and hasattr(fn, "lower") and not lowering_compat.is_jitted(fn):
+    if hasattr(fn, "lower") and not lowering_compat.is_jitted(fn) and not pure.is_library_jitted(fn):
         raise TypeError(
-            f"optimize wants a function that is plain or jitted by jax.jit; this one is a {type(fn).__qualname__} of "
-            f"{type(fn).__module__}, which may update objects that no result holds: optimize a function that takes "
-            "arrays and returns all that it updates"
+            f"optimize wants a function that is plain or jitted by jax.jit, flax.nnx.jit or equinox.filter_jit; this "
+            f"one is a {type(fn).__qualname__} of {type(fn).__module__}: optimize the function inside"
         )
     if keep not in KEEP:
         raise ValueError(f"keep={keep!r} is not one of {', '.join(KEEP)}")
@@ -92,10 +102,15 @@ class Optimized:
         seconds: float,
         jit_options: dict[str, Any],
     ) -> None:
-        self._jitted: Any = fn if lowering_compat.is_jitted(fn) and not jit_options else jax.jit(fn, **jit_options)
+        self._fn, self._jit_options = fn, jit_options
+        self._by_jax = lowering_compat.is_jitted(fn)
+        traced = fn if self._by_jax else pure.checked(fn)
+        self._jitted: Any = fn if self._by_jax and not jit_options else jax.jit(traced, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
+        # Whether no call is one of arrays alone; known once it is called, as globals may be assigned until then.
+        self._always_opened = False if self._by_jax else None
         self._on_miss, self._keep, self._seconds = on_miss, keep, seconds
-        self._table: collections.OrderedDict[Any, Decided] = collections.OrderedDict()
+        self._table: collections.OrderedDict[Any, _Version] = collections.OrderedDict()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
         self._operations = tuple(replacing.answering().values())
@@ -105,15 +120,34 @@ class Optimized:
         self.__name__: str = getattr(fn, "__name__", "function")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._always_opened is None:
+            self._always_opened = pure.is_library_jitted(self._fn) or pure.holds_arrays_or_state(self._fn)
+        if self._always_opened:
+            return self._call_opened(args, kwargs)
         given = Arguments(self._static, args, kwargs)
         try:
             key = (self._asked(), lowering_compat.trace_context(), given.key())
-            decided = self._table.get(key)
-        except TypeError:  # what has no key is no array: for JAX to refuse
-            return self._jitted(*args, **kwargs)
-        if decided is None:
-            decided = self._decide(key, given)
-        return self._jitted(*args, **kwargs) if decided.compiled is None else given.call(decided.compiled)
+            version = self._table.get(key)
+        except TypeError:  # what has no key is no array: static, or for JAX to refuse
+            return self._jitted(*args, **kwargs) if self._by_jax else self._call_opened(args, kwargs)
+        if version is None:
+            version = self._decide(key, functools.partial(self._of_arrays, key[0], given))
+        if version is _OPENED:
+            return self._call_opened(args, kwargs)
+        compiled = version.decided.compiled
+        return self._jitted(*args, **kwargs) if compiled is None else given.call(compiled)
+
+    def _call_opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of modules, or with updates in place, by the pure function that it is of its arrays."""
+        donated = lowering_compat.donated_arguments(self._jitted)
+        call = pure.pure_call(self._fn, args, kwargs, static=self._static, donated=donated, trace_numbers=True)
+        given = Arguments(((), ()), call.arrays, {})
+        key = (self._asked(), lowering_compat.trace_context(), given.key(), call.static)
+        version = self._table.get(key)
+        if version is None:
+            version = self._decide(key, functools.partial(self._of_modules, key[0], given, call))
+        compiled = version.decided.compiled
+        return call.finish((version.jitted if compiled is None else compiled)(*call.arrays))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, as functions are and those of `jax.jit`."""
@@ -123,7 +157,7 @@ class Optimized:
     def decisions(self) -> tuple[Decided, ...]:
         """What was decided, by arguments, as first asked for."""
         with self._guard:
-            return tuple(self._table.values())
+            return tuple(version.decided for version in self._table.values() if version is not _OPENED)
 
     def report(self) -> str:
         """What was decided for which arguments, and why, as text."""
@@ -140,24 +174,60 @@ class Optimized:
             for operation, named in zip(self._operations, self._named, strict=True)
         )
 
-    def _decide(self, key: Any, given: Arguments) -> Decided:
+    def _decide(self, key: Any, tried: Callable[[], _Version]) -> _Version:
         with self._guard:
             lock = self._deciding.setdefault(key, threading.Lock())
         with lock:
             if (known := self._table.get(key)) is not None:
                 return known
             try:
-                decided = self._tried(key[0], given)
+                version = tried()
                 with self._guard:
-                    self._table[key] = decided
+                    self._table[key] = version
                     while len(self._table) > MOST_VERSIONS:
                         self._table.popitem(last=False)
             finally:
                 with self._guard:
                     self._deciding.pop(key, None)
-            return decided
+            return version
 
-    def _tried(self, asked: tuple[dispatch.Options, ...], given: Arguments) -> Decided:
+    def _of_arrays(self, asked: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
+        if not self._by_jax and pure.has_state(given.dynamic):
+            return _OPENED
+        try:
+            return self._tried(asked, self._jitted, given)
+        except pure.Impure:
+            return _OPENED
+
+    def _of_modules(self, asked: tuple[dispatch.Options, ...], given: Arguments, call: pure.PureCall) -> _Version:
+        if refused := self._jit_options.keys() - {*_OF_THE_WHOLE, *_MARKS}:
+            raise SchedulerError(
+                f"{self.__name__} is called with modules, or updates its arguments in place, and {', '.join(refused)} "
+                "of jax.jit means arrays alone: give that to the jit of the library (flax.nnx.jit), and optimize what "
+                "it returns"
+            )
+        options = {name: x for name, x in self._jit_options.items() if name in _OF_THE_WHOLE}
+
+        def function(*arrays: Any) -> pure.Outputs:
+            return call.function(*arrays)
+
+        function.__name__ = self.__name__
+        donated = [i for i, each in enumerate(call.donated) if each]
+        return self._tried(asked, jax.jit(function, donate_argnums=donated, **options), given)
+
+    def _tried(self, asked: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
         options = {operation.name: each for operation, each in zip(self._operations, asked, strict=True)}
         seconds = self._seconds if self._keep == "faster" else None
-        return Trial(self.__name__, self._jitted, given, options, seconds).decide()
+        return _Version(Trial(self.__name__, jitted, given, options, seconds).decide(), jitted)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Version:
+    """What answers calls that are alike: `decided.compiled`, or `jitted` where that is None."""
+
+    decided: Decided
+    jitted: Any
+
+
+# In place of a version: calls of these arguments are no calls of arrays alone.
+_OPENED = _Version(Decided("", "", None, ""), None)

@@ -14,7 +14,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.dispatch import calls
 from scheduler.functions import equations, job_text, local, wording
 from scheduler.functions.counted import Counted, Tally
-from scheduler.functions.inputs import of_arrays
+from scheduler.functions.pure import pure_call
 from scheduler.functions.suggestions import Suggestion, suggestions
 
 
@@ -89,8 +89,8 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
       SchedulerError: XLA divides `fn` over more devices than there are, or cannot compile it so.
     """
     chip = _chip()
-    call, arrays = of_arrays(fn, args, kwargs)
-    function = equations.traced(call, *arrays)
+    pure = pure_call(fn, args, kwargs)
+    function = equations.traced(pure.function, *pure.arrays)
     loops = dict[Any, equations.Loop]()
     for body in equations.bodies(function.jaxpr):
         if isinstance(body, equations.Loop):
