@@ -11,7 +11,8 @@ from typing import Any
 
 # A place of a function where it holds something: in which part, and the number or name there.
 _Slot = tuple[str, Any]
-_Holder = types.FunctionType | types.MethodType | functools.partial
+_Holder = types.FunctionType | types.MethodType | functools.partial[Any]
+_HOLDERS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ def find(fn: Callable[..., Any], wanted: Callable[[Any], bool]) -> Captured:
     Args:
       wanted: of a value.
     """
-    if not isinstance(fn, _Holder):
+    if not isinstance(fn, _HOLDERS):
         return Captured(fn, (), {}, {})
     holders: dict[int, _Holder] = {}
     slots: dict[int, list[tuple[_Slot, Any]]] = {}
@@ -105,7 +106,7 @@ def find(fn: Callable[..., Any], wanted: Callable[[Any], bool]) -> Captured:
             continue
         holders[id(holder)], slots[id(holder)] = holder, []
         for slot, value in _held(holder, fn):
-            if isinstance(value, _Holder):
+            if isinstance(value, _HOLDERS):
                 queue.append(value)
             elif wanted(value):
                 values.setdefault(id(value), value)

@@ -5,9 +5,11 @@ Nothing is imported before the user's program imported it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -34,3 +36,14 @@ def donated(
     first = next(iter(bound.arguments)) if first_is_named else None
     names = tuple(name for name in kwargs if (given.donate_first if name == first else given.donate_rest))
     return numbers, names
+
+
+@contextlib.contextmanager
+def donating_as(fn: Any) -> Iterator[None]:
+    """Ignores JAX's warnings of donated buffers that no result can use, where `filter_jit` does so for `fn`."""
+    if not (is_jitted(fn) and getattr(fn, "filter_warning", False)):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-# Raised where a module of an outer trace, or of none, is changed inside a trace.
-TRACE_ERROR = "TraceContextError"
+from search_spaces import lowering_compat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +67,19 @@ def jitted(fn: Callable[..., Any]) -> Any:
     if type(fn).__module__.startswith("flax.nnx."):
         return getattr(fn, "jitted_fn", None)
     return None
+
+
+def unwrapped(fn: Any) -> Any:
+    """The function that `nnx.jit` was given, where it was given nothing else that decides where or how it runs."""
+    how = jitted(fn)
+    if how is None or getattr(fn, "in_shardings", 1) is not None or getattr(fn, "out_shardings", 1) is not None:
+        return fn
+    return getattr(fn, "fun", fn) if lowering_compat.runs_anywhere(how) else fn
+
+
+def is_of_another_trace(error: Exception) -> bool:
+    """Whether flax.nnx refuses to change, or to differentiate in, a module that was made outside of a trace."""
+    return type(error).__name__ == "TraceContextError" or "different trace level" in str(error)
 
 
 def _graphlib() -> Any:

@@ -8,6 +8,7 @@ import functools
 import threading
 import types
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,6 +28,14 @@ Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
 # Decisions that are kept, with what they compiled; the oldest goes first.
 MOST_VERSIONS = 256
+# A function asks a traced number for its value.
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+# Versions for arrays of one kind, as constants differ, at which a warning says so.
+MANY_CONSTANTS = 8
 # Where the whole is timed, a kernel may take part that is as likely to be faster as not: nothing else can be lost.
 EVEN_ODDS = 0.5
 # What `jax.jit` takes that says nothing of single arguments.
@@ -107,17 +116,20 @@ class Optimized:
         traced = fn if self._by_jax else pure.checked(fn)
         self._jitted: Any = fn if self._by_jax and not jit_options else jax.jit(traced, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
+        # Whether the function decides by Python numbers what it does, so that they are part of the program.
+        self._static_numbers = False
         # Whether no call is one of arrays alone; known once it is called, as globals may be assigned until then.
         self._always_opened = False if self._by_jax else None
         self._on_miss, self._keep, self._seconds = on_miss, keep, seconds
         self._table: collections.OrderedDict[Any, _Version] = collections.OrderedDict()
+        self._constants: collections.Counter[Any] = collections.Counter()
         self._guard = threading.Lock()
         self._deciding: dict[Any, threading.Lock] = {}
         self._operations = tuple(replacing.answering().values())
         self._named = backends_of_each(self._operations, backends)
         self._asked()  # what is wrong is refused now
         functools.update_wrapper(self, fn, updated=())  # the attributes of a model that is called are its own
-        self.__name__: str = getattr(fn, "__name__", "function")
+        self.__name__: str = _name(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._always_opened is None:
@@ -139,15 +151,26 @@ class Optimized:
 
     def _call_opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of modules, or with updates in place, by the pure function that it is of its arrays."""
+        try:
+            return self._call_pure(args, kwargs, trace_numbers=not self._static_numbers)
+        except _CONCRETE:
+            if self._static_numbers or not Arguments(self._static, args, kwargs).numbers:
+                raise
+        outputs = self._call_pure(args, kwargs, trace_numbers=False)
+        self._static_numbers = True
+        return outputs
+
+    def _call_pure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trace_numbers: bool) -> Any:
         donated = lowering_compat.donated_arguments(self._jitted)
-        call = pure.pure_call(self._fn, args, kwargs, static=self._static, donated=donated, trace_numbers=True)
+        call = pure.pure_call(self._fn, args, kwargs, static=self._static, donated=donated, trace_numbers=trace_numbers)
         given = Arguments(((), ()), call.arrays, {})
         key = (self._asked(), lowering_compat.trace_context(), given.key(), call.static)
         version = self._table.get(key)
-        if version is None:
-            version = self._decide(key, functools.partial(self._of_modules, key[0], given, call))
-        compiled = version.decided.compiled
-        return call.finish((version.jitted if compiled is None else compiled)(*call.arrays))
+        if version is not None:
+            return call.finish(version.run(*call.arrays))
+        with call.compiling():
+            version = self._decide(key, functools.partial(self._of_modules, key, given, call))
+            return call.finish(version.run(*call.arrays))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, as functions are and those of `jax.jit`."""
@@ -198,8 +221,12 @@ class Optimized:
             return self._tried(asked, self._jitted, given)
         except pure.Impure:
             return _OPENED
+        except _CONCRETE:
+            if self._by_jax or not given.numbers:
+                raise
+            return _OPENED
 
-    def _of_modules(self, asked: tuple[dispatch.Options, ...], given: Arguments, call: pure.PureCall) -> _Version:
+    def _of_modules(self, key: Any, given: Arguments, call: pure.PureCall) -> _Version:
         if refused := self._jit_options.keys() - {*_OF_THE_WHOLE, *_MARKS}:
             raise SchedulerError(
                 f"{self.__name__} is called with modules, or updates its arguments in place, and {', '.join(refused)} "
@@ -212,13 +239,28 @@ class Optimized:
             return call.function(*arrays)
 
         function.__name__ = self.__name__
+        with self._guard:
+            self._constants[key[:3]] += 1
+            constants = self._constants[key[:3]]
+        if constants == MANY_CONSTANTS:
+            warnings.warn(
+                f"{self.__name__} is compiled for the {constants}th time for arrays of the same shapes, as something "
+                "else among its arguments, or an attribute of its object, is new each time. What changes from call to "
+                "call should be an array (jax.numpy.asarray)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         donated = [i for i, each in enumerate(call.donated) if each]
-        return self._tried(asked, jax.jit(function, donate_argnums=donated, **options), given)
+        return self._tried(key[0], jax.jit(function, donate_argnums=donated, **options), given)
 
     def _tried(self, asked: tuple[dispatch.Options, ...], jitted: Any, given: Arguments) -> _Version:
         options = {operation.name: each for operation, each in zip(self._operations, asked, strict=True)}
         seconds = self._seconds if self._keep == "faster" else None
         return _Version(Trial(self.__name__, jitted, given, options, seconds).decide(), jitted)
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", None) or (_name(fn.func) if hasattr(fn, "func") else type(fn).__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -227,6 +269,10 @@ class _Version:
 
     decided: Decided
     jitted: Any
+
+    @property
+    def run(self) -> Any:
+        return self.jitted if self.decided.compiled is None else self.decided.compiled
 
 
 # In place of a version: calls of these arguments are no calls of arrays alone.

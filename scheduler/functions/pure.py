@@ -7,6 +7,7 @@ and objects among its arguments, is among the outputs, and `PureCall.finish` wri
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -82,6 +83,10 @@ class PureCall:
         constants = tuple(_key(x, by_identity=i < fixed) for (i, _), x in program.constants.items())
         return program.tree, constants, program.graphs, program.places, self.donated
 
+    def compiling(self) -> contextlib.AbstractContextManager[None]:
+        """A context to compile and run `function` in for the first time: warns as the library's jit does."""
+        return equinox_modules.donating_as(self._call.fn)
+
     def finish(self, outputs: Outputs) -> Any:
         """The result of `fn`, after what it updates was written into the modules and containers of this call."""
         rest = outputs.rest
@@ -121,7 +126,7 @@ def pure_call(
     """
     call = _opened(fn, tuple(args), dict(kwargs))
     jitted = _options(call)
-    call = call.with_static(jitted.static, static)
+    call = dataclasses.replace(call.with_static(jitted.static, static), fn=flax_modules.unwrapped(call.fn))
     leaves, tree = jax.tree.flatten(call, is_leaf=flax_modules.is_node)
     traced = call.numbers(len(leaves)) if trace_numbers and not jitted.numbers_are_static else frozenset[int]()
     donates = call.leaves_of(jitted.donated, donated) if any(map(any, (jitted.donated, donated))) else frozenset[int]()
@@ -171,14 +176,31 @@ def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn, updated=())
     def pure(*args: Any, **kwargs: Any) -> Any:
         before = _snapshots((args, kwargs))
-        result = fn(*args, **kwargs)
+        with _explained():
+            result = fn(*args, **kwargs)
         if any(change for change in _changes(before, _Packing((), ()))):
             raise Impure
-        if not all(_is_array(x) or isinstance(x, _NUMBERS) for x in jax.tree.leaves(result, is_leaf=flax_modules.is_node)):
+        if not all(
+            _is_array(x) or isinstance(x, _NUMBERS) for x in jax.tree.leaves(result, is_leaf=flax_modules.is_node)
+        ):
             raise Impure
         return result
 
     return pure
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if flax_modules.is_loaded() and flax_modules.is_of_another_trace(error):
+            raise SchedulerError(
+                "the function changes a module that it neither takes as an argument nor holds itself, in its closure, "
+                "its globals or its object, so that the change cannot be carried out of a trace: give it the module "
+                f"as an argument ({str(error).partition(chr(10))[0]})"
+            ) from error
+        raise
 
 
 class Impure(Exception):
@@ -266,9 +288,10 @@ class _Call:
 
     def realized(self) -> tuple[_Call, Callable[[], list[str]]]:
         """The call of objects and closures made anew, and a check that names the variables that it assigned."""
-        fn, assigned = self.fn, list
+        fn: Any = self.fn
+        assigned: Callable[[], list[str]] = list
         if isinstance(fn, Captured):
-            fn, assigned = fn.replaced(self.captured)
+            fn, assigned = fn.replaced(tuple(map(_realized, self.captured)))
         held, given = (tuple(map(_realized, part)) for part in (self.held, self.given))
         named = {name: _realized(x) for name, x in self.named.items()}
         return _Call(_realized(fn), self.captured, held, self.held_by_name, given, named), assigned
@@ -334,9 +357,15 @@ def _opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any
             inner, held, held_by_name = inner.func, (*inner.args, *held), {**inner.keywords, **held_by_name}
     if not isinstance(inner, types.FunctionType):
         return _Call(_object(inner), (), held, _without(held_by_name, named), given, named)
-    found = captured.find(inner, has_state) if flax_modules.is_loaded() else None
-    state = found.values if found else ()
+    found = captured.find(inner, _is_state) if flax_modules.is_loaded() else None
+    state = tuple(map(_object, found.values)) if found else ()
     return _Call(found if state else inner, state, held, _without(held_by_name, named), given, named)
+
+
+def _is_state(x: Any) -> bool:
+    """Whether it is to be among the inputs where a function captured it: modules, and objects that hold them."""
+    opened = _object(x)
+    return has_state(opened.attributes if isinstance(opened, _Instance) else x)
 
 
 def _without(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,16 +444,8 @@ class _Program:
         opened = jax.tree.unflatten(self.tree, leaves)
         call, assigned = opened.realized()
         before = _snapshots(opened)
-        try:
+        with _explained():
             result = call()
-        except Exception as error:
-            if type(error).__name__ == flax_modules.TRACE_ERROR:
-                raise SchedulerError(
-                    f"the function changes a module that it neither takes as an argument nor holds in its own closure "
-                    f"or globals, so that the change cannot be carried out of a trace: give it the module as an "
-                    f"argument ({error})"
-                ) from error
-            raise
         if names := assigned():
             raise SchedulerError(
                 f"the function assigns {', '.join(names)} outside of itself, which cannot be carried out of a trace: "
@@ -493,7 +514,9 @@ class _Packing:
         self.names: list[str] = []
         self.nodes = list(nodes)
         # What is returned as it came needs no copy; what is donated has no other.
-        self._inputs = {id(x): i for i, x in enumerate(inputs) if isinstance(x, jax.core.Tracer) and id(x) in (kept or ())}
+        self._inputs = {
+            id(x): i for i, x in enumerate(inputs) if isinstance(x, jax.core.Tracer) and id(x) in (kept or ())
+        }
 
     def pack(self, tree: Any, name: str) -> _Packed:
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=flax_modules.is_node)
