@@ -235,8 +235,10 @@ class Optimized:
             )
         options = {name: x for name, x in self._jit_options.items() if name in _OF_THE_WHOLE}
 
+        run = call.function  # without the call, whose arrays nothing is to keep
+
         def function(*arrays: Any) -> pure.Outputs:
-            return call.function(*arrays)
+            return run(*arrays)
 
         function.__name__ = self.__name__
         with self._guard:

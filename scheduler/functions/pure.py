@@ -378,6 +378,10 @@ def _object(x: Any) -> Any:
         return x
     if flax_modules.is_node(x) or not jax.tree_util.all_leaves([x]) or not hasattr(x, "__dict__"):
         return x
+    try:
+        object.__new__(type(x))
+    except TypeError:  # it is more than its attributes, as a dict of a class of its own is
+        return x
     attributes = dict(vars(x))
     held = jax.tree.leaves(attributes, is_leaf=flax_modules.is_node)
     return _Instance(x, attributes) if any(isinstance(y, jax.Array) or flax_modules.is_node(y) for y in held) else x
