@@ -86,6 +86,18 @@ def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return tuple(known.static_argnums or ()), tuple(known.static_argnames or ())
 
 
+def donated_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The numbers and the names of a jitted function's donated arguments."""
+    known = jitted._jit_info
+    return tuple(known.donate_argnums or ()), tuple(known.donate_argnames or ())
+
+
+def runs_anywhere(jitted: Any) -> bool:
+    """Whether a jitted function was told neither a device nor a backend."""
+    known = jitted._jit_info
+    return known.device is None and known.backend is None
+
+
 def trace_context() -> Any:
     """What JAX traces anew for, beside arguments: a mesh, the default precision, `scheduler.target`."""
     return config.trace_context()

@@ -76,6 +76,11 @@ class Arguments:
         whole = tuple(x if number in self._numbers else next(rest) for number, x in enumerate(self.args))
         return Arguments(self._static, whole, kwargs | {name: self.kwargs[name] for name in self._names})
 
+    @property
+    def numbers(self) -> bool:
+        """Whether Python numbers are among the leaves of `dynamic`."""
+        return any(isinstance(x, _NUMBERS) for x in self._leaves)
+
     def devices(self) -> list[jax.Device]:
         """Those of this process that hold arrays among them."""
         arrays = (x for x in self._leaves if isinstance(x, jax.Array))

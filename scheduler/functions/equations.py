@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,14 +72,27 @@ class Traced:
 def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
     """``fn(*arrays)``, without what its results do not need: JAX lowers none of that, either.
 
-    Where it returns nothing, nothing is left out. `fn` is not jitted itself: what it calls may be, and the shardings
-    that were given to that are in its equation.
+    Where it returns nothing, nothing is left out; where all derivatives are left out, there is a warning. `fn` is not
+    jitted itself: what it calls may be, and the shardings that were given to that are in its equation.
     """
     closed = jax.jit(fn).trace(*arrays).jaxpr
-    jaxpr = opened(closed)
+    jaxpr = whole = opened(closed)
     if jaxpr.outvars:
         jaxpr = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    if _has_backward(whole) and not _has_backward(jaxpr):
+        warnings.warn(
+            "the function computes derivatives that none of its results needs: XLA drops them, and here they do not "
+            "count. Return what it makes of them (gradients, parameters, a model). What a function of jax.jit writes "
+            "into its arguments is lost: let flax.nnx.jit jit it, or nothing",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return Traced(jaxpr, tuple(closed.consts), arrays)
+
+
+def _has_backward(jaxpr: Any) -> bool:
+    within = (body.jaxpr for body in bodies(jaxpr) if isinstance(body, Body))
+    return any(is_backward(equation) for each in within for equation in each.eqns)
 
 
 def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None = None) -> Iterator[Body | Loop]:

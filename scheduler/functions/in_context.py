@@ -13,7 +13,7 @@ from scheduler.core.plan import Plan
 from scheduler.dispatch import planned
 from scheduler.functions import agreement, in_turns
 from scheduler.functions.in_turns import Seconds
-from scheduler.functions.inputs import of_arrays
+from scheduler.functions.pure import pure_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 
 Run = functools.partial[Any]  # of a compiled function, and its arrays
@@ -27,15 +27,17 @@ SECONDS_OF_VARIANT = 4.0
 class Whole:
     """A function and its arguments, to be compiled under one plan after the other.
 
-    Arrays are its inputs; whatever else is among the arguments is part of the compiled program. What it donates is
-    copied instead, so that it can be called again.
+    Arrays are its inputs; whatever else is among the arguments is part of the compiled program. Modules and other state
+    that it updates stay as they are: the updates are results. What it donates is copied instead, so that it can be
+    called again.
 
     Attributes:
-      call, arrays: the function of its inputs alone, and these.
+      call, arrays: the pure function of its inputs, and these.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
-        self.call, self.arrays = of_arrays(fn, args)
+        pure = pure_call(fn, args)
+        self.call, self.arrays = pure.function, pure.arrays
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -14,7 +14,7 @@ from scheduler.core.hardware import Hardware
 from scheduler.dispatch import calls
 from scheduler.functions import equations, job_text, local, wording
 from scheduler.functions.counted import Counted, Tally
-from scheduler.functions.inputs import of_arrays
+from scheduler.functions.pure import pure_call
 from scheduler.functions.suggestions import Suggestion, suggestions
 from search_spaces.configuration import comparisons
 
@@ -83,16 +83,20 @@ def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
     mesh, with XLA's answers. Shardings may be of a mesh without devices, where there are as many on the CPU.
 
     Args:
-      fn: plain, or jitted with what `jax.jit` takes (``static_argnums``, shardings).
+      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`. What it updates in place (modules,
+        dicts, lists) counts as a result.
       args, kwargs: of `fn`; a `jax.ShapeDtypeStruct` does for an array, with a sharding where it has one. What is no
         array is constant.
 
     Raises:
-      SchedulerError: XLA divides `fn` over more devices than there are, or cannot compile it so.
+      SchedulerError: XLA divides `fn` over more devices than there are, or cannot compile it so; or `fn` has effects
+        that cannot be carried out of a trace.
+
+    There is a warning where all derivatives that `fn` computes are dropped, as nothing that it returns needs them.
     """
     chip = _chip()
-    call, arrays = of_arrays(fn, args, kwargs)
-    function = equations.traced(call, *arrays)
+    pure = pure_call(fn, args, kwargs)
+    function = equations.traced(pure.function, *pure.arrays)
     loops = dict[Any, equations.Loop]()
     for body in equations.bodies(function.jaxpr):
         if isinstance(body, equations.Loop):

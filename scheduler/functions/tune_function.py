@@ -66,10 +66,11 @@ def tune_function(
     says so.
     Results of both are compared: a kernel that fails within `fn`, or changes its results, is XLA's, with the reason.
 
-    `fn` is called many times; its arguments stay as they are, whatever it donates.
+    `fn` is called many times; its arguments stay as they are, whatever it donates, and so do modules that it updates.
 
     Args:
-      fn: plain or jitted; it makes tuned calls. Keyword arguments are given by `functools.partial`.
+      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; it makes tuned calls. Keyword
+        arguments are given by `functools.partial`.
       args: arrays to compute with. Whatever else is among them is part of the program.
       minutes: for searches; comparing takes less than a minute for most functions.
       budget: trials of each search.
