@@ -1,0 +1,127 @@
+"""Every backend keeps what docs/use/calls.md promises of NaN, of queries that see no key, and of what lengths leave out."""
+
+import dataclasses
+
+import attention_promises as promises
+import hopper
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from scheduler.core.hardware import find
+from search_spaces.attention import xla
+from search_spaces.attention.formula import attention
+from search_spaces.attention.interpret import InterpretedAttention
+from search_spaces.flash_attention import FLASH_ATTENTION
+from search_spaces.flash_attention.hopper import FlashAttentionSchedule, FlashDecodingSchedule
+from search_spaces.flash_attention.tpu import TpuFlashAttentionSchedule
+from search_spaces.flash_attention_backward import FLASH_ATTENTION_BACKWARD
+from search_spaces.flash_attention_backward.hopper import FlashAttentionBackwardSchedule
+from search_spaces.jax_compat import HAS_GPU_INTERPRETER, gpu_interpreter
+from search_spaces.kernel import Library, Target
+
+interpreted_only = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="JAX interprets GPU kernels from 0.11 on")
+LENGTHS = {"q_lengths": True, "kv_lengths": True}
+MASKS = {
+    "lengths": LENGTHS,
+    "causal": LENGTHS | {"causal": True},
+    "window": LENGTHS | {"window_left": 9, "window_right": 5, "softcap": True},
+    "lengths of queries": {"q_lengths": True, "causal": True},
+    "lengths of keys": {"kv_lengths": True, "window_left": 3},
+    "keys that no query sees": {"window_right": 2},
+    "queries that see no key": {"window_left": 2, "causal": True},
+}
+CPU = Target("cpu", "cpu", 2, "cpu")
+
+
+def posed(mask, q_len, kv_len, *rest, **fields):
+    """More queries than keys, where it is about queries."""
+    lengths = (kv_len, q_len) if mask == "queries that see no key" else (q_len, kv_len)
+    return promises.problem(*lengths, *rest, **MASKS[mask], **fields)
+
+
+def check_forward(kernel, schedule, problem, target, tolerance, *, with_lse=True):
+    problem = dataclasses.replace(problem, return_lse=with_lse)
+    s = promises.situation(problem)
+    results = kernel.results(problem, schedule, target, *promises.operands(s), softcap=promises.SOFTCAP)
+    found = dict(zip(("out", "lse"), results, strict=False))
+    assert not promises.broken_promises(s, promises.oracle(s), tolerance, **found)
+
+
+def check_backward(kernel, schedule, problem, target, tolerance, **fields):
+    s = promises.situation(problem)
+    gradients, operands = promises.backward(s, **fields)
+    expected = promises.oracle(s, with_d_lse=gradients.lse_cotangent)
+    results = kernel.results(gradients, schedule, target, *operands, softcap=promises.SOFTCAP)
+    found = dict(zip(("dq", "dk", "dv"), results, strict=True))
+    assert not promises.broken_promises(s, expected, tolerance, **found)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("program", ["float32", "blocks", "plain"])
+def test_programs_of_xla(program, mask, monkeypatch):
+    problem = posed(mask, 12, 30, 4, 2, 8, dtype="float32")
+    forward, backward = FLASH_ATTENTION.kernel("xla"), FLASH_ATTENTION_BACKWARD.kernel("xla")
+    if program == "blocks":
+        monkeypatch.setattr(xla, "MOST_LOGITS", 5 * problem.batch * problem.heads * problem.kv_len)
+    one = Library("plain" if program == "plain" else "float32")
+    if program == "plain" and problem.softcap:
+        problem = dataclasses.replace(problem, softcap=False)
+    check_forward(forward, one, problem, CPU, 1e-4, with_lse=program != "plain")
+    check_backward(backward, one, problem, CPU, 1e-4, lse_cotangent=program != "plain")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_reference(mask):
+    s = promises.situation(posed(mask, 12, 30, 4, 2, 8, dtype="float32"))
+    problem, (d_out, d_lse) = s.problem, s.cotangents
+    q, k, v, *lengths = promises.operands(s)
+    (out, lse), vjp = jax.vjp(lambda *qkv: attention(problem, *qkv, *lengths, softcap=promises.SOFTCAP), q, k, v)
+    gradients = vjp((jnp.asarray(d_out, out.dtype), jnp.asarray(d_lse, lse.dtype)))
+    found = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    assert not promises.broken_promises(s, promises.oracle(s, with_d_lse=True), 1e-4, **found)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("blocks", [(512, 512), (8, 8)])
+def test_interpreted_kernels(blocks, mask):
+    problem = posed(mask, 12, 30, 4, 2, 8, dtype="float32")
+    one = InterpretedAttention(min(blocks[0], problem.q_len), min(blocks[1], problem.kv_len))
+    check_forward(FLASH_ATTENTION.kernel("interpret"), one, problem, CPU, 1e-4)
+    check_backward(FLASH_ATTENTION_BACKWARD.kernel("interpret"), one, problem, CPU, 1e-4, lse_cotangent=True)
+
+
+SCHEDULE = FlashAttentionSchedule(
+    consumers=1,
+    block_kv=64,
+    stages=2,
+    ping_pong=False,
+    persistent=False,
+    order="plain",
+    section=1,
+    epi_tile_n=64,
+)
+FORWARD = {
+    "one consumer": SCHEDULE,
+    "persistent": dataclasses.replace(SCHEDULE, consumers=2, ping_pong=True, persistent=True, block_kv=48),
+}
+
+
+@interpreted_only
+@pytest.mark.parametrize(("schedule", "mask", "extents"), [
+    ("one consumer", "lengths", (72, 136)),
+    ("one consumer", "window", (72, 136)),
+    ("one consumer", "causal", (71, 137)),
+    ("one consumer", "keys that no query sees", (72, 136)),
+    ("persistent", "lengths", (71, 137)),
+    ("persistent", "causal", (136, 136)),
+    ("persistent", "lengths of queries", (72, 136)),
+    ("persistent", "queries that see no key", (40, 200)),
+])
+def test_hopper_forward(schedule, mask, extents):
+    problem = posed(mask, *extents, 2, 1, 64)
+    target = dataclasses.replace(hopper.H200.target, cores=4)
+    with gpu_interpreter():
+        check_forward(FLASH_ATTENTION.kernel("mosaic_gpu"), FORWARD[schedule], problem, target, 2e-2)
