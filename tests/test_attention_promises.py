@@ -109,19 +109,81 @@ FORWARD = {
 }
 
 
+def hopper_target(cores):
+    return dataclasses.replace(hopper.H200.target, cores=cores)
+
+
 @interpreted_only
-@pytest.mark.parametrize(("schedule", "mask", "extents"), [
-    ("one consumer", "lengths", (72, 136)),
-    ("one consumer", "window", (72, 136)),
-    ("one consumer", "causal", (71, 137)),
-    ("one consumer", "keys that no query sees", (72, 136)),
-    ("persistent", "lengths", (71, 137)),
-    ("persistent", "causal", (136, 136)),
-    ("persistent", "lengths of queries", (72, 136)),
-    ("persistent", "queries that see no key", (40, 200)),
-])
+@pytest.mark.parametrize(
+    ("schedule", "mask", "extents"),
+    [
+        ("one consumer", "lengths", (40, 88)),
+        ("one consumer", "window", (71, 137)),
+        ("one consumer", "keys that no query sees", (40, 88)),
+        ("persistent", "causal", (71, 73)),
+        ("persistent", "lengths of queries", (72, 88)),
+        ("persistent", "queries that see no key", (40, 136)),
+    ],
+)
 def test_hopper_forward(schedule, mask, extents):
-    problem = posed(mask, *extents, 2, 1, 64)
-    target = dataclasses.replace(hopper.H200.target, cores=4)
+    problem = posed(mask, *extents, 1, 1, 64)
     with gpu_interpreter():
-        check_forward(FLASH_ATTENTION.kernel("mosaic_gpu"), FORWARD[schedule], problem, target, 2e-2)
+        check_forward(FLASH_ATTENTION.kernel("mosaic_gpu"), FORWARD[schedule], problem, hopper_target(4), 2e-2)
+
+
+DECODE = {
+    "one split": FlashDecodingSchedule(block_kv=64, stages=2, split_kv=1, cluster=1),
+    "a cluster": FlashDecodingSchedule(block_kv=64, stages=2, split_kv=2, cluster=2),
+    "two launches": FlashDecodingSchedule(block_kv=64, stages=2, split_kv=3, cluster=1),
+}
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("schedule", "mask", "extents"),
+    [
+        ("one split", "lengths", (3, 137)),
+        ("a cluster", "window", (5, 200)),
+        ("a cluster", "causal", (40, 136)),
+        ("two launches", "lengths", (1, 200)),
+        ("two launches", "lengths of queries", (40, 200)),
+        ("one split", "keys that no query sees", (3, 88)),
+    ],
+)
+def test_hopper_decoding(schedule, mask, extents):
+    problem = posed(mask, *extents, 2, 1, 64)
+    with gpu_interpreter():
+        check_forward(FLASH_ATTENTION.kernel("mosaic_gpu_decode"), DECODE[schedule], problem, hopper_target(4), 2e-2)
+
+
+GRADIENTS = FlashAttentionBackwardSchedule(64, 2, 2, 2, True, 1)
+BACKWARD = {
+    "overlap": (GRADIENTS, 64, {"lse_cotangent": True}),
+    "rotated": (dataclasses.replace(GRADIENTS, overlap=False, rotate=True), 64, {}),
+    "rows": (dataclasses.replace(GRADIENTS, overlap=False, block_q=128, ds_stages=1), 64, {}),
+    "separate dq": (dataclasses.replace(GRADIENTS, ds_stages=1, dq="separate"), 64, {"deterministic": True}),
+    "wide": (dataclasses.replace(GRADIENTS, do_stages=1, ds_stages=1), 192, {"lse_cotangent": True}),
+}
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("schedule", "mask", "extents"),
+    [
+        ("overlap", "lengths", (72, 137)),
+        ("overlap", "causal", (72, 136)),
+        ("overlap", "queries that see no key", (40, 136)),
+        ("rotated", "lengths", (136, 72)),
+        ("rows", "lengths of queries", (72, 72)),
+        ("separate dq", "lengths", (72, 136)),
+        ("separate dq", "causal", (72, 72)),
+        ("wide", "lengths", (72, 72)),
+        ("wide", "window", (71, 73)),
+    ],
+)
+def test_hopper_backward(schedule, mask, extents):
+    one, head_dim, fields = BACKWARD[schedule]
+    problem = posed(mask, *extents, 1, 1, head_dim)
+    with gpu_interpreter():
+        kernel = FLASH_ATTENTION_BACKWARD.kernel("mosaic_gpu")
+        check_backward(kernel, one, problem, hopper_target(4), 3e-2, **fields)
