@@ -175,7 +175,9 @@ def broken_promises(s: Situation, expected: Answer, tolerance: float, **found: A
             if SEQUENCES[title].poisoned:  # All that depends on it is NaN; what else is, is not said.
                 if np.isfinite(one[np.isnan(wanted)]).any():
                     broken.append(f"{name} of {title}: a number in place of NaN")
-            elif one.size and not np.allclose(one, wanted, atol=tolerance * max(1, np.abs(wanted).max()), rtol=tolerance):
+            elif one.size and not np.allclose(
+                one, wanted, atol=tolerance * max(1, np.abs(wanted).max()), rtol=tolerance
+            ):
                 worst = np.abs(one - wanted).max()
                 broken.append(f"{name} of {title}: off by {worst:.3g}, of {np.abs(wanted).max():.3g}")
     return broken

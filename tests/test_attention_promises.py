@@ -1,4 +1,4 @@
-"""Every backend keeps what docs/use/calls.md promises of NaN, of queries that see no key, and of what lengths leave out."""
+"""Every backend keeps what docs/use/calls.md promises of NaN, of lengths, and of queries that see no key."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from scheduler import tuned_flash_attention
 from scheduler.core.hardware import find
 from search_spaces.attention import xla
 from search_spaces.attention.formula import attention
@@ -211,3 +212,74 @@ def test_tpu(schedule, mask, extents):
     problem = posed(mask, *extents, 4, 2, 64, dtype="float32", few=schedule != "one")
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         check_forward(FLASH_ATTENTION.kernel("mosaic_tpu"), TPU[schedule], problem, find("v6e").target, 1e-4)
+
+
+CALLS = {
+    "xla": {"backends": "xla"},
+    "interpret": {"backends": "interpret"},
+    "no kernel can be asked": {},  # lengths of 16 bits
+}
+
+
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("mask", ["lengths", "window"])
+def test_calls_under_jit_and_grad(how, mask):
+    problem = posed(mask, 12, 30, 4, 2, 8, dtype="float32")
+    s = promises.situation(problem)
+    q, k, v, *lengths = promises.operands(s)
+    width = "int16" if how == "no kernel can be asked" else "int32"
+    d_out, d_lse = (jnp.asarray(x, jnp.float32) for x in s.cotangents)
+
+    def call(q, k, v, q_lengths, kv_lengths):
+        options = {"softcap": promises.SOFTCAP, "window": (9, 5)} if mask == "window" else {}
+        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+        return tuned_flash_attention(q, k, v, **lengths, **options, return_lse=True, **CALLS[how])
+
+    @jax.jit
+    def both(q, k, v, *lengths):
+        results, vjp = jax.vjp(lambda q, k, v: call(q, k, v, *lengths), q, k, v)
+        return *results, *vjp((d_out, d_lse))
+
+    @jax.jit
+    def mapped(*args):
+        return jax.vmap(lambda *one: [x[0] for x in call(*(x[None] for x in one))])(*args)
+
+    args = q, k, v, *(x.astype(width) for x in lengths)
+    found = dict(zip(promises.Answer._fields, both(*args), strict=True))
+    expected = promises.oracle(s, with_d_lse=True)
+    assert not promises.broken_promises(s, expected, 1e-4, **found)
+    assert not promises.broken_promises(s, expected, 1e-4, **dict(zip(("out", "lse"), mapped(*args), strict=True)))
+
+
+def test_queries_that_are_mapped_on_keys_that_they_share():
+    k = v = jnp.ones((2, 6, 1, 8)).at[:, 3:].set(jnp.nan)
+    q = jax.random.normal(jax.random.key(0), (3, 2, 4, 2, 8))
+    lengths = jnp.array([3, 0], jnp.int32)
+    out = jax.vmap(lambda q: tuned_flash_attention(q, k, v, kv_lengths=lengths))(q)
+    np.testing.assert_allclose(out[:, 0], 1, rtol=1e-6)
+    assert not out[:, 1].any()
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_large_logits_and_infinite_ones(backend):
+    """+inf among visible logits is NaN, -inf is a key that has no weight; what is finite and large is no problem."""
+    q = jnp.ones((1, 4, 1, 8)) * jnp.array([1.0, -1.0, 1e6, 0.0])[:, None, None]
+    k = jnp.zeros((1, 3, 1, 8)).at[0, :, 0, 0].set(jnp.array([1.0, 2.0, jnp.inf]))
+    v = jnp.arange(3.0)[None, :, None, None] * jnp.ones((1, 3, 1, 8))
+
+    def call(n, **options):
+        return tuned_flash_attention(q, k[:, :n], v[:, :n], return_lse=True, backends=backend, **options)
+
+    with_infinity, lse = call(3)
+    sees = jnp.array([0, 2, 3])
+    assert np.isnan(with_infinity[0, sees]).all()
+    assert not np.isfinite(lse[0, 0, sees]).any()
+    without, lse_without = call(2)
+    np.testing.assert_allclose(with_infinity[0, 1], without[0, 1], rtol=1e-6)
+    np.testing.assert_allclose(without[0, 2], 1.0)  # one key has all of it
+    np.testing.assert_allclose(lse_without[0, 0, 2], 2e6 * 8**-0.5, rtol=1e-6)
+    for scale in (0.0, -1.0, 1e8):
+        x = scale * np.asarray(q[0, :, 0] @ k[0, :2, 0].T, np.float64)
+        w = np.exp(x - x.max(axis=1, keepdims=True))
+        right = (w / w.sum(axis=1, keepdims=True)) @ np.asarray(v[0, :2, 0], np.float64)
+        np.testing.assert_allclose(call(2, scale=scale)[0][0, :, 0], right, rtol=1e-5, atol=1e-6)

@@ -80,7 +80,8 @@ class Bounds:
         seeing = q if self.left is None else _least(q, kv + self.left)
         seen = kv if self.right is None else _least(kv, q + self.right)
         return Lengths(
-            seeing if of.kv is None else jnp.where(kv > 0, seeing, 0), seen if of.q is None else jnp.where(q > 0, seen, 0)
+            seeing if of.kv is None else jnp.where(kv > 0, seeing, 0),
+            seen if of.q is None else jnp.where(q > 0, seen, 0),
         )
 
 

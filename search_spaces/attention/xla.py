@@ -103,7 +103,8 @@ def as_written_backward(
     """dq, dk and dv of that: gradients of what is left out are zeros, as those of a select are."""
 
     def forward(q: Any, k: Any, v: Any) -> jax.Array:
-        return as_written(p, *left_out.queries(p, of, q), *left_out.keys(p, of, k, v), of, scale=scale)
+        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
+        return as_written(p, q, k, v, of, scale=scale)
 
     _, vjp = jax.vjp(forward, q, k, v)
     gradients: tuple[jax.Array, ...] = vjp(d_out)
@@ -183,7 +184,7 @@ def _block_gradients(
     summed, grouped = wide(q), (*q.shape[:2], p.kv_heads, p.group)
     by_row = (p.batch, p.kv_heads, p.group, q.shape[1])
     logits = _logits(p, q, k, scale, softcap)
-    lse = jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(by_row)[..., None]
+    lse = jnp.where(lse == -jnp.inf, 0.0, lse).reshape(by_row)[..., None]
     # What nobody sees may be larger than what is seen: no exponential of it, which could overflow.
     probabilities = jnp.exp(jnp.where(_seen(p, of, rows), logits - lse, -jnp.inf))
     d_out = d_out.reshape(*grouped, p.value_dim)

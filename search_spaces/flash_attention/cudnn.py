@@ -47,7 +47,9 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
         softcap: float = SOFTCAP,
     ) -> Any:
         p, (q, k, v), of = problem, args[:3], problem.lengths(args)
-        k, v = left_out.keys(p, of, k, v)  # A copy of both, where there are lengths: nothing says what cuDNN multiplies.
+        k, v = left_out.keys(
+            p, of, k, v
+        )  # A copy of both, where there are lengths: nothing says what cuDNN multiplies.
         out, lse = jax_compat.cudnn_attention(
             q,
             k,

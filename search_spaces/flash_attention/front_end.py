@@ -77,6 +77,8 @@ def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
             lambda q, k, v, of: narrow(q, k, v, query_seq_lengths=of.q, key_value_seq_lengths=of.kv), q, k, v, of
         )
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    # Narrower ones need not hold the numbers of keys that they are compared with.
+    of = Lengths(*(None if x is None else jnp.asarray(x, jnp.promote_types(x.dtype, jnp.int32)) for x in of))
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise ValueError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; attention is of one dtype: use .astype")
     dtype = q.dtype

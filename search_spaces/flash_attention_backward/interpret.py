@@ -50,7 +50,7 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
         (q, d_out), (k, v) = left_out.queries(p, of, q, d_out), left_out.keys(p, of, k, v)
         delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
         delta = left_out.statistics(p, of, delta - rest[0] if p.lse_cotangent else delta)
-        lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+        lse = jnp.where(lse == -jnp.inf, 0.0, lse)
         by_row = [padded(x, 1, s.block_q) for x in (q, d_out)] + [padded(x, 2, s.block_q) for x in (lse, delta)]
         by_column = [padded(x, 1, s.block_kv) for x in (k, v)]
         lengths = rest[p.lse_cotangent :]

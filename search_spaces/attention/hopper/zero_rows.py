@@ -20,12 +20,13 @@ from search_spaces.hopper.limits import WARPGROUP
 from search_spaces.hopper.smem_layout import SmemTile, Untiled
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 
+_for: Any = scf.ForOp  # Its annotations are those of another class.
 CHUNK = 16  # bytes that a thread stores at once
 CORE_ROWS = 8  # A tiled array lies in shared memory by so many rows of all swizzled columns.
 
 
 def zero_rows_from(first: Any, tile: SmemTile, smem: Any) -> None:
-    """Zeroes the tile's rows from `first` on, if it has so many: for the calling warpgroup's products, and later copies.
+    """Zeroes the tile's rows from `first` on, if any, for the calling warpgroup's products and for later copies.
 
     Args:
       first: int32; all rows where it is not above 0.
@@ -43,7 +44,7 @@ def zero_rows_from(first: Any, tile: SmemTile, smem: Any) -> None:
         own = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP, bits))
         count = tile.rows * tile.columns * tile.dtype.itemsize // CHUNK
         zero, rows = mgpu.c(0, bits), first.registers.item()
-        loop = scf.ForOp(own, mgpu.c(count, bits), mgpu.c(WARPGROUP, bits))
+        loop: Any = _for(own, mgpu.c(count, bits), mgpu.c(WARPGROUP, bits))
         with ir.InsertionPoint(loop.body):
             chunk = loop.induction_variable
             there = arith.cmpi(arith.CmpIPredicate.sge, _row(tile, chunk), rows)

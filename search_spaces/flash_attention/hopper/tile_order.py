@@ -12,6 +12,9 @@ from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.tiling import Tiling, round_heads
 
 
+WHOLE = Lengths()
+
+
 class Tile(NamedTuple):
     """A tile of queries, and the blocks of keys that it takes: from the last one down, as masked ones come first.
 
@@ -48,7 +51,7 @@ class TileOrder:
     t: Tiling
     cta: Any
     ctas: int
-    lengths: Lengths = Lengths()
+    lengths: Lengths = WHOLE
 
     @property
     def count(self) -> Any:

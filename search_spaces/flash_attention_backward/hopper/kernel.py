@@ -86,8 +86,8 @@ def scratch(plan: Plan) -> dict[str, Any]:
 def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callable[..., None]:
     """The body of a launch, whose warpgroups do what is said `of` a CTA.
 
-    Its operands in device memory: lengths ``[batch]`` of queries and of keys, as far as there are any, q, k, v, d_out, the log-sum-exp in
-    powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel of its own);
+    Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
+    log-sum-exp in powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel of its own);
     then dk and dv.
     """
     p = plan.problem

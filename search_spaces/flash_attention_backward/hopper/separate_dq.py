@@ -56,8 +56,8 @@ def scratch(plan: DqPlan) -> dict[str, Any]:
 def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]:
     """The body of a launch.
 
-    Its operands in device memory: lengths ``[batch]`` of queries and of keys, as far as there are any, q, k, v, d_out, the log-sum-exp in
-    powers of two (infinite where a query has no key), delta; then dq.
+    Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
+    log-sum-exp in powers of two (infinite where a query has no key), delta; then dq.
     """
     p = plan.problem
 
@@ -69,7 +69,9 @@ def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]
         # Of a causal mask the last queries have the most keys.
         row = (plan.q_blocks - 1 - lax.axis_index("q_block")) * plan.rows
         counted = p.counted(p.lengths([x[batch] for x in counts]) if counts else Lengths())
-        cta = Cta(plan, Keys.of(plan, row, jnp.int32(counted.kv)), counted.q, batch, head, row, arrays, smem, scale, softcap)
+        cta = Cta(
+            plan, Keys.of(plan, row, jnp.int32(counted.kv)), counted.q, batch, head, row, arrays, smem, scale, softcap
+        )
         wg = lax.axis_index("wg")
         pl.when(wg < CONSUMERS)(lambda: cta.consume(wg))
         pl.when(wg == PRODUCER)(cta.produce)
