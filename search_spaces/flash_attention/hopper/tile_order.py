@@ -11,7 +11,6 @@ from jax import lax
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.tiling import Tiling, round_heads
 
-
 WHOLE = Lengths()
 
 
