@@ -87,8 +87,8 @@ def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callab
     """The body of a launch, whose warpgroups do what is said `of` a CTA.
 
     Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
-    log-sum-exp in powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel
-    of its own); then dk and dv.
+    log-sum-exp in powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a
+    kernel of its own); then dk and dv.
     """
     p = plan.problem
 
