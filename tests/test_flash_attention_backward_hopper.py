@@ -156,3 +156,12 @@ def test_a_kernel_of_its_own_for_dq_asks_for_the_onchip_bytes_of_its_plan():
         check_onchip_bytes(KERNEL, problem, schedule, DqPlan(problem).onchip_bytes)
         found = KERNEL.footprint(problem, Columns.of([schedule]), H200.target)
         assert found.onchip_bytes == max(DqPlan(problem).onchip_bytes, Plan(problem, schedule).onchip_bytes)
+
+
+@needs_new_ref
+@pytest.mark.parametrize(
+    "fields", [{"kv_lengths": True}, {"kv_len": 203}, {"q_lengths": True, "kv_lengths": True}], ids=str
+)
+def test_a_kernel_of_dq_that_masks_only_an_end_is_lowered(fields):
+    """(In seconds: layouts of its mask once took Mosaic GPU more than minutes.)"""
+    lower(KERNEL, posed(deterministic=True, **fields), dataclasses.replace(PLAIN, **SEPARATE))

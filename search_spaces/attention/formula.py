@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.attention import left_out
 from search_spaces.attention.problem import SOFTCAP, AttentionProblem, Lengths
 
 # Logits that are in memory at a time.
@@ -25,31 +26,22 @@ def visible(p: AttentionProblem, rows: Any, columns: Any, lengths: Lengths) -> A
     return seen
 
 
-def sees_any(p: AttentionProblem, lengths: Lengths) -> Any:
-    """Whether a query sees a key at all, as ``[batch or 1, q_len]``."""
-    i = jnp.arange(p.q_len)[None]
-    keys = jnp.array([p.kv_len]) if lengths.kv is None else lengths.kv
-    first = jnp.zeros_like(i) if p.left is None else jnp.maximum(i - p.left, 0)
-    end = keys[:, None] if p.right is None else jnp.minimum(i + p.right + 1, keys[:, None])
-    there = True if lengths.q is None else i < lengths.q[:, None]
-    return (first < end) & there
-
-
 def attention(
     p: AttentionProblem, q: Any, k: Any, v: Any, *lengths: Any, scale: float | None = None, softcap: float = SOFTCAP
 ) -> tuple[jax.Array, jax.Array]:
     """The result and the log-sum-exp of ``[batch, heads, q_len]``, both in float32.
 
-    A query that sees no key has a result of zeros and a log-sum-exp of minus infinity.
+    A query that sees no key has a result of zeros and a log-sum-exp of minus infinity; so has one all of whose logits
+    are minus infinity.
     """
-    scale = p.default_scale() if scale is None else scale
+    scale, of = p.default_scale() if scale is None else scale, p.lengths(lengths)
+    (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
     q_block = max(1, min(p.q_len, MOST_LOGITS // (p.group * p.kv_len)))
     blocks = -(-p.q_len // q_block)
     q = jnp.pad(q, ((0, 0), (0, blocks * q_block - p.q_len), (0, 0), (0, 0)))
     # [batch, kv_heads, blocks, group, q_block, head_dim]
     q = q.reshape(p.batch, blocks, q_block, p.kv_heads, p.group, p.head_dim).transpose(0, 3, 1, 4, 2, 5)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    of = p.lengths(lengths)
 
     def one_block(q: Any, k: Any, v: Any, of: Lengths, block: Any) -> tuple[jax.Array, jax.Array]:
         rows = block * q_block + jnp.arange(q_block)
@@ -77,5 +69,5 @@ def attention(
     rows = blocks * q_block
     out = out.reshape(p.batch, p.kv_heads, blocks, p.group, q_block, p.value_dim).transpose(0, 2, 4, 1, 3, 5)
     lse = lse.reshape(p.batch, p.kv_heads, blocks, p.group, q_block).transpose(0, 1, 3, 2, 4)
-    out = out.reshape(p.batch, rows, p.heads, p.value_dim)[:, : p.q_len]
+    (out,) = left_out.queries(p, of, out.reshape(p.batch, rows, p.heads, p.value_dim)[:, : p.q_len])
     return out, lse.reshape(p.batch, p.heads, rows)[..., : p.q_len]

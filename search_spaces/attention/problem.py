@@ -24,8 +24,78 @@ class Lengths(NamedTuple):
     kv: Any = None
 
 
+class Bounds:
+    """Which keys a query sees: what follows from extents, the window's bounds and whether there are lengths.
+
+    Attributes:
+      q_len, kv_len: queries and keys; symbols under `jax.export`.
+      left, right: query i sees keys from ``i - left`` to ``i + right``; None is no bound.
+      q_lengths, kv_lengths: an operand says how many queries, keys of each sequence are there.
+    """
+
+    q_len: int
+    kv_len: int
+    q_lengths: bool
+    kv_lengths: bool
+
+    @property
+    def left(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def right(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def every_query_sees(self) -> bool:
+        """Whether each query sees a key, whatever the operands are."""
+        return not (self.q_lengths or self.kv_lengths) and _reaches(self.kv_len, self.left, self.q_len)
+
+    @property
+    def every_key_is_seen(self) -> bool:
+        """Whether a query sees each key, whatever the operands are."""
+        return not (self.q_lengths or self.kv_lengths) and _reaches(self.q_len, self.right, self.kv_len)
+
+    @property
+    def pads_queries(self) -> bool:
+        """Whether a sequence with keys may have queries that see none: those from `counted` on."""
+        return self.q_lengths or (self.left is not None and not self.every_query_sees)
+
+    @property
+    def pads_keys(self) -> bool:
+        """Whether a sequence with queries may have keys that none of them sees: those from `counted` on."""
+        return self.kv_lengths or (self.right is not None and not self.every_key_is_seen)
+
+    def counted(self, of: Lengths) -> Lengths:
+        """How many queries see a key, and how many keys are seen by a query: the first ones, as bounds only shift.
+
+        Args:
+          of: lengths of one sequence, or of each; any int32.
+
+        Returns:
+          Numbers from 0 to `q_len` and `kv_len`: of each sequence, if there are lengths of any.
+        """
+        q = self.q_len if of.q is None else jnp.clip(of.q, 0, self.q_len)
+        kv = self.kv_len if of.kv is None else jnp.clip(of.kv, 0, self.kv_len)
+        seeing = q if self.left is None else _least(q, kv + self.left)
+        seen = kv if self.right is None else _least(kv, q + self.right)
+        return Lengths(
+            seeing if of.kv is None else jnp.where(kv > 0, seeing, 0),
+            seen if of.q is None else jnp.where(q > 0, seen, 0),
+        )
+
+
+def _reaches(count: int, shift: int | None, end: int) -> bool:
+    """Whether ``count + shift`` is at least `end`; of symbols, which need not compare, False."""
+    return shift is None or (isinstance(count, int) and isinstance(end, int) and count + shift >= end)
+
+
+def _least(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
 @dataclasses.dataclass(frozen=True)
-class AttentionProblem(Problem):
+class AttentionProblem(Problem, Bounds):
     """Queries ``q[batch, q_len, heads, head_dim]`` on keys and values ``[batch, kv_len, kv_heads, ...]``.
 
     The layout and meaning are those of `jax.nn.dot_product_attention`: query head n sees the key head
@@ -143,11 +213,6 @@ class AttentionProblem(Problem):
         """XLA writes logits in float32, reads them, writes probabilities in the dtype, and reads those."""
         itemsize = int(jnp.dtype(self.dtype).itemsize)
         return self.bytes_moved + 2.0 * (4 + itemsize) * self.batch * self.heads * self.q_len * self.kv_len
-
-    @property
-    def every_query_sees(self) -> bool:
-        """Whether each query sees a key, whatever the operands are."""
-        return not (self.q_lengths or self.kv_lengths) and (self.left is None or self.q_len - self.left <= self.kv_len)
 
     def array(self, *shape: int, dtype: str = "") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or self.dtype))

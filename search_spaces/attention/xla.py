@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.attention.formula import sees_any, visible
+from search_spaces.attention import left_out
+from search_spaces.attention.formula import visible
 from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.kernel import Target
 
@@ -20,7 +21,18 @@ MOST_LOGITS = 2**30
 def forward(
     p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scale: float, softcap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The result in the dtype of `q` and the log-sum-exp in float32: products of operands, and float32 in between."""
+    """The result in the dtype of `q` and the log-sum-exp in float32: products of operands, and float32 in between.
+
+    Under JAX's own derivative, gradients are right where no key or query that is left out has NaN: see `left_out`.
+    """
+    (v,) = left_out.keys(p, of, v)
+    out, lse = _forward(p, q, k, v, of, scale, softcap)
+    return *left_out.queries(p, of, out), lse
+
+
+def _forward(
+    p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, scale: float, softcap: float
+) -> tuple[jax.Array, jax.Array]:
     rows = q_rows(p)
     blocks = -(-p.q_len // rows)
     if blocks == 1:
@@ -40,8 +52,15 @@ def backward(
 ) -> tuple[jax.Array, ...]:
     """dq, dk and dv of `operands`, which are q, k, v, the forward pass's results and the cotangent of the first."""
     q, k, v, out, lse, d_out = operands
+    (q, d_out), (k, v) = left_out.queries(p, of, q, d_out), left_out.keys(p, of, k, v)
     delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
-    delta = delta if d_lse is None else delta - d_lse
+    delta = left_out.statistics(p, of, delta if d_lse is None else delta - d_lse)
+    dq, dk, dv = _backward(p, (q, k, v, lse, delta, d_out), of, scale, softcap)
+    return *left_out.queries(p, of, dq), *left_out.keys(p, of, dk, dv)
+
+
+def _backward(p: AttentionProblem, operands: Any, of: Lengths, scale: float, softcap: float) -> tuple[jax.Array, ...]:
+    q, k, v, lse, delta, d_out = operands
     rows = q_rows(p)
     blocks = -(-p.q_len // rows)
     gradients = functools.partial(_block_gradients, p, k, v, of, scale=scale, softcap=softcap)
@@ -64,6 +83,7 @@ def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scal
     """`jax.nn.dot_product_attention`, but for queries that see no key, whose result is zeros here."""
     bounded = p.left is not None or (p.right is not None and not p.causal)
     left, right = p.q_len if p.left is None else p.left, p.kv_len if p.right is None else p.right
+    (v,) = left_out.keys(p, of, v)
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -74,7 +94,21 @@ def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scal
         key_value_seq_lengths=of.kv,
         local_window_size=(left, right) if bounded else None,
     )
-    return out if p.every_query_sees else jnp.where(sees_any(p, of)[..., None, None], out, 0)
+    return left_out.queries(p, of, out)[0]
+
+
+def as_written_backward(
+    p: AttentionProblem, q: Any, k: Any, v: Any, d_out: Any, of: Lengths, *, scale: float
+) -> tuple[jax.Array, ...]:
+    """dq, dk and dv of that: gradients of what is left out are zeros, as those of a select are."""
+
+    def forward(q: Any, k: Any, v: Any) -> jax.Array:
+        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
+        return as_written(p, q, k, v, of, scale=scale)
+
+    _, vjp = jax.vjp(forward, q, k, v)
+    gradients: tuple[jax.Array, ...] = vjp(d_out)
+    return gradients
 
 
 def unwritten(p: AttentionProblem) -> str | None:
@@ -134,10 +168,10 @@ def _block(
     most = jnp.where(jnp.isfinite(most), most, 0.0)
     e = jnp.exp(logits - most)
     total = jnp.sum(e, axis=-1, keepdims=True)
-    sees = jnp.any(seen, axis=-1, keepdims=True)
-    total = jnp.where(sees, total, 1.0)
+    some = total != 0  # NaN among logits stays NaN; of minus infinities alone nothing is left.
+    total = jnp.where(some, total, 1.0)
     out = jnp.einsum("bkgts,bskv->btkgv", (e / total).astype(v.dtype), v, preferred_element_type=wide(q))
-    lse = jnp.where(sees, most + jnp.log(total), -jnp.inf)
+    lse = jnp.where(some, most + jnp.log(total), -jnp.inf)
     shape = (p.batch, q.shape[1], p.heads, p.value_dim)
     return out.reshape(shape).astype(q.dtype), lse[..., 0].reshape(p.batch, p.heads, q.shape[1])
 
@@ -150,7 +184,7 @@ def _block_gradients(
     summed, grouped = wide(q), (*q.shape[:2], p.kv_heads, p.group)
     by_row = (p.batch, p.kv_heads, p.group, q.shape[1])
     logits = _logits(p, q, k, scale, softcap)
-    lse = jnp.where(jnp.isfinite(lse), lse, 0.0).reshape(by_row)[..., None]
+    lse = jnp.where(lse == -jnp.inf, 0.0, lse).reshape(by_row)[..., None]
     # What nobody sees may be larger than what is seen: no exponential of it, which could overflow.
     probabilities = jnp.exp(jnp.where(_seen(p, of, rows), logits - lse, -jnp.inf))
     d_out = d_out.reshape(*grouped, p.value_dim)

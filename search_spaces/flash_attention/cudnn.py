@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from search_spaces import jax_compat
-from search_spaces.attention import cudnn
+from search_spaces.attention import cudnn, left_out
 from search_spaces.attention.cudnn import CudnnSchedule
-from search_spaces.attention.formula import sees_any
 from search_spaces.attention.problem import SOFTCAP, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.footprint import Footprint
@@ -48,6 +47,9 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
         softcap: float = SOFTCAP,
     ) -> Any:
         p, (q, k, v), of = problem, args[:3], problem.lengths(args)
+        k, v = left_out.keys(
+            p, of, k, v
+        )  # A copy of both, where there are lengths: nothing says what cuDNN multiplies.
         out, lse = jax_compat.cudnn_attention(
             q,
             k,
@@ -58,16 +60,13 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
             window=cudnn.window(p),
             with_lse=p.return_lse,
         )
-        if not p.every_query_sees:
-            sees = sees_any(p, of)
-            out = jnp.where(sees[..., None, None], out, 0)
-            lse = jnp.where(sees[:, None], lse, -jnp.inf) if p.return_lse else lse
-        return (out, lse) if p.return_lse else out
+        (out,) = left_out.queries(p, of, out)
+        return (out, left_out.statistics(p, of, lse, -jnp.inf)) if p.return_lse else out
 
 
 def _lengths(p: FlashAttentionProblem, of: Lengths) -> tuple[Any, ...]:
-    """Both or none, and never 0: nothing says what cuDNN makes of that."""
+    """Both or none, from 1 to all: nothing says what cuDNN makes of others."""
     if of.q is None and of.kv is None:
         return ()
     given = (of.q, p.q_len), (of.kv, p.kv_len)
-    return tuple(jnp.full(p.batch, n, jnp.int32) if x is None else jnp.maximum(x, 1) for x, n in given)
+    return tuple(jnp.full(p.batch, n, jnp.int32) if x is None else jnp.clip(x, 1, n) for x, n in given)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.attention import xla
-from search_spaces.attention.problem import DTYPES, Lengths
+from search_spaces.attention import left_out, xla
+from search_spaces.attention.problem import DTYPES, Bounds, Lengths
 from search_spaces.flash_attention.problem import FlashAttentionProblem
 from search_spaces.front_end import unposed, weakly_typed
 from search_spaces.operation import Bound, Unbound
@@ -78,6 +78,8 @@ def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
             lambda q, k, v, of: narrow(q, k, v, query_seq_lengths=of.q, key_value_seq_lengths=of.kv), q, k, v, of
         )
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    # Narrower ones need not hold the numbers of keys that they are compared with.
+    of = Lengths(*(None if x is None else jnp.asarray(x, jnp.promote_types(x.dtype, jnp.int32)) for x in of))
     if len({x.dtype for x in (q, k, v)}) > 1:
         raise ValueError(f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; attention is of one dtype: use .astype")
     dtype = q.dtype
@@ -88,12 +90,13 @@ def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
         out, lse = jnp.zeros(p.out_shape, dtype), jnp.full(p.lse_shape, -jnp.inf, xla.wide(q))
     else:
         scale = p.head_dim**-0.5 if how.scale is None else how.scale
+        (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)  # for JAX's derivative
         out, lse = xla.forward(p, q, k, v, of, scale=scale, softcap=how.softcap or 1.0)
     out, lse = (out[0], lse[0]) if flat else (out, lse)
     return (out, lse) if how.return_lse else out
 
 
-class _Unposed:
+class _Unposed(Bounds):
     """What `xla.forward` reads of a problem, of operands that pose none: their extents may be 0, their dtype any."""
 
     def __init__(self, q: Any, k: Any, v: Any, of: Lengths, how: Options) -> None:
@@ -106,10 +109,19 @@ class _Unposed:
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads are no multiple of {self.kv_heads} key heads")
         self.group = self.heads // (self.kv_heads or 1)
-        self.left, self.right = how.left, 0 if how.causal else how.right
+        self._left, self._right = how.left, 0 if how.causal else how.right
+        self.q_lengths, self.kv_lengths = of.q is not None, of.kv is not None
         self.softcap = how.softcap is not None
         self.out_shape = (self.batch, self.q_len, self.heads, self.value_dim)
         self.lse_shape = (self.batch, self.heads, self.q_len)
+
+    @property
+    def left(self) -> int | None:
+        return self._left
+
+    @property
+    def right(self) -> int | None:
+        return self._right
 
 
 def _problem(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> FlashAttentionProblem | str:

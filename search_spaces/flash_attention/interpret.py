@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention import interpret
+from search_spaces.attention import interpret, left_out
 from search_spaces.attention.interpret import InterpretedAttention, logits, one_head, padded, seen
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention.problem import FlashAttentionProblem
@@ -46,6 +46,7 @@ class InterpretedFlashAttention(Kernel[FlashAttentionProblem, InterpretedAttenti
         p, s = problem, schedule
         scale, softcap = _params(p, **params)
         q, k, v, *lengths = args
+        (v,) = left_out.keys(p, p.lengths(args), v)
         q, k, v = padded(q, 1, s.block_q), padded(k, 1, s.block_kv), padded(v, 1, s.block_kv)
         steps = k.shape[1] // s.block_kv
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from search_spaces.attention import interpret
+from search_spaces.attention import interpret, left_out
 from search_spaces.attention.interpret import InterpretedAttention, dot, logits, one_head, padded, seen
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.problem import FlashAttentionBackwardProblem
@@ -47,15 +47,17 @@ class InterpretedFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, In
         p, s = problem, schedule
         block = _Block(p, s, p.default_scale() if scale is None else scale, softcap)
         q, k, v, out, lse, d_out, *rest = args
+        of = p.lengths(args)
+        (q, d_out), (k, v) = left_out.queries(p, of, q, d_out), left_out.keys(p, of, k, v)
         delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
-        delta = delta - rest[0] if p.lse_cotangent else delta
-        lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        delta = left_out.statistics(p, of, delta - rest[0] if p.lse_cotangent else delta)
+        lse = jnp.where(lse == -jnp.inf, 0.0, lse)
         by_row = [padded(x, 1, s.block_q) for x in (q, d_out)] + [padded(x, 2, s.block_q) for x in (lse, delta)]
         by_column = [padded(x, 1, s.block_kv) for x in (k, v)]
         lengths = rest[p.lse_cotangent :]
         dq = _dq(block, by_row, by_column, lengths)[:, : p.q_len]
         dk, dv = (x[:, : p.kv_len] for x in _dkv(block, by_row, by_column, lengths))
-        return dq, dk, dv
+        return *left_out.queries(p, of, dq), *left_out.keys(p, of, dk, dv)
 
 
 class _Block:

@@ -49,8 +49,6 @@ class XlaFlashAttentionBackward(LibraryKernel[FlashAttentionBackwardProblem]):
         scale = p.default_scale() if scale is None else scale
         if schedule.program == "plain":
             q, k, v, _, _, d_out = args[:6]
-            _, vjp = jax.vjp(lambda q, k, v: xla.as_written(p, q, k, v, of, scale=scale), q, k, v)
-            gradients: tuple[jax.Array, ...] = vjp(d_out)
-            return gradients
+            return xla.as_written_backward(p, q, k, v, d_out, of, scale=scale)
         d_lse = args[6] if p.lse_cotangent else None
         return xla.backward(p, args[:6], d_lse, of, scale=scale, softcap=softcap)

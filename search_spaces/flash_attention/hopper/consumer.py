@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
 from search_spaces.attention.hopper.visibility import visible
+from search_spaces.attention.hopper.zero_rows import zero_rows_from
 from search_spaces.flash_attention.hopper.cta import Cta
 from search_spaces.flash_attention.hopper.softmax import RowState, over_columns
 from search_spaces.flash_attention.hopper.tile_order import Tile
@@ -69,7 +70,8 @@ class Consumer:
             lax.fori_loop(0, cta.order.count, self.tile_and_next_start, (carry, jnp.int32(0)))
         else:
             carry = self.later_steps(tile, carry, jnp.int32(0))
-            self.store(tile, self.last_product(carry, tile.steps - 1), carry.rows)
+            o = self.last_product(carry, tile.steps - 1, self.seen_values(tile, tile.steps == 1))
+            self.store(tile, o, carry.rows)
         if self.turns:
             self.turns.end(self.warpgroup)
         plgpu.wait_smem_to_gmem(0)
@@ -93,6 +95,7 @@ class Consumer:
             seen=self.seen(following, jnp.int32(0)),
             reads_keys=more,
             keys_follow=more & ((following.steps > 1) | (position + 2 < order.count)),
+            seen_values=self.seen_values(tile, tile.steps == 1),
             new_tile=True,
             after_keys=lambda: self.load_next_q(following.steps == 1, position + 2),
         )
@@ -120,6 +123,15 @@ class Consumer:
             right=p.right,
             columns=tile.kv_len if self.cta.t.masks_end else None,
         )
+
+    def seen_values(self, tile: Tile, first: Any) -> Any:
+        """Rows of values of a step before those that no query sees; None where no block of the problem has any.
+
+        Args:
+          first: it is the tile's first step, of its last block.
+        """
+        t = self.cta.t
+        return jnp.where(first, tile.kv_len - tile.last * t.s.block_kv, t.s.block_kv) if t.p.pads_keys else None
 
     def wait_for_keys(self, step: Any) -> None:
         plgpu.barrier_wait(self.cta.k_full.at[self.cta.stage(step)])
@@ -152,9 +164,11 @@ class Consumer:
             return wgmma_async.wait(pending, started)
         return plgpu.wgmma_accumulator_load(started, wait_n=pending) if pending else started[...]
 
-    def start_product_of_values(self, o: Any, p: Any, step: Any) -> Any:
+    def start_product_of_values(self, o: Any, p: Any, step: Any, seen_values: Any) -> Any:
         cta, stage = self.cta, self.cta.stage(step)
         plgpu.barrier_wait(cta.v_full.at[stage])
+        if seen_values is not None:
+            zero_rows_from(seen_values, cta.t.v_tile, cta.v_smem.at[stage])
         return register_wgmma.start(o, p, cta.v_smem.at[stage], cta.t.swizzle(cta.t.p.value_dim))
 
     def first_step(self, tile: Tile) -> Carry:
@@ -209,7 +223,14 @@ class Consumer:
                     self.idle_step(base + j, keys_follow, after_keys)
                     return carry
                 seen = self.seen(tile, j) if masked else None
-                return self.step(carry, base + j, seen=seen, keys_follow=keys_follow, after_keys=after_keys)
+                return self.step(
+                    carry,
+                    base + j,
+                    seen=seen,
+                    keys_follow=keys_follow,
+                    seen_values=self.seen_values(tile, j == 1),
+                    after_keys=after_keys,
+                )
 
             return one
 
@@ -248,6 +269,7 @@ class Consumer:
         *,
         seen: Any,
         keys_follow: Any,
+        seen_values: Any,
         reads_keys: Any = True,
         new_tile: bool = False,
         after_keys: Callable[[], None] | None = None,
@@ -259,6 +281,7 @@ class Consumer:
           step: its number among those of the CTA. The keys are there.
           seen: which keys count; None where all do.
           keys_follow: there is a step after it, for whose keys it waits.
+          seen_values: of the step before, see `seen_values`.
           reads_keys: they are of any use.
           new_tile: it is the first step of a tile. The result's `o` is then that of the tile before.
           after_keys: what is to be done when products of keys have ended.
@@ -274,7 +297,7 @@ class Consumer:
             if early:
                 o, rescale = lax.optimization_barrier((o, carry.rescale))
                 o = o * over_columns(rescale, o)
-            o = self.start_product_of_values(o, carry.p, step - 1)
+            o = self.start_product_of_values(o, carry.p, step - 1, seen_values)
             if self.turns:
                 self.turns.give()
             s = self.wait_for_logits(started, 1)
@@ -301,12 +324,12 @@ class Consumer:
         after: Carry = self.with_logits(both_products)
         return after
 
-    def last_product(self, carry: Carry, step: Any) -> Any:
+    def last_product(self, carry: Carry, step: Any, seen_values: Any) -> Any:
         """All of `o`, where no tile follows."""
         o = carry.o
         if self.cta.t.early_rescale:
             o = o * over_columns(carry.rescale, o)
-        o = register_wgmma.finish(self.start_product_of_values(o, carry.p, step))
+        o = register_wgmma.finish(self.start_product_of_values(o, carry.p, step, seen_values))
         plgpu.barrier_arrive(self.cta.v_empty.at[self.cta.stage(step)])
         return o
 
@@ -317,7 +340,7 @@ class Consumer:
         if p.q_lengths:
             number = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
             there = number < tile.q_len - row
-        o, lse = cta.softmax.end(rows, o, there)
+        o, lse = cta.softmax.end(rows, o, there, p.every_query_sees)
         o = o.astype(p.dtype)
         staged, smem = cta.t.out_tile, (cta.q_smem if cta.t.out_in_q else cta.out_smem).at[self.warpgroup]
         width = staged.columns

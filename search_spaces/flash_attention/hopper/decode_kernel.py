@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.attention.hopper import products, register_wgmma, rows_of_heads
+from search_spaces.attention.hopper.zero_rows import zero_rows_from
 from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.combine import LOWEST, RANK, SplitCombine, natural, store_fragment
 from search_spaces.flash_attention.hopper.decode_mask import mask_columns
@@ -70,7 +71,7 @@ class Cta:
       keys: pipelines of keys and of values.
       first, end: blocks of keys of this split.
       visible: first key and end of the keys that any of its rows sees.
-      q_end: queries there are of the sequence.
+      q_end: queries of the sequence that see a key.
     """
 
     plan: DecodePlan
@@ -133,7 +134,7 @@ def kernel(plan: DecodePlan, scale: float, softcap: float) -> Callable[..., None
                 first=first,
                 end=end,
                 visible=visible,
-                q_end=p.q_len if lengths.q is None else lengths.q,
+                q_end=p.counted(lengths).q,
             )
 
             @pl.when(warpgroup == 1)
@@ -159,14 +160,13 @@ def visible_keys(plan: DecodePlan, tile: Any, lengths: Lengths) -> tuple[Any, An
     """The first key that a query of a tile sees, and the end of those."""
     p = plan.p
     start: Any = 0
-    end = jnp.int32(p.kv_len) if lengths.kv is None else lax.min(lengths.kv, p.kv_len)
+    queries, keys = p.counted(lengths)
+    end = jnp.int32(keys)
     if p.left is not None:
         start = lax.max(lax.div(tile * WGMMA_ROWS, p.group) - p.left, 0)
     if p.right is not None:
-        last = lax.min(lax.div(tile * WGMMA_ROWS + WGMMA_ROWS - 1, p.group), p.q_len - 1)
+        last = lax.min(lax.div(tile * WGMMA_ROWS + WGMMA_ROWS - 1, p.group), queries - 1)
         end = lax.min(end, last + p.right + 1)
-    if lengths.q is not None:
-        end = jnp.where(lengths.q > 0, end, 0)
     return start, end
 
 
@@ -223,6 +223,8 @@ def attend(cta: Cta) -> tuple[jax.Array, jax.Array, jax.Array]:
         total = total * again + jnp.sum(weights, axis=1)
         o = o * _by_column(again, o)
         cta.keys[1].consumer_wait(0, stage)
+        if masks and p.pads_keys:
+            zero_rows_from(cta.visible[1] - block * plan.block_kv, plan.v_tile, smem["v"].at[stage])
         o = _add_product(plan, o, weights.astype(plan.dtype), smem["v"].at[stage])
         cta.keys[1].consumer_release(stage)
         return o, most, total
@@ -316,7 +318,7 @@ def finish(
     o, m, total = result
     if plan.p.q_lengths:
         there = _queries(cta) < cta.q_end
-        total = jnp.where(there, total, 0.0)
+        m, total = jnp.where(there, m, LOWEST), jnp.where(there, total, 0.0)
     merge.publish((o, m, total), smem, mailbox, cta.cluster)
 
     def store(number: Any, count: int, elements: int, output: bool) -> None:

@@ -49,7 +49,7 @@ def kernel(
         count = len(problem.length_operands())
         lengths, (out, *others) = problem.lengths(rest[:count]), rest[count:]
         lse = others.pop(0) if problem.return_lse else None
-        order = TileOrder(t, lax.axis_index("cta"), ctas, lengths.q, lengths.kv)
+        order = TileOrder(t, lax.axis_index("cta"), ctas, lengths)
         cta = Cta(t, softmax, order, q, k, v, out, lse, **dict(zip(names, others, strict=True)))
         consumers, warpgroup = schedule.consumers, lax.axis_index("wg")
         consumer_registers, producer_registers = REGISTERS[consumers]

@@ -68,13 +68,14 @@ class OnlineSoftmax:
         p = jnp.exp2(s * factor - over_columns(most, s))
         return p, RowState(most, before.total * over_columns(rescale, before.total) + _partial_sum(p)), rescale
 
-    def end(self, state: RowState, o: Any, there: Any) -> tuple[Any, Any]:
+    def end(self, state: RowState, o: Any, there: Any, all_see: bool) -> tuple[Any, Any]:
         """The result, and the log-sum-exp of each row; 0 and minus infinity where no key was seen.
 
         Args:
           state: of all blocks.
           o: ``float32[64, value_dim]``, the sum of values.
           there: ``bool[64]``, which rows count; None where all do.
+          all_see: each row has seen a key; else `o` of others may be NaN.
         """
         total = state.total.sum(axis=1)
         some = total != 0  # NaN among logits stays NaN
@@ -82,7 +83,8 @@ class OnlineSoftmax:
             some = some & there
         inverse = jnp.where(some, 1.0 / total, 0.0)
         lse = jnp.where(some, (state.most + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-        return o * over_columns(inverse, o), lse
+        factor = over_columns(inverse, o)
+        return o * factor if all_see else jnp.where(factor != 0, o * factor, 0.0), lse
 
 
 def over_columns(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention.hopper.tiling import Tiling, round_heads
+
+WHOLE = Lengths()
 
 
 class Tile(NamedTuple):
@@ -20,7 +23,7 @@ class Tile(NamedTuple):
       last: the block of the first step.
       steps: that all consumers make, at least one. A query that sees no key sees none in there either.
       masked, unmasked: blocks of steps from `masked` to `unmasked`, first included, are seen by all queries as a whole.
-      q_len, kv_len: queries and keys of the sequence.
+      q_len, kv_len: of the sequence, queries that see a key, and keys that a query sees.
     """
 
     batch: Any
@@ -41,14 +44,13 @@ class TileOrder:
     Attributes:
       t: the tiling.
       cta, ctas: its number in the grid, and how many there are.
-      q_lengths, kv_lengths: in device memory; None where sequences have full length.
+      lengths: in device memory.
     """
 
     t: Tiling
     cta: Any
     ctas: int
-    q_lengths: Any = None
-    kv_lengths: Any = None
+    lengths: Lengths = WHOLE
 
     @property
     def count(self) -> Any:
@@ -81,8 +83,7 @@ class TileOrder:
 
     def _blocks(self, batch: Any, head: Any, row: Any) -> Tile:
         p, size, end = self.t.p, self.t.s.block_kv, row + self.t.rows
-        q_len = p.q_len if self.q_lengths is None else self.q_lengths[batch]
-        kv_len = p.kv_len if self.kv_lengths is None else self.kv_lengths[batch]
+        q_len, kv_len = p.counted(Lengths(*(None if x is None else x[batch] for x in self.lengths)))
         # Blocks in [first, last] are seen by some query, those in [whole, whole_end) by all of them.
         keys = kv_len if p.right is None else jnp.minimum(end + p.right, kv_len)
         last = jnp.maximum(_blocks_up_to(keys, size) - 1, 0)
@@ -91,7 +92,7 @@ class TileOrder:
         whole_end = lax.div(jnp.int32(whole_keys), size)
         whole = jnp.int32(0) if p.left is None else _blocks_up_to(jnp.maximum(end - 1 - p.left, 0), size)
         steps = last - first + 1
-        if self.q_lengths is not None:
+        if p.q_lengths:
             steps = jnp.where(row < q_len, steps, 1)
         masked = jnp.clip(last + 1 - whole_end, 1, steps)
         unmasked = jnp.clip(last + 1 - whole, masked, steps)

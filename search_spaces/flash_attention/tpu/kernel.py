@@ -60,7 +60,7 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
         counts, refs = refs[: p.q_lengths + p.kv_lengths], refs[p.q_lengths + p.kv_lengths :]
         q_ref, k_ref, v_ref, out_ref, *lse_ref, most_ref, total_ref, sum_ref = refs
         b, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
-        of = p.lengths([ref[b] for ref in counts]) if counts else Lengths()
+        of = p.counted(p.lengths([ref[b] for ref in counts]) if counts else Lengths())
 
         @pl.when(j == 0)
         def _() -> None:
@@ -68,15 +68,15 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
             total_ref[...] = jnp.zeros_like(total_ref)
             sum_ref[...] = jnp.zeros_like(sum_ref)
 
-        def step(n: Any, masked: bool) -> None:
+        def step(n: Any, masked: bool, ends: bool) -> None:
             some = pl.ds(pl.multiple_of(n * s.block_kv_compute, s.block_kv_compute), s.block_kv_compute)
             first = j * s.block_kv + n * s.block_kv_compute
             x = softmax.capped(dot(k_ref[0, 0, some, :], q_ref[0, 0], (1, 1)))
             values = v_ref[0, 0, some, :]
             if masked:
                 x = jnp.where(v.mask(i, first, of), x, UNSEEN)
-                if v.ragged:  # What lies beyond the array may be NaN, which 0 does not cancel.
-                    there = first + lax.broadcasted_iota(jnp.int32, values.shape, 0) < rows.kv_rows
+                if ends:  # What lies beyond the array, or a length, may be NaN, which 0 does not cancel.
+                    there = first + lax.broadcasted_iota(jnp.int32, values.shape, 0) < of.kv * rows.per_key
                     values = jnp.where(there, values.astype(jnp.float32), 0.0).astype(values.dtype)
             before = most_ref[...]
             most = jnp.maximum(before, x.max(axis=0, keepdims=True))
@@ -87,11 +87,14 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
 
         def loop(first: Any, end: Any, masked: bool) -> None:
             def guarded(n: Any, _: None) -> None:
-                if of.kv is None:
-                    step(n, masked)
-                else:
-                    beyond = j * s.block_kv + n * s.block_kv_compute >= of.kv * rows.per_key
-                    pl.when(jnp.logical_not(beyond))(lambda: step(n, masked))
+                if not p.kv_lengths:
+                    step(n, masked, v.ragged or p.pads_keys)
+                    return
+                end, here = of.kv * rows.per_key, j * s.block_kv + n * s.block_kv_compute
+                whole = here + s.block_kv_compute <= end
+                pl.when(whole)(lambda: step(n, masked, False))
+                # Of the two bodies only that of a sequence's last block selects values.
+                pl.when((here < end) & jnp.logical_not(whole))(lambda: step(n, masked, True))
 
             if isinstance(end, int) and end == 1:
                 guarded(0, None)
@@ -102,7 +105,7 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
             for first, end, masked in v.loops(i, j):
                 loop(first, end, masked)
 
-        if of.q is None:
+        if not p.q_lengths:
             loops()
         else:
             pl.when(v.first_query(i) < of.q)(loops)
@@ -110,8 +113,9 @@ def body(p: FlashAttentionProblem, v: Visibility, softmax: Softmax) -> Callable[
         @pl.when(j == pl.num_programs(3) - 1)
         def _() -> None:
             most, total = most_ref[...], total_ref[...]
-            nothing = most == UNSEEN  # NaN among logits stays NaN
-            if of.q is not None:
+            # NaN among logits stays NaN, also where a maximum passes over it.
+            nothing = (most == UNSEEN) & jnp.logical_not(jnp.isnan(total))
+            if not p.every_query_sees:
                 row = i * s.block_q + lax.broadcasted_iota(jnp.int32, most.shape, 1)
                 nothing |= row >= of.q * rows.per_query
             total = jnp.where(nothing, 1.0, total)

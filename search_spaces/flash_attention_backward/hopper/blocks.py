@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.attention.problem import Lengths
 from search_spaces.flash_attention_backward.hopper.plan import Plan
 from search_spaces.hopper.limits import MAX_INDEX
 from search_spaces.jax_compat import plgpu
@@ -30,7 +32,8 @@ class Blocks:
       first: number of the first block of queries.
       masked, plain: blocks of one head that mask, and that do not.
       first_key: of the block.
-      keys: of the sequence.
+      keys: of the sequence that a query sees.
+      queries: of the sequence that see a key.
       rotation: steps by which the first one comes later than without rotation.
     """
 
@@ -40,37 +43,40 @@ class Blocks:
     plain: Any
     first_key: Any
     keys: Any
+    queries: Any
     rotation: Any = None
 
     @classmethod
-    def of(cls, plan: Plan, kv_block: Any, keys: Any) -> Blocks:
-        blocks = cls._in_order(plan, kv_block, keys)
+    def of(cls, plan: Plan, kv_block: Any, counted: Lengths) -> Blocks:
+        blocks = cls._in_order(plan, kv_block, jnp.int32(counted.kv), counted.q)
         if not plan.schedule.rotate:
             return blocks
         steps = blocks.end - blocks.start
         return dataclasses.replace(blocks, rotation=lax.div(kv_block * steps, jnp.int32(plan.kv_blocks)))
 
     @classmethod
-    def _in_order(cls, plan: Plan, kv_block: Any, keys: Any) -> Blocks:
+    def _in_order(cls, plan: Plan, kv_block: Any, keys: Any, queries: Any) -> Blocks:
         p, block_q = plan.problem, plan.schedule.block_q
         q_blocks = jnp.int32(plan.q_blocks)
         first_key = kv_block * plan.block_kv
         last_key = first_key + plan.block_kv - 1
         first, end = jnp.int32(0), q_blocks
+        if p.q_lengths:
+            end = jnp.maximum(lax.div(queries + (block_q - 1), jnp.int32(block_q)), 1)
         if not masks(plan):
-            return cls(plan, first, jnp.int32(0), end, first_key, keys)
+            return cls(plan, first, jnp.int32(0), end, first_key, keys, queries)
         masked = jnp.int32(0)
         if p.right is not None:
             first = jnp.minimum(lax.div(jnp.maximum(first_key - p.right, 0), jnp.int32(block_q)), q_blocks - 1)
             masked = lax.div(jnp.maximum(last_key - p.right, 0) + (block_q - 1), jnp.int32(block_q)) - first
         if p.left is not None:
-            end = jnp.minimum(lax.div(last_key + p.left, jnp.int32(block_q)) + 1, q_blocks)
+            end = jnp.minimum(lax.div(last_key + p.left, jnp.int32(block_q)) + 1, end)
         end = jnp.maximum(end, first + 1)
         # Of keys beyond the last there are no gradients, and one step says so.
         end = jnp.where(first_key < keys, end, first + 1)
         all_masked = (last_key >= keys) | (p.left is not None)
         masked = jnp.where(all_masked, end - first, jnp.clip(masked, 0, end - first))
-        return cls(plan, first, masked, end - first - masked, first_key, keys)
+        return cls(plan, first, masked, end - first - masked, first_key, keys, queries)
 
     @property
     def start(self) -> Any:
@@ -98,6 +104,13 @@ class Blocks:
         step = step - jnp.where(in_masked, 0, self.end_of_masked)
         first = self.first + jnp.where(in_masked, 0, self.masked)
         return lax.div(step, each), (first + lax.rem(step, each)) * block_q
+
+    def there(self, first_key: Any, gradient: jax.Array) -> jax.Array:
+        """`gradient` of keys from `first_key` on, with zeros for those that no query sees."""
+        if self.plan.problem.every_key_is_seen:
+            return gradient
+        key = plgpu.broadcasted_iota(jnp.int32, gradient.shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + first_key
+        return jnp.where(lax.broadcast_in_dim(key, gradient.shape, [0]) < self.keys, gradient, 0.0)
 
     def visible(self, first_key: Any, first_query: Any, shape: tuple[int, int]) -> Any:
         """Of pairs ``[keys, queries]``, in wgmma's layout, those where the query sees the key."""

@@ -28,7 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.attention.hopper import products, rows_of_heads
-from search_spaces.attention.problem import AttentionProblem
+from search_spaces.attention.hopper.zero_rows import zero_rows_from
+from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.flash_attention_backward.hopper.blocks import Blocks, masks
 from search_spaces.flash_attention_backward.hopper.plan import CONSUMERS, Plan
 from search_spaces.hopper import wgmma_async
@@ -85,21 +86,21 @@ def scratch(plan: Plan) -> dict[str, Any]:
 def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callable[..., None]:
     """The body of a launch, whose warpgroups do what is said `of` a CTA.
 
-    Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
-    powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a kernel of its own);
-    then dk and dv.
+    Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
+    log-sum-exp in powers of two (infinite where a query has no key), delta, float32 sums for dq (unless that has a
+    kernel of its own); then dk and dv.
     """
     p = plan.problem
 
     def body(*refs: Any) -> None:
         *gmem, named = refs
-        lengths = gmem.pop(0) if p.kv_lengths else None
+        counts = [gmem.pop(0) for _ in p.length_operands()]
         sums = () if plan.separate_dq else ("dq",)
         arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", *sums, "dk", "dv"), gmem, strict=True))
         head = lax.axis_index("section") * plan.schedule.section + lax.axis_index("head")
         batch, kv_head = lax.div(head, jnp.int32(p.kv_heads)), lax.rem(head, jnp.int32(p.kv_heads))
-        keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
-        blocks = Blocks.of(plan, lax.axis_index("kv_block"), keys)
+        counted = p.counted(p.lengths([x[batch] for x in counts]) if counts else Lengths())
+        blocks = Blocks.of(plan, lax.axis_index("kv_block"), counted)
         cta = of(plan, blocks, batch, kv_head, arrays, named, scale, softcap)
         wg = lax.axis_index("wg")
         pl.when(wg < CONSUMERS)(lambda: cta.consume(wg))
@@ -168,8 +169,10 @@ class Cta:
         first = self.blocks.start
         # All rows of k, of which dq is multiplied, are there when consumers meet with the first dS.
         plgpu.barrier_wait(smem["k_full"].at[wg])
+        self._zero_keys("k", WGMMA_ROWS, wg, place[1])
         s = self._start_s(wg, first)
         plgpu.barrier_wait(smem["v_full"].at[wg])
+        self._zero_keys("v", WGMMA_ROWS, wg, place[1])
         dp = self._start_dp(wg, first)
         p_and_slope = self._probabilities(wg, first, wgmma_async.wait(1, s))
         carry = (zeros(p.head_dim), zeros(p.value_dim), *p_and_slope, wgmma_async.wait(0, dp))
@@ -180,10 +183,24 @@ class Cta:
         self._store("k", wg, dk * self.scale)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def _zero_keys(self, operand: str, rows: int, number: Any, first_key: Any) -> None:
+        """Zeroes rows of k or v that no query sees: dS, which is 0 there, would not cancel them in dq, nor P in dS."""
+        if self.plan.problem.pads_keys:
+            tile = self.plan.tile(operand, rows)
+            zero_rows_from(self.blocks.keys - first_key, tile, self.smem[operand].at[number])
+
+    def _zero_queries(self, operand: str, step: Any, stage: Any) -> None:
+        """Likewise of q or d_out those of queries that see no key."""
+        if self.plan.problem.pads_queries:
+            _, row = self.blocks.at(step)
+            tile = self.plan.tile(operand, self.plan.schedule.block_q)
+            zero_rows_from(self.blocks.queries - row, tile, self.smem[operand].at[stage])
+
     def _store(self, operand: str, wg: Any, gradient: jax.Array) -> None:
         """Stores this consumer's rows of dk or dv, through those of k or v, that nobody reads any more."""
         place = self.batch, self.blocks.first_key + wg * WGMMA_ROWS, self.kv_head
         tile, staged = self.plan.tile(operand, WGMMA_ROWS), self.smem[operand].at[wg]
+        gradient = self.blocks.there(place[1], gradient)
         tile.store(staged, gradient.astype(self.plan.problem.dtype), transposed=False)
         plgpu.commit_smem()
         rows_of_heads.store(tile, self.gmem[f"d{operand}"], place, staged)
@@ -265,12 +282,14 @@ class Cta:
         """S^T of a step, when its q has arrived."""
         stage, _, _ = self._stages(step)
         plgpu.barrier_wait(self.smem["q_full"].at[stage])
+        self._zero_queries("q", step, stage)
         return self._start_logits("k", "q", own, stage)
 
     def _start_dp(self, own: Any, step: Any) -> jax.Array:
         """dP^T of a step, when its d_out has arrived."""
         _, stage, _ = self._stages(step)
         plgpu.barrier_wait(self.smem["d_out_full"].at[stage])
+        self._zero_queries("d_out", step, stage)
         return self._start_logits("v", "d_out", own, stage)
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.attention import left_out
 from search_spaces.attention.problem import SOFTCAP
 from search_spaces.flash_attention_backward.hopper import separate_dq
 from search_spaces.flash_attention_backward.hopper.footprint import footprint
@@ -90,10 +91,10 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
         # Queries beyond the last, and those that see no key, have no probability.
         lse = padded(jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2_E), (rows,), jnp.inf)
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-        delta = padded(delta, (rows,))
+        delta = padded(left_out.statistics(p, p.lengths(args), delta), (rows,))
         q, d_out = (padded(x, (plan.q_rows, None, None)) for x in (q, d_out))
         k, v = (padded(x, (plan.kv_rows, None, None)) for x in (k, v))
-        lengths = [x for x in (p.lengths(rest).kv,) if x is not None]
+        lengths = [x for x in p.lengths(args) if x is not None]
         # Indices are 32 bits wide, whatever the user's default.
         if plan.separate_dq:
             with jax.enable_x64(False):
@@ -107,7 +108,8 @@ class MosaicGpuFlashAttentionBackward(Kernel[FlashAttentionBackwardProblem, Flas
             dk, dv = _launch(plan, scale, softcap, k, v)(*lengths, q, k, v, d_out, lse, delta, sums)
             dq = sums[...]
         dq = dq.transpose(0, 3, 1, 2) if plan.transposed else dq
-        return (dq[:, : p.q_len] * scale).astype(p.dtype), dk[:, : p.kv_len], dv[:, : p.kv_len]
+        (dq,) = left_out.queries(p, p.lengths(args), dq[:, : p.q_len])
+        return (dq * scale).astype(p.dtype), dk[:, : p.kv_len], dv[:, : p.kv_len]
 
 
 def _launch(plan: Plan, scale: float, softcap: float, k: Any, v: Any) -> Any:

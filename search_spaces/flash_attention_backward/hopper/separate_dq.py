@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from search_spaces.attention.hopper import products, rows_of_heads
-from search_spaces.attention.problem import AttentionProblem
+from search_spaces.attention.hopper.zero_rows import zero_rows_from
+from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.flash_attention_backward.hopper.kernel import (
     CONSUMER_REGISTERS,
     PRODUCER,
@@ -55,20 +56,22 @@ def scratch(plan: DqPlan) -> dict[str, Any]:
 def kernel(plan: DqPlan, *, scale: float, softcap: float) -> Callable[..., None]:
     """The body of a launch.
 
-    Its operands in device memory: lengths of keys ``[batch]`` if there are any, q, k, v, d_out, the log-sum-exp in
-    powers of two (infinite where a query has no key), delta; then dq.
+    Its operands in device memory: lengths of queries, of keys, ``[batch]``, if there are any, q, k, v, d_out, the
+    log-sum-exp in powers of two (infinite where a query has no key), delta; then dq.
     """
     p = plan.problem
 
     def body(*refs: Any) -> None:
         *gmem, smem = refs
-        lengths = gmem.pop(0) if p.kv_lengths else None
+        counts = [gmem.pop(0) for _ in p.length_operands()]
         arrays = dict(zip(("q", "k", "v", "d_out", "lse", "delta", "dq"), gmem, strict=True))
         batch, head = (lax.axis_index(name) for name in ("batch", "head"))
         # Of a causal mask the last queries have the most keys.
         row = (plan.q_blocks - 1 - lax.axis_index("q_block")) * plan.rows
-        keys = jnp.int32(p.kv_len) if lengths is None else lengths[batch]
-        cta = Cta(plan, Keys.of(plan, row, keys), batch, head, row, arrays, smem, scale, softcap)
+        counted = p.counted(p.lengths([x[batch] for x in counts]) if counts else Lengths())
+        cta = Cta(
+            plan, Keys.of(plan, row, jnp.int32(counted.kv)), counted.q, batch, head, row, arrays, smem, scale, softcap
+        )
         wg = lax.axis_index("wg")
         pl.when(wg < CONSUMERS)(lambda: cta.consume(wg))
         pl.when(wg == PRODUCER)(cta.produce)
@@ -84,7 +87,7 @@ class Keys:
       plan: of the launch.
       first, end: numbers of blocks.
       row: the first query.
-      keys: of the sequence.
+      keys: of the sequence that a query sees.
     """
 
     plan: DqPlan
@@ -120,9 +123,12 @@ class Keys:
         """Of pairs ``[queries, keys]``, in wgmma's layout, those where the query sees the key."""
         p, layout, shape = self.plan.problem, plgpu.Layout.WGMMA, (WGMMA_ROWS, self.plan.block_kv)
         query = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_query
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + block * self.plan.block_kv
-        last = jnp.minimum(query + p.right, self.keys - 1) if p.right is not None else query * 0 + (self.keys - 1)
-        seen = key <= lax.broadcast_in_dim(last, shape, [0])
+        number, before = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout), block * self.plan.block_kv
+        key = number + before
+        if p.right is None:  # Compared with an array of one number for all rows, Mosaic GPU finds no layout in minutes.
+            seen = number < self.keys - before
+        else:
+            seen = key <= lax.broadcast_in_dim(jnp.minimum(query + p.right, self.keys - 1), shape, [0])
         if p.left is not None:
             seen &= key >= lax.broadcast_in_dim(query - p.left, shape, [0])
         return seen
@@ -134,6 +140,7 @@ class Cta:
 
     Attributes:
       plan, keys: of the launch, and of the CTA's queries.
+      queries: of the sequence that see a key.
       batch, head, row: whose queries, and the first of them.
       gmem, smem: arrays, by name; with `smem` the barriers.
       scale, softcap: of logits.
@@ -141,6 +148,7 @@ class Cta:
 
     plan: DqPlan
     keys: Keys
+    queries: Any
     batch: Any
     head: Any
     row: Any
@@ -192,10 +200,18 @@ class Cta:
         dq = wgmma_async.wait(0, self._start_dq(dq, self._ds(wg, last, s, dp), last))
         plgpu.barrier_arrive(smem["k_empty"].at[self._stage(last)])
         tile = self.plan.tile("q", WGMMA_ROWS)
-        tile.store(smem["q"].at[wg], (dq * self.scale).astype(p.dtype), transposed=False)
+        dq = self._there(first_query, dq * self.scale)
+        tile.store(smem["q"].at[wg], dq.astype(p.dtype), transposed=False)
         plgpu.commit_smem()
         rows_of_heads.store(tile, self.gmem["dq"], place, smem["q"].at[wg])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _there(self, first_query: Any, dq: jax.Array) -> jax.Array:
+        """`dq` with zeros for queries that see no key."""
+        if self.plan.problem.every_query_sees:
+            return dq
+        query = plgpu.broadcasted_iota(jnp.int32, dq.shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + first_query
+        return jnp.where(lax.broadcast_in_dim(query, dq.shape, [0]) < self.queries, dq, 0.0)
 
     def _step(self, wg: Any, block: Any, carry: Any) -> Any:
         """From S and dP of a block, and dq of those before it, to those of the next."""
@@ -216,6 +232,9 @@ class Cta:
         stage, found = self._stage(block), []
         for rows, columns in (("q", "k"), ("d_out", "v")):
             plgpu.barrier_wait(self.smem[f"{columns}_full"].at[stage])
+            if self.plan.problem.pads_keys:
+                seen = self.keys.keys - block * self.plan.block_kv
+                zero_rows_from(seen, self.plan.tile(columns, self.plan.block_kv), self.smem[columns].at[stage])
             product = products.start(
                 None,
                 self.smem[rows].at[own],

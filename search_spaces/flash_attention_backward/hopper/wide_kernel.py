@@ -78,6 +78,8 @@ class WideCta(Cta):
             half, rows = self._half(wg, operand)
             rows_of_heads.load(half, self.gmem[operand], place, rows, smem["kv_full"])
         plgpu.barrier_wait(smem["kv_full"])
+        for operand in ("k", "v"):  # All of it, as each consumer multiplies all of it.
+            self._zero_keys(operand, BLOCK_KV, 0, self.blocks.first_key)
 
         first, last = self.blocks.start, self.blocks.end - 1
         s, dp = self._start_s(wg, first), self._start_dp(wg, first)
@@ -90,10 +92,10 @@ class WideCta(Cta):
 
         self._meet()  # Nobody reads k and v any more.
         for operand, gradient in (("k", dk * self.scale), ("v", dv)):
-            columns, value = gradient.shape[1], gradient.astype(plan.problem.dtype)
+            columns, value = gradient.shape[1], self.blocks.there(self.blocks.first_key, gradient)
             tile = plan.tile(operand, BLOCK_KV)
             part = tile.part(smem[operand], 0, slice(None), pl.ds(wg * columns, columns))
-            tile.store(part, value, transposed=False)
+            tile.store(part, value.astype(plan.problem.dtype), transposed=False)
         self._meet()
         for operand in ("k", "v"):
             half, rows = self._half(wg, operand)
