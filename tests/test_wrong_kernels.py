@@ -15,6 +15,7 @@ from scheduler.core.records import Failure, Measurement
 from scheduler.measure.bench import Bench
 from search_spaces import Tolerance
 
+NAMES = itertools.count()
 FLOATS = jax.ShapeDtypeStruct((16, 32), jnp.float32)
 BFLOATS = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
 HALVES = jax.ShapeDtypeStruct((16, 32), jnp.float16)
@@ -43,7 +44,9 @@ def verified(reference, kernel, *operands, **told):
         return kernel(x, y)
 
     function = decorated if len(operands) == 1 else of_two
-    operation = scheduler.autotune(tile=(8,), reference=reference, name="own", **told)(function).operation
+    operation = scheduler.autotune(tile=(8,), reference=reference, name=f"own_{next(NAMES)}", **told)(
+        function
+    ).operation
     bench = Bench(operation, operation.problem.of(*operands), CPU)
     outcome = bench.measure("pallas", {"tile": 8}, 2)
     if isinstance(outcome, Failure):
@@ -235,8 +238,18 @@ RIGHT = {
         [BFLOATS, jax.ShapeDtypeStruct((32, 16), jnp.bfloat16)],
         {},
     ),
-    "no subnormal numbers": (lambda x: x * jnp.float32(1e-38), lambda x: without_subnormal_numbers(x * jnp.float32(1e-38)), [FLOATS], {}),
-    "an exponential by base 2": (jnp.exp, lambda x: jnp.exp2(x * jnp.float32(np.log2(np.e))), [FLOATS], {"tolerance": 1e-5, "special": ("tiny", "halves", "nan", "inf", "-inf")}),
+    "no subnormal numbers": (
+        lambda x: x * jnp.float32(1e-38),
+        lambda x: without_subnormal_numbers(x * jnp.float32(1e-38)),
+        [FLOATS],
+        {},
+    ),
+    "an exponential by base 2": (
+        jnp.exp,
+        lambda x: jnp.exp2(x * jnp.float32(np.log2(np.e))),
+        [FLOATS],
+        {"tolerance": 1e-5, "special": ("tiny", "halves", "nan", "inf", "-inf")},
+    ),
     "an approximate reciprocal": (lambda x: 1 / x, lambda x: (1 / x) * (1 + 2**-22), [FLOATS], {}),
     "zeros of either sign": (lambda x: x * 0, lambda x: jnp.abs(x * 0), [FLOATS], {}),
     "rounded once": (lambda x: x * x + x, lambda x: (x.astype(jnp.float32) ** 2 + x).astype(x.dtype), [BFLOATS], {}),
@@ -248,7 +261,12 @@ RIGHT = {
     "a maximum": (lambda x: x.max(axis=-1), lambda x: x[:, ::-1].max(axis=-1), [FLOATS], {}),
     "NaN where it is right": (jnp.log, lambda x: jnp.log(x), [FLOATS], {}),
     "NaN everywhere": (lambda x: x * jnp.nan, lambda x: jnp.full_like(x, jnp.nan), [FLOATS], {}),
-    "integers that wrap": (lambda x: x + jnp.int8(1), lambda x: (x.astype(jnp.int32) + 1).astype(jnp.int8), [BYTES], {}),
+    "integers that wrap": (
+        lambda x: x + jnp.int8(1),
+        lambda x: (x.astype(jnp.int32) + 1).astype(jnp.int8),
+        [BYTES],
+        {},
+    ),
     "integers off by one, as was said": (
         lambda x: (x // 3).astype(jnp.int8),
         lambda x: (x // 3 + jnp.int8(1)).astype(jnp.int8),

@@ -22,7 +22,7 @@ from scheduler.measure.lowered import asked_onchip_bytes
 from scheduler.measure.program_text import digest, lowered_digest
 from scheduler.measure.rotation import condition, rotating_results, rotating_sets
 from scheduler.measure.turns import When
-from scheduler.measure.verification import Rows, mismatches
+from scheduler.measure.verification import Rows, compared_elements, mismatches
 from scheduler.model.cost import CostModel
 from scheduler.model.feasibility import illegal, onchip_bytes
 from search_spaces import jax_compat, reference_programs
@@ -39,9 +39,10 @@ SLOW = 1.5
 BELIEVED = 0.9
 # What is too fast to be true is measured again with so many times the repetitions.
 DOUBTED = 3
-# A finalist is called so many times with other inputs, and each of its answers compared: one that is wrong in one of
-# five calls is found, if it is in each fifth one, or by nine in ten of such draws.
-RUNS = 10
+# A finalist is called so many times with other inputs, and each of its answers is compared: one that is wrong in each
+# fifth call is found, and one that is wrong in a fifth of them at random by these and later comparisons. Comparing
+# large answers takes longer than all else.
+RUNS, FEWEST_RUNS, MANY_ELEMENTS = 10, 5, 2**22
 # It is traced so many times more: what a kernel's code keeps of earlier traces may show in the third.
 RETRACED = 2
 # Of the answers that were timed, the last ones that are compared.
@@ -170,7 +171,7 @@ class Bench:
         candidate = self._candidates.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
         if isinstance(candidate, Failure):
             return candidate
-        if wrong := self._wrong_on(candidate, self._problem, self._seed + 1, RUNS):
+        if wrong := self._wrong_on(candidate, self._problem, self._seed + 1, _runs(self._problem)):
             return Failure("verify", f"with other inputs {wrong}")
         if kernel.library:
             return None
@@ -288,21 +289,33 @@ class Bench:
             return self._wrong(candidate, problem, self._drawn(problem, seed), runs)
 
     def _wrong_on_special(self, candidate: _Candidate) -> str | None:
-        """What is wrong with a candidate's answers for special operands; all in one turn, as `_wrong_on`."""
-        problem, kinds = self._problem, self._problem.special()
-        with self._turn() if self._special else contextlib.nullcontext():
-            for kind in kinds:
-                with self._preparing():
-                    inputs = problem.special_inputs(kind, self._seed + 1)
-                with self._turn():
-                    draw = self._draw_of(problem, inputs)._replace(tolerance=problem.special_tolerance())
-                del inputs
-                if wrong := self._wrong(candidate, problem, draw):
-                    return (
-                        f'with special operands ("{kind}") {wrong}; where answers to such need not be right, leave '
-                        "that out of `special`"
-                    )
-                self._special = True
+        """What is wrong with a candidate's answers for special operands.
+
+        All in one turn, once what draws and checks them is compiled: as of `_wrong_on`.
+        """
+        kinds = self._problem.special()
+        if kinds and not self._special:
+            if wrong := self._wrong_on_kind(candidate, kinds[0]):
+                return wrong
+            self._special, kinds = True, kinds[1:]
+        if not kinds:
+            return None
+        with self._turn():
+            each = (self._wrong_on_kind(candidate, kind) for kind in kinds)
+            return next((wrong for wrong in each if wrong), None)
+
+    def _wrong_on_kind(self, candidate: _Candidate, kind: str) -> str | None:
+        problem = self._problem
+        with self._preparing():
+            inputs = problem.special_inputs(kind, self._seed + 1)
+        with self._turn():
+            self._announce("run")  # it has as long as the other kinds
+            draw = self._draw_of(problem, inputs)._replace(tolerance=problem.special_tolerance())
+        if wrong := self._wrong(candidate, problem, draw):
+            return (
+                f'with special operands ("{kind}") {wrong}; where answers to such need not be right, leave that out '
+                "of `special`"
+            )
         return None
 
     def _wrong_when_traced_again(
@@ -332,6 +345,8 @@ class Bench:
         with self._turn():
             for call in range(runs):
                 actual = ()
+                if call:
+                    self._announce("run")  # it has as long as the one before
                 poison = self._checks[problem].poison(call % 2 == 1)
                 try:
                     actual = candidate.run(poison, *draw.inputs)
@@ -455,6 +470,15 @@ class Bench:
         if self._unfilled is not None:
             self._unfilled()
             self._unfilled = None
+
+
+def calls_to_confirm(problem: Problem) -> int:
+    """How many times `Bench.confirm` calls a candidate that is right: also on the neighbour."""
+    return _runs(problem) + len(problem.special()) + 1
+
+
+def _runs(problem: Problem) -> int:
+    return RUNS if compared_elements(problem) <= MANY_ELEMENTS else FEWEST_RUNS
 
 
 def _described(results: Sequence[Any]) -> str:

@@ -243,10 +243,7 @@ def _numbers(
         held = (got == beyond) | (jnp.isnan(beyond) & (jnp.isnan(got) | (got == jnp.copysign(float(own.max), wanted))))
         return (got == wanted) | within | (exceeds & held)
 
-    if is_complex:
-        fits = near(got.real, wanted.real) & near(got.imag, wanted.imag)
-    else:
-        fits = near(got, wanted)
+    fits = near(got.real, wanted.real) & near(got.imag, wanted.imag) if is_complex else near(got, wanted)
     wrong = ~(fits | (jnp.isnan(got) & jnp.isnan(wanted)))
     # A comparison with NaN is false, so that NaN is the first to be told.
     excess = jnp.nan_to_num(jnp.abs(got - wanted) - allowed(size), nan=jnp.inf)

@@ -86,9 +86,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
         q, k, v, _, _, *rest = self.inputs(seed)
         cotangents, lengths = rest[: 1 + self.lse_cotangent], rest[1 + self.lse_cotangent :]
-        return self._after_forward(
-            self.special_qkv(kind, (q, k, v)), special_values.altered(cotangents, kind), lengths
-        )
+        return self._after_forward(self.special_qkv(kind, (q, k, v)), special_values.altered(cotangents, kind), lengths)
 
     def _after_forward(
         self, qkv: Sequence[jax.Array], cotangents: Sequence[jax.Array], lengths: Sequence[jax.Array]
