@@ -169,8 +169,8 @@ class Problem(abc.ABC):
         """Operands of a kind of `special`: those of `inputs`, with other values."""
         return special_values.altered(self.inputs(seed), kind)
 
-    def special_tolerance(self) -> tuple[Tolerance, ...]:
-        """How far off a right answer may be to `special_inputs`, for each result.
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        """How far off a right answer may be to `special_inputs` of this kind, for each result.
 
         By default what `tolerance` allows, and as a share of the largest right element.
         """

@@ -44,7 +44,7 @@ def altered(operands: Sequence[jax.Array], kind: str, *, integers: bool = True) 
     for x in operands:
         floats = jnp.issubdtype(x.dtype, jnp.inexact)
         if floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
-            x = reference_programs.run(_altered, x, np.int32(KINDS.index(kind)), first=first)
+            x = reference_programs.run(_altered, x, jnp.int32(KINDS.index(kind)), first=first)
         # One NaN in each row of a product's second factor would leave no number in the result.
         first = first and not floats
         made.append(x)

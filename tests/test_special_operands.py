@@ -138,7 +138,7 @@ def test_what_draws_its_own_operands_promises_no_others():
 def test_each_tolerance_says_how_it_scales():
     (default,) = as_tuple(DoubleProblem(8).tolerance())
     assert default.scale == DOWN
-    (special,) = DoubleProblem(8).special_tolerance()
+    (special,) = DoubleProblem(8).special_tolerance("large")
     assert (special.scale, special.absolute) == (PROPORTIONAL, default.absolute)
     tiny = jnp.full(16, 1e-30)
     assert mismatch(jnp.zeros(16), tiny, default) is not None
@@ -197,7 +197,7 @@ def test_kernels_that_run_here_are_right_for_what_is_promised(name, problem):
     for kind in problem.special():
         args = problem.special_inputs(kind, 1)
         wanted, got = as_tuple(problem.reference(*args)), run(*args)
-        assert mismatches(problem, got, wanted, problem.special_tolerance()) is None, kind
+        assert mismatches(problem, got, wanted, problem.special_tolerance(kind)) is None, kind
 
 
 def test_integers_stay_exact_in_float32():

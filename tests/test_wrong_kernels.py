@@ -57,10 +57,9 @@ def verified(reference, kernel, *operands, **told):
 
 def each_fifth_call_is_wrong(x):
     calls = itertools.count(1)
-    doubled = jax.pure_callback(
+    return jax.pure_callback(
         lambda y: np.asarray(y) * (3 if next(calls) % 5 == 0 else 2), jax.ShapeDtypeStruct(x.shape, x.dtype), x
     )
-    return doubled
 
 
 def another_program_from_the_third_trace_on():

@@ -310,7 +310,7 @@ class Bench:
             inputs = problem.special_inputs(kind, self._seed + 1)
         with self._turn():
             self._announce("run")  # it has as long as the other kinds
-            draw = self._draw_of(problem, inputs)._replace(tolerance=problem.special_tolerance())
+            draw = self._draw_of(problem, inputs)._replace(tolerance=problem.special_tolerance(kind))
         if wrong := self._wrong(candidate, problem, draw):
             return (
                 f'with special operands ("{kind}") {wrong}; where answers to such need not be right, leave that out '

@@ -223,16 +223,16 @@ def _numbers(
     dtype = jnp.dtype(jnp.complex128 if wide else jnp.complex64) if is_complex else real
     own = jnp.finfo(compared.dtype)
     flushed = max(float(own.smallest_subnormal), float(jnp.finfo(real).tiny))
-    absolute, relative, least, most = (jnp.asarray(x, real) for x in (absolute, relative, least, most))
+    beside, share, at_least, at_most = (jnp.asarray(x, real) for x in (absolute, relative, least, most))
     got, wanted = compared.astype(dtype), right.astype(dtype)
     size = jnp.abs(wanted)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, jnp.asarray(0, real)), initial=0)
-    scale = jnp.clip(largest * max(1.0, FEW / max(1, right.size)), least, most)
+    scale = jnp.clip(largest * max(1.0, FEW / max(1, right.size)), at_least, at_most)
     # A scaled error is never a large part of the largest element, whatever the dtype's eps.
-    base = jnp.where(least > 0, absolute * scale, jnp.minimum(absolute * scale, largest / 4)) + flushed
+    base = jnp.where(at_least > 0, beside * scale, jnp.minimum(beside * scale, largest / 4)) + flushed
 
     def allowed(size: jax.Array) -> jax.Array:
-        return base + relative * size
+        return base + share * size
 
     def near(got: jax.Array, wanted: jax.Array) -> jax.Array:
         """Of real numbers, or of one part of complex ones: by what the whole allows."""

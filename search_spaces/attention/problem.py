@@ -202,10 +202,16 @@ class AttentionProblem(Problem):
         if kind != "large":
             return special_values.altered(qkv, kind, integers=False)
         q, k, v = qkv
-        # Of what logits have in common an exponential in float32 overflows from 88 on.
-        power = math.ceil(math.log2(128 / self.default_scale()) / 2)
-        q, k = (reference_programs.run(_led_by, x, power=power) for x in (q, k))
-        return q, k, *special_values.altered((v,), kind)
+        return *self.with_common_logit(q, k), *special_values.altered((v,), kind)
+
+    @property
+    def common_power(self) -> int:
+        """The binary logarithm of what queries and keys have in common so that an exponential of logits overflows."""
+        return math.ceil(math.log2(128 / self.default_scale()) / 2)
+
+    def with_common_logit(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries and keys that add one number to all logits, beyond 88, from which on exp in float32 overflows."""
+        return tuple(reference_programs.run(_led_by, x, power=self.common_power) for x in (q, k))
 
     def neighbour(self) -> Problem | None:
         q_len, kv_len = (n - less if n > 8 else n for n, less in ((self.q_len, 1), (self.kv_len, 3)))

@@ -163,9 +163,9 @@ class GatedMatmulProblem(Problem):
     def special(self) -> tuple[str, ...]:
         return special_values.KINDS
 
-    def special_tolerance(self) -> tuple[Tolerance, ...]:
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """An accumulator's share of the largest accumulator, times the other factor; of both factors."""
-        (one,) = self.gate.special_tolerance()
+        (one,) = self.gate.special_tolerance(kind)
         return (dataclasses.replace(one, absolute=2 * one.absolute),)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[GatedMatmulProblem, TakeRows]:

@@ -267,9 +267,12 @@ class MatmulProblem(Problem):
         a, b = self.inputs(seed)
         return *special_values.altered((a,), kind), b
 
-    def special_tolerance(self) -> tuple[Tolerance, ...]:
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
         """Of errors that `tolerance` has beside results of several standard deviations, of which it names six."""
-        return special_share(self, 4 * (1.0 if self.fused else self.k**0.5))
+        exact = self.out_dtype == "int32"
+        deviation = 1.0 if self.fused else self.k**0.5
+        one = self.tolerance() if exact else in_proportion(self.tolerance(), 4 * deviation)
+        return (one,) * len(self.results())
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[MatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -353,14 +356,10 @@ class MatmulProblem(Problem):
         return Tolerance(absolute=absolute, relative=out)
 
 
-def special_share(problem: Problem, largest: float) -> tuple[Tolerance, ...]:
-    """What `problem` allows beside a largest element of `largest`, in proportion to that of special operands."""
-    return tuple(
-        one
-        if jnp.issubdtype(s.dtype, jnp.integer)
-        else dataclasses.replace(one, absolute=max(one.absolute / largest, one.relative), scale=PROPORTIONAL)
-        for one, s in zip([problem.tolerance()] * len(problem.results()), problem.results(), strict=True)
-    )
+def in_proportion(tolerance: Tolerance, largest: float) -> Tolerance:
+    """What is allowed beside a largest element of `largest`, in proportion to that of special operands."""
+    share = max(tolerance.absolute / largest, tolerance.relative)
+    return dataclasses.replace(tolerance, absolute=share, scale=PROPORTIONAL)
 
 
 def as_rows(bias: jax.Array, rank: int) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from jax import lax
 
 from search_spaces import special_values
-from search_spaces.matmul.problem import MatmulProblem, special_share
+from search_spaces.matmul.problem import MatmulProblem, in_proportion
 from search_spaces.problem import Problem, TakeRows, Tolerance
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -135,8 +135,8 @@ class ScaledMatmulProblem(Problem):
         a, b, *scales = self.inputs(seed)
         return *special_values.altered((a, b), kind), *scales
 
-    def special_tolerance(self) -> tuple[Tolerance, ...]:
-        return special_share(self, 4 * self.k**0.5)
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        return (in_proportion(self.tolerance(), 4 * self.k**0.5),)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[ScaledMatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
