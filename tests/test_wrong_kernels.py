@@ -299,3 +299,21 @@ RIGHT = {
 def test_what_is_right_is_accepted(right):
     reference, kernel, operands, told = RIGHT[right]
     assert verified(reference, kernel, *operands, **told) is None
+
+
+def test_a_search_keeps_no_entry_that_is_wrong_and_one_whose_right_answer_has_nan():
+    def tuned(name, kernel):
+        @scheduler.autotune(tile=(8,), reference=jnp.log, name=name)
+        def log(x, *, tile, target):
+            return kernel(x)
+
+        return scheduler.tune(log, log.problem(jnp.ones((16, 32))), budget=2)
+
+    right = tuned("right_log", lambda x: jnp.log(x) + 0)
+    assert {entry.backend for entry in right.entries} == {"pallas", "xla"}
+    with pytest.warns(RuntimeWarning, match="1 of 1 schedules of pallas failed: verify: .*instead of nan"):
+        wrong = tuned("log_of_magnitudes", lambda x: jnp.log(jnp.abs(x)))
+    assert [entry.backend for entry in wrong.entries] == ["xla"]
+    with pytest.warns(RuntimeWarning, match=r'verify: with special operands \("inf"\) .* leave that out of `special`'):
+        finite = tuned("log_of_finite", lambda x: jnp.minimum(jnp.log(x), 80.0))
+    assert [entry.backend for entry in finite.entries] == ["xla"]
