@@ -48,6 +48,11 @@ class Tolerance:
         """So many times as much."""
         return dataclasses.replace(self, absolute=times * self.absolute, relative=times * self.relative)
 
+    def times(self, other: Tolerance) -> float:
+        """How many times as much as `other` this allows, at least once."""
+        pairs = (self.absolute, other.absolute), (self.relative, other.relative)
+        return max([1.0, *(mine / theirs for mine, theirs in pairs if theirs)])
+
 
 # Errors are known for right elements of 1, or for the largest one where all are smaller.
 DOWN = (0.0, 1.0)
@@ -155,6 +160,10 @@ class Problem(abc.ABC):
         allowed = [8 * float(jnp.finfo(s.dtype).eps) if _inexact(s) else 0.0 for s in self.results()]
         return self.pack([Tolerance(absolute=x, relative=x, scale=DOWN) for x in allowed])
 
+    def for_each(self, allowed: Tolerance | tuple[Tolerance, ...]) -> tuple[Tolerance, ...]:
+        """A tolerance, as `tolerance` says it, of each result."""
+        return allowed if isinstance(allowed, tuple) else (allowed,) * len(self.results())
+
     def special(self) -> tuple[str, ...]:
         """Kinds of special operands (`special_values.KINDS`) that answers must be right for, too.
 
@@ -174,8 +183,7 @@ class Problem(abc.ABC):
 
         By default what `tolerance` allows, and as a share of the largest right element.
         """
-        allowed = self.tolerance()
-        each = allowed if isinstance(allowed, tuple) else (allowed,) * len(self.results())
+        each = self.for_each(self.tolerance())
         return tuple(
             dataclasses.replace(one, absolute=max(one.absolute, one.relative), scale=PROPORTIONAL)
             if _inexact(s)

@@ -212,3 +212,10 @@ def test_a_search_knows_how_often_it_calls_its_finalists():
     small, large = DoubleProblem(8), DoubleProblem(2**23)
     assert calls_to_confirm(small) == 10 + len(special_values.KINDS) + 1
     assert calls_to_confirm(large) == 5 + len(special_values.KINDS) + 1
+
+
+def test_a_kernel_that_allows_itself_more_is_allowed_more_of_special_operands():
+    usual = Tolerance(1e-3, 1e-5)
+    assert usual.times(usual) == Tolerance(0, 0).times(usual) == usual.times(Tolerance(0, 0)) == 1
+    assert usual.wider(8).times(usual) == pytest.approx(8)
+    assert Tolerance(1e-3, 4e-5).times(usual) == pytest.approx(4)

@@ -310,7 +310,7 @@ class Bench:
             inputs = problem.special_inputs(kind, self._seed + 1)
         with self._turn():
             self._announce("run")  # it has as long as the other kinds
-            draw = self._draw_of(problem, inputs)._replace(tolerance=problem.special_tolerance(kind))
+            draw = self._draw_of(problem, inputs)._replace(tolerance=_special_tolerance(problem, kind, candidate))
         if wrong := self._wrong(candidate, problem, draw):
             return (
                 f'with special operands ("{kind}") {wrong}; where answers to such need not be right, leave that out '
@@ -470,6 +470,13 @@ class Bench:
         if self._unfilled is not None:
             self._unfilled()
             self._unfilled = None
+
+
+def _special_tolerance(problem: Problem, kind: str, candidate: _Candidate) -> tuple[Tolerance, ...]:
+    """What the problem allows, and as many times as much as the kernel allows itself of typical operands."""
+    usual, own = problem.for_each(problem.tolerance()), problem.for_each(candidate.tolerance)
+    each = zip(problem.special_tolerance(kind), usual, own, strict=True)
+    return tuple(special.wider(mine.times(one)) for special, one, mine in each)
 
 
 def calls_to_confirm(problem: Problem) -> int:

@@ -83,7 +83,7 @@ def mismatches(
     Args:
       tolerance: one for each result, or one for all.
     """
-    allowed = tolerance if isinstance(tolerance, tuple) else (tolerance,) * len(expected)
+    allowed = problem.for_each(tolerance)
     compiled = compare or (None,) * len(expected)
     each = zip(actual, expected, allowed, compiled, problem.row_axes, strict=True)
     for number, (got, right, within, run, axis) in enumerate(each):
