@@ -27,6 +27,7 @@ def autotune(
     supports: Callable[..., str | None] | None = None,
     tolerance: float | Tolerance | Sequence[float | Tolerance] | Callable[..., Any] | None = None,
     inputs: Callable[..., Any] | None = None,
+    special: bool | Sequence[str] | None = None,
     flops: Callable[..., float] | None = None,
     bytes_moved: Callable[..., float] | None = None,
     name: str | None = None,
@@ -64,8 +65,14 @@ def autotune(
         and `target`. None prunes nothing, and ranks nothing before it is measured.
       supports: why there is no kernel for these arrays on `target`, in words, or None where there is.
       tolerance: how far an element may be off, absolutely and relative to the right one; one for each result, or one
-        for all. None is 8 eps of the result's dtype: long sums need more.
+        for all. None is 8 eps of the result's dtype: long sums need more. Of a number the absolute error is for right
+        elements up to 1 or more, and less where all are smaller; that of a `Tolerance` is what it says. Integers and
+        truth values are exact by default.
       inputs: operands to measure with, one for each array, given `rng`, a `jax.random.key`; None draws normal numbers.
+      special: which operands of other values the result must be right for, too, before it is stored: some of "large",
+        "tiny" (magnitudes, and the extremes of integers), "halves" (ties, zeros, equal elements), "nan", "inf" and
+        "-inf". True is all, False none. None is all, or none where `inputs` is given: then only such operands are
+        promised. With both, floating-point numbers take these values, and integers stay as `inputs` draws them.
       flops, bytes_moved: what the answer needs: no time below what the chip takes for them is believed. None is no
         operation, and every array moved once.
       name: under which schedules are stored; None is the function's module and name.
@@ -90,6 +97,7 @@ def autotune(
             supports=supports,
             tolerance=tolerance,
             inputs=inputs,
+            special=special,
             flops=flops,
             bytes_moved=bytes_moved,
         )

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces import reference_programs
+from search_spaces import reference_programs, special_values
 from search_spaces.space import unknown
 
 P = TypeVar("P", bound="Problem")
@@ -32,10 +32,32 @@ SLAB = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """An element is right if ``|actual - expected| <= absolute + relative * |expected|``."""
+    """An element is right if ``|actual - expected| <= absolute + relative * |expected|``.
+
+    Attributes:
+      scale: `absolute` is multiplied by the largest right element that is finite, but by no less and no more than
+        these. So an error that is small beside elements of 1 does not hide a result whose elements are all smaller.
+        Errors of integers are never scaled.
+    """
 
     absolute: float
     relative: float
+    scale: tuple[float, float] = (1.0, 1.0)
+
+    def wider(self, times: float) -> Tolerance:
+        """So many times as much."""
+        return dataclasses.replace(self, absolute=times * self.absolute, relative=times * self.relative)
+
+    def times(self, other: Tolerance) -> float:
+        """How many times as much as `other` this allows, at least once."""
+        pairs = (self.absolute, other.absolute), (self.relative, other.relative)
+        return max([1.0, *(mine / theirs for mine, theirs in pairs if theirs)])
+
+
+# Errors are known for right elements of 1, or for the largest one where all are smaller.
+DOWN = (0.0, 1.0)
+# Errors are known for right elements of 1, and in proportion for the largest one, whatever it is.
+PROPORTIONAL = (0.0, math.inf)
 
 
 # Extents below this make no array that could be too large to count its bytes.
@@ -89,7 +111,11 @@ class Problem(abc.ABC):
 
     @abc.abstractmethod
     def reference(self, *args: jax.Array) -> Arrays:
-        """The right answer in float32 or better, by plain XLA at its highest precision; a tuple where `result` is."""
+        """The right answer by plain XLA at its highest precision; a tuple where `result` is.
+
+        In float32 or better, and in float64 where the result is; of the result's own dtype where that is of integers.
+        It may be NaN or infinite: then right answers are, too.
+        """
 
     @property
     @abc.abstractmethod
@@ -126,17 +152,50 @@ class Problem(abc.ABC):
         return None
 
     def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
-        """How far from `reference` a right answer may be; follows from dtype and length of reductions.
+        """How far from `reference` a right answer may be to operands of `inputs`: by dtype and length of reductions.
 
-        One for each result where there are several; a single one holds for all of them.
+        One for each result where there are several; a single one holds for all of them. By default 8 eps of its dtype,
+        and nothing for integers.
         """
-        allowed = [8 * float(jnp.finfo(s.dtype).eps) if _floats(s) else 0.0 for s in self.results()]
-        return self.pack([Tolerance(absolute=x, relative=x) for x in allowed])
+        allowed = [8 * float(jnp.finfo(s.dtype).eps) if _inexact(s) else 0.0 for s in self.results()]
+        return self.pack([Tolerance(absolute=x, relative=x, scale=DOWN) for x in allowed])
+
+    def for_each(self, allowed: Tolerance | tuple[Tolerance, ...]) -> tuple[Tolerance, ...]:
+        """A tolerance, as `tolerance` says it, of each result."""
+        return allowed if isinstance(allowed, tuple) else (allowed,) * len(self.results())
+
+    def special(self) -> tuple[str, ...]:
+        """Kinds of special operands (`special_values.KINDS`) that answers must be right for, too.
+
+        By default all that there are of the operands' dtypes; none where `inputs` is not that of `Problem`, as other
+        operands may then be excluded.
+        """
+        if type(self).inputs is not Problem.inputs:
+            return ()
+        return special_values.kinds_of([s.dtype for s in self.operands()])
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        """Operands of a kind of `special`: those of `inputs`, with other values."""
+        return special_values.altered(self.inputs(seed), kind)
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        """How far off a right answer may be to `special_inputs` of this kind, for each result.
+
+        By default what `tolerance` allows, and as a share of the largest right element.
+        """
+        each = self.for_each(self.tolerance())
+        return tuple(
+            dataclasses.replace(one, absolute=max(one.absolute, one.relative), scale=PROPORTIONAL)
+            if _inexact(s)
+            else one
+            for one, s in zip(each, self.results(), strict=True)
+        )
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
 
-        Integers have a quarter of their dtype's range for a standard deviation, and half of the truth values hold.
+        Both parts of complex numbers are. Integers have a quarter of their dtype's range for a standard deviation, and
+        each of their bits counts; half of the truth values hold.
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
         each = list(zip(keys, self.operands(), strict=True))
@@ -232,8 +291,8 @@ def as_tuple(arrays: T | Sequence[T]) -> tuple[T, ...]:
     return tuple(arrays) if isinstance(arrays, tuple | list) else (cast("T", arrays),)
 
 
-def _floats(s: jax.ShapeDtypeStruct) -> bool:
-    return bool(jnp.issubdtype(s.dtype, jnp.floating))
+def _inexact(s: jax.ShapeDtypeStruct) -> bool:
+    return bool(jnp.issubdtype(s.dtype, jnp.inexact))
 
 
 def _draws(key: jax.Array, s: jax.ShapeDtypeStruct) -> reference_programs.Program:
@@ -268,13 +327,24 @@ def _in_slabs(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 
 
 def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.complexfloating):  # of a standard deviation of 1 in each part, as real numbers
+        return (jax.random.normal(key, shape, dtype) * math.sqrt(2.0)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 4:  # in float32 their last bits would be 0
+        return jax.random.normal(key, shape, dtype)
     normal = jax.random.normal(key, shape, jnp.float32)
     if jnp.issubdtype(dtype, jnp.bool_):
         return normal > 0
     if not jnp.issubdtype(dtype, jnp.integer):
         return normal.astype(dtype)
-    least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    return jnp.clip(jnp.round(normal * (most / 4)), least, most).astype(dtype)
+    info = jnp.iinfo(dtype)
+    # In float32 the largest integer of 32 bits and more rounds to one beyond.
+    most = float(np.nextafter(np.float32(info.max), np.float32(0))) if info.bits >= 32 else info.max
+    drawn = jnp.clip(jnp.round(normal * (info.max / 4)), info.min, most).astype(dtype)
+    if info.bits < 32:
+        return drawn
+    # What float32 has no bits for, in which answers differ as well.
+    last = jax.random.bits(jax.random.fold_in(key, 1), shape, f"uint{info.bits}") >> np.array(16, f"uint{info.bits}")
+    return drawn ^ last.astype(dtype)
 
 
 @functools.cache

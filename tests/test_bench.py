@@ -16,7 +16,7 @@ from operations import DoubleLibrary, DoubleProblem
 
 from scheduler.core.hardware import CPU, describe
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.bench import SLOW, Bench
+from scheduler.measure.bench import RETRACED, RUNS, SLOW, Bench
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
@@ -193,7 +193,11 @@ def test_a_candidate_that_is_confirmed_has_as_long_as_a_run_may_take_also_after_
     assert confirm(bench, "right") is None
     steps.clear()
     assert confirm(bench, "right") is None
-    assert steps == ["wait", "run", "lower", "compile", "wait", "run"], "of the problem, and of its neighbour"
+    order = [step for step, _ in itertools.groupby(steps)]
+    special, neighbour = ["wait", "run"], ["lower", "compile", "wait", "run"]
+    assert order == ["wait", "run", "lower", *special, *neighbour], "of other inputs, traced again, and of these"
+    assert steps.count("lower") == RETRACED + 1
+    assert steps.count("run") == RUNS + 1 + len(ShiftedProblem(LENGTH).special()) + 1, "each call has as long as one"
 
 
 @pytest.mark.parametrize(
@@ -224,9 +228,9 @@ def test_turns_are_few_as_each_may_wait_for_xlas_compilations_of_others():
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, exclusive=exclusive)
     assert turns(lambda: measure(bench, "right")) == 2, "operands; what they come to, its answer and its times"
     assert turns(lambda: measure(bench, "slow")) == 1
-    # Of the neighbour, too, what checks it is compiled before the second of three.
-    assert turns(lambda: confirm(bench, "right")) == 1 + 3
-    assert turns(lambda: confirm(bench, "slow")) == 1 + 1
+    # Of special operands and of the neighbour, too, what draws and checks them is compiled before the last turn.
+    assert turns(lambda: confirm(bench, "right")) == 1 + 5 + 3
+    assert turns(lambda: confirm(bench, "slow")) == 1 + 1 + 1
     assert {*entered} == {"usual"}
     assert turns(lambda: bench.again("deceiver", {"behave": "right"}, 3)) == 1
     assert entered == ["soon"], "for which a whole problem waits"

@@ -98,9 +98,10 @@ def test_int8_inputs_use_their_range_and_their_sums_stay_exact_in_float32():
 
 def test_one_wrong_unit_of_an_int8_product_is_seen():
     problem = MatmulProblem(64, 64, 4096, dtype="int8", out_dtype="int32")
-    right = jnp.asarray(problem.reference(*problem.inputs(seed=0)), jnp.int32)
-    assert mismatch(right, right.astype(jnp.float32), problem.tolerance()) is None
-    assert "1 of 4096 elements" in mismatch(right.at[3, 5].add(1), right.astype(jnp.float32), problem.tolerance())
+    right = problem.reference(*problem.inputs(seed=0))
+    assert right.dtype == jnp.int32
+    assert mismatch(right, right, problem.tolerance()) is None
+    assert "1 of 4096 elements" in mismatch(right.at[3, 5].add(1), right, problem.tolerance())
 
 
 def test_a_missing_step_of_an_8_bit_float_product_is_seen_through_its_tolerance():

@@ -8,11 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from search_spaces.problem import Problem
 from search_spaces.reference_programs import program
 
 Fill = Callable[[], tuple[jax.Array, ...]]
+Poison = Callable[..., tuple[jax.Array, ...]]
+# Of what floating-point results are full where NaN may be right: a number that each dtype has.
+OTHER = -96.0
 
 
 def copying(arrays: Sequence[jax.Array]) -> Fill:
@@ -21,10 +25,14 @@ def copying(arrays: Sequence[jax.Array]) -> Fill:
     return lambda: tuple(copy(x) for copy, x in each)
 
 
-def poisoning(problem: Problem) -> Fill:
-    """Makes results in which nothing is right, as `copying` makes copies: NaN, or the least number of a dtype."""
-    each = [program(_poisoned, shape=s.shape, dtype=s.dtype) for s in problem.results()]
-    return lambda: jax.block_until_ready(tuple(poison() for poison in each))
+def poisoning(problem: Problem) -> Poison:
+    """Makes results in which nothing is right, as `copying` makes copies: ``poison(other=False)``.
+
+    They are NaN, or the least number of a dtype; or else a finite number, or the largest one, for elements of which the
+    first is right.
+    """
+    each = [program(_poisoned, np.bool_(False), shape=s.shape, dtype=s.dtype) for s in problem.results()]
+    return lambda other=False: jax.block_until_ready(tuple(poison(np.bool_(other)) for poison in each))
 
 
 @jax.jit
@@ -33,7 +41,11 @@ def _copied(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _poisoned(*, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.full(shape, jnp.nan, dtype)
-    return jnp.full(shape, False if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype).min, dtype)
+def _poisoned(other: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    values: tuple[Any, Any] = (jnp.nan, OTHER)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        values = False, True
+    elif not jnp.issubdtype(dtype, jnp.inexact):
+        values = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    first, second = (jnp.asarray(value, dtype) for value in values)
+    return jnp.full(shape, jnp.where(other, second, first), dtype)

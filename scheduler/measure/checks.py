@@ -23,13 +23,13 @@ class Checks(NamedTuple):
       rows: of the results, the only ones that are compared where these are large; None for all.
       reference: the right results, of those rows.
       comparisons: what compares each result with its reference.
-      poison: makes results in which nothing is right.
+      poison: makes results in which nothing is right (`buffers.poisoning`).
     """
 
     rows: Rows | None
     reference: Compiled
     comparisons: tuple[Any, ...]
-    poison: buffers.Fill
+    poison: buffers.Poison
 
 
 def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Array, ...]]:

@@ -14,6 +14,11 @@ _SOURCE = re.compile(
 )
 
 
+def lowered_digest(lowered: jax.stages.Lowered) -> str:
+    """Of what JAX has lowered, less where it comes from."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
 def digest(program: jax.stages.Compiled) -> str:
     """Of the program's text, which names the algorithms that XLA chose; "" where its backend has no text."""
     with contextlib.suppress(NotImplementedError, jax.errors.JaxRuntimeError):

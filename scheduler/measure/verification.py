@@ -1,4 +1,4 @@
-"""Say how wrong an answer is, or that it is right."""
+"""Say how wrong an answer is, or that it is right, each result in its own dtype."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import lax
 
 from search_spaces import reference_programs
+from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem, Tolerance
 
 # Results of more elements are compared with the reference of so many of them, 512 MiB of float32, in so many rows.
 MOST_COMPARED = 2**27
 MOST_ROWS = 2**20
+# Of fewer elements the largest may be small by accident: it counts as so many times as large as elements are missing.
+FEW = 8
 
 Rows = npt.NDArray[np.int32]
 
@@ -61,7 +65,7 @@ def comparisons(
       expected: of which only shapes and dtypes are asked.
     """
     return tuple(
-        reference_programs.program(_compare, actual, right, rows, 0.0, 0.0, axis=axis)
+        reference_programs.program(_compare, actual, right, rows, *_allowed(Tolerance(0.0, 0.0)), axis=axis)
         for actual, right, axis in zip(problem.results(), expected, problem.row_axes, strict=True)
     )
 
@@ -79,7 +83,7 @@ def mismatches(
     Args:
       tolerance: one for each result, or one for all.
     """
-    allowed = tolerance if isinstance(tolerance, tuple) else (tolerance,) * len(expected)
+    allowed = problem.for_each(tolerance)
     compiled = compare or (None,) * len(expected)
     each = zip(actual, expected, allowed, compiled, problem.row_axes, strict=True)
     for number, (got, right, within, run, axis) in enumerate(each):
@@ -99,14 +103,22 @@ def mismatch(
 ) -> str | None:
     """None where every element of `actual` is within `tolerance` of `expected`, or a sentence about the worst one.
 
+    Floating-point and complex numbers are compared in float32, or in the dtype of either array where that is wider.
+    What `tolerance` allows of a complex number follows from its modulus, and holds for both of its parts. Integers and
+    truth values are compared as such. NaN is right where `expected` is NaN, and there alone; an infinity where
+    `expected` is that infinity, or exceeds the dtype of `actual`. What a chip may flush to zero may be zero: less than
+    the smallest normal number of float32, or of float64 in its comparison.
+
     Args:
-      actual: the answer, of any dtype. NaN and infinity are never right where `expected` is finite;
-        where it is infinite, only that infinity is.
+      actual: the answer, of any dtype.
       expected: the reference, of the same shape; of those `rows` alone, where they are given: of the others it is only
-        asked whether they were written.
+        asked whether they were written, and only where no right element is NaN.
       rows: along `axis`.
       compare: one of their `comparisons`, where it was compiled before.
       axis: counted from the end.
+
+    Raises:
+      DeclarationError: `actual` is of integers or truth values, and `expected` of another dtype.
     """
     extents = list(actual.shape)
     if rows is not None:
@@ -114,36 +126,141 @@ def mismatch(
     if (wanted := tuple(extents)) != expected.shape:
         return f"the shape is {wanted} instead of {expected.shape}"
     run = compare or functools.partial(_compare, axis=axis)
-    wrong, worst, got, right, allowed, unwritten = run(actual, expected, rows, tolerance.absolute, tolerance.relative)
+    wrong, worst, got, right, allowed, unwritten = run(actual, expected, rows, *_allowed(tolerance))
     if int(wrong):
         index = [int(i) for i in np.unravel_index(int(worst), expected.shape)]
         if rows is not None:
             index[axis] = int(rows[index[axis]])
-        nothing = " (as where nothing was written)" if math.isnan(float(got)) else ""
+        nothing = " (as where nothing was written)" if np.isnan(got) and not np.isnan(right) else ""
+        said, instead = _told(np.asarray(got).item(), np.asarray(right).item())
         return (
-            f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {float(got):.6g}"
-            f"{nothing} instead of {float(right):.6g} (allowed: {float(allowed):.2g})"
+            f"{int(wrong)} of {expected.size} elements are off; the worst, at {tuple(index)}, is {said}{nothing} "
+            f"instead of {instead} (allowed: {float(allowed):.2g})"
         )
     if int(unwritten):
         return f"{int(unwritten)} of {actual.shape[axis]} rows hold elements that are NaN, as where nothing was written"
     return None
 
 
+def _allowed(tolerance: Tolerance) -> tuple[float, float, float, float]:
+    """A tolerance as `_compare` takes it."""
+    return tolerance.absolute, tolerance.relative, *tolerance.scale
+
+
+def _told(*numbers: complex) -> tuple[str, ...]:
+    """Integers and truth values as they are, and others with the digits that tell them apart."""
+    if any(isinstance(number, int) for number in numbers):
+        return tuple(map(str, numbers))
+    digits = next((n for n in (6, 9, 17) if len({f"{number:.{n}g}" for number in numbers}) == len(numbers)), 6)
+    return tuple(f"{number:.{digits}g}" for number in numbers)
+
+
 @functools.partial(jax.jit, static_argnames="axis")
 def _compare(
-    actual: jax.Array, expected: jax.Array, rows: jax.Array | None, absolute: float, relative: float, *, axis: int
+    actual: jax.Array,
+    expected: jax.Array,
+    rows: jax.Array | None,
+    absolute: float,
+    relative: float,
+    least: float,
+    most: float,
+    *,
+    axis: int,
 ) -> tuple[jax.Array, ...]:
-    compared = actual if rows is None else jnp.take(actual, rows, axis=axis)
-    got, wanted = compared.astype(jnp.float32).ravel(), expected.astype(jnp.float32).ravel()
-    allowed = absolute + relative * jnp.abs(wanted)
-    # `not <=` rather than `>`: a comparison with NaN is false. No finite number is near an infinite one.
-    wrong = ~((got == wanted) | (jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed)))
-    excess = jnp.where(wrong, jnp.nan_to_num(jnp.abs(got - wanted) - allowed, nan=jnp.inf), -1.0)
+    compared = (actual if rows is None else jnp.take(actual, rows, axis=axis)).ravel()
+    right = expected.ravel()
+    if not jnp.issubdtype(actual.dtype, jnp.inexact):
+        if actual.dtype != expected.dtype:
+            raise DeclarationError(
+                f"the reference is {expected.dtype} where the result is {actual.dtype}: integers and truth values are "
+                "compared exactly, so let the reference return what the result is of"
+            )
+        wrong, excess, got, wanted, allowed = _integers(compared, right, absolute, relative)
+        worst = jnp.argmax(excess)
+        return wrong.sum(), worst, got(worst), wanted(worst), allowed(worst), jnp.int32(0)
+    wrong, excess, got, wanted, allowed = _numbers(compared, right, absolute, relative, least, most)
     worst = jnp.argmax(excess)
     unwritten = jnp.int32(0)
-    if rows is not None and jnp.issubdtype(actual.dtype, jnp.inexact):
+    if rows is not None:
         axes = tuple(other for other in range(actual.ndim) if other != actual.ndim + axis)
-        unwritten = jnp.isnan(actual).any(axis=axes).sum()
-    # Of the arrays as they are: what was computed for the sums above need not be kept for one element.
-    one, right = compared.ravel()[worst].astype(jnp.float32), expected.ravel()[worst].astype(jnp.float32)
-    return wrong.sum(), worst, one, right, absolute + relative * jnp.abs(right), unwritten
+        unwritten = jnp.where(jnp.isnan(right).any(), 0, jnp.isnan(actual).any(axis=axes).sum())
+    return wrong.sum(), worst, got(worst), wanted(worst), allowed(worst), unwritten
+
+
+# Which elements are wrong, by how much, and at an index what is there, what is right, and what is allowed: of one
+# element, as arrays of all need not be kept for it.
+_Compared = tuple[jax.Array, jax.Array, Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def _integers(compared: jax.Array, right: jax.Array, absolute: float, relative: float) -> _Compared:
+    signed, wide = jnp.issubdtype(compared.dtype, jnp.signedinteger), _is_wide(compared.dtype)
+    kept, size = (jnp.int64, jnp.uint64) if wide else (jnp.int32, jnp.uint32)
+    dtype, real = kept if signed else size, jnp.float64 if wide else jnp.float32
+
+    def allowed(wanted: jax.Array) -> jax.Array:
+        return jnp.asarray(absolute, real) + jnp.asarray(relative, real) * jnp.abs(wanted.astype(real))
+
+    got, wanted = compared.astype(dtype), right.astype(dtype)
+    # The difference of two integers may exceed their dtype, and not the unsigned one of as many bits.
+    distance = lax.bitcast_convert_type(jnp.where(got > wanted, got - wanted, wanted - got), size).astype(real)
+    excess = distance - allowed(wanted)
+    wrong = excess > 0
+    return (
+        wrong,
+        jnp.where(wrong, excess, jnp.asarray(-1, real)),
+        lambda at: compared[at] if compared.dtype == jnp.bool_ else compared[at].astype(dtype),
+        lambda at: right[at] if right.dtype == jnp.bool_ else right[at].astype(dtype),
+        lambda at: allowed(right[at].astype(dtype)),
+    )
+
+
+def _numbers(
+    compared: jax.Array, right: jax.Array, absolute: float, relative: float, least: float, most: float
+) -> _Compared:
+    wide = any(_is_wide(x.dtype) for x in (compared, right))
+    real = jnp.dtype(jnp.float64 if wide else jnp.float32)
+    is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in (compared, right))
+    dtype = jnp.dtype(jnp.complex128 if wide else jnp.complex64) if is_complex else real
+    own = jnp.finfo(compared.dtype)
+    flushed = max(float(own.smallest_subnormal), float(jnp.finfo(real).tiny))
+    beside, share, at_least, at_most = (jnp.asarray(x, real) for x in (absolute, relative, least, most))
+    got, wanted = compared.astype(dtype), right.astype(dtype)
+    size = jnp.abs(wanted)
+    largest = jnp.max(jnp.where(jnp.isfinite(size), size, jnp.asarray(0, real)), initial=0)
+    scale = jnp.clip(largest * max(1.0, FEW / max(1, right.size)), at_least, at_most)
+    # A scaled error is never a large part of the largest element, whatever the dtype's eps.
+    base = jnp.where(at_least > 0, beside * scale, jnp.minimum(beside * scale, largest / 4)) + flushed
+
+    def allowed(size: jax.Array) -> jax.Array:
+        return base + share * size
+
+    def near(got: jax.Array, wanted: jax.Array) -> jax.Array:
+        """Of real numbers, or of one part of complex ones: by what the whole allows."""
+        within = jnp.isfinite(got) & jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed(size))
+        # What the dtype of the result cannot hold is infinity there, or, where that has none, NaN or its largest.
+        beyond = jnp.copysign(jnp.abs(wanted) + allowed(size), wanted).astype(_part(compared.dtype)).astype(real)
+        exceeds = jnp.isfinite(wanted) & ~jnp.isfinite(beyond)
+        held = (got == beyond) | (jnp.isnan(beyond) & (jnp.isnan(got) | (got == jnp.copysign(float(own.max), wanted))))
+        return (got == wanted) | within | (exceeds & held)
+
+    fits = near(got.real, wanted.real) & near(got.imag, wanted.imag) if is_complex else near(got, wanted)
+    wrong = ~(fits | (jnp.isnan(got) & jnp.isnan(wanted)))
+    # A comparison with NaN is false, so that NaN is the first to be told.
+    excess = jnp.nan_to_num(jnp.abs(got - wanted) - allowed(size), nan=jnp.inf)
+    return (
+        wrong,
+        jnp.where(wrong, excess, jnp.asarray(-jnp.inf, real)),
+        lambda at: compared[at].astype(dtype if jnp.issubdtype(compared.dtype, jnp.complexfloating) else real),
+        lambda at: right[at].astype(dtype if jnp.issubdtype(right.dtype, jnp.complexfloating) else real),
+        lambda at: allowed(jnp.abs(right[at].astype(dtype))),
+    )
+
+
+def _part(dtype: Any) -> Any:
+    """Of the parts of complex numbers, or of real ones: their dtype."""
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def _is_wide(dtype: Any) -> bool:
+    """Whether numbers of this dtype, or their parts, have 64 bits."""
+    return bool(jnp.dtype(_part(dtype)).itemsize == 8)

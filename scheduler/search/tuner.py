@@ -18,6 +18,7 @@ from scheduler.core.progress import Pace, Progress
 from scheduler.core.records import L2, L2S, Entry, Failure, Measurement, Outcome, Record, Trial, Verdict
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
+from scheduler.measure.bench import calls_to_confirm
 from scheduler.measure.pool import start_runner
 from scheduler.measure.reduced import smaller
 from scheduler.measure.rotation import condition
@@ -263,7 +264,8 @@ class _Tuning:
                 budget=self.budget - 1,
                 calls=1 + timer.WARM_UP_CALLS + self.repetitions,
                 finalists=FINALISTS,
-                calls_of_finalist=2 + FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
+                calls_of_finalist=calls_to_confirm(problem)
+                + FEWEST_ROUNDS * (timer.WARM_UP_CALLS + self.repetitions_of_round),
             )
 
         if (wanted_s := estimate_s(self.problem)) <= LONGEST_INTERPRETED_S:

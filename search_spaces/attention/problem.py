@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from search_spaces import reference_programs, special_values
 from search_spaces.problem import Problem, nbytes
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -252,6 +255,29 @@ class AttentionProblem(Problem, Bounds):
         most = [n for n, given in ((self.q_len, self.q_lengths), (self.kv_len, self.kv_lengths)) if given]
         return tuple(jnp.clip(jnp.ceil(shares * n).astype(jnp.int32), 1, n) for n in most)
 
+    def special(self) -> tuple[str, ...]:
+        """Finite ones: NaN and infinities of keys that a query does not see are yet to be left out everywhere."""
+        return special_values.FINITE
+
+    def special_qkv(self, kind: str, qkv: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Large ones are values, and one number that all logits have in common: without it they overflow in exp.
+
+        Of larger logits the softmax would tell their rounding errors apart.
+        """
+        if kind != "large":
+            return special_values.altered(qkv, kind, integers=False)
+        q, k, v = qkv
+        return *self.with_common_logit(q, k), *special_values.altered((v,), kind)
+
+    @property
+    def common_power(self) -> int:
+        """The binary logarithm of what queries and keys have in common so that an exponential of logits overflows."""
+        return math.ceil(math.log2(128 / self.default_scale()) / 2)
+
+    def with_common_logit(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+        """Queries and keys that add one number to all logits, beyond 88, from which on exp in float32 overflows."""
+        return tuple(reference_programs.run(_led_by, x, power=self.common_power) for x in (q, k))
+
     def neighbour(self) -> Problem | None:
         q_len, kv_len = (n - less if n > 8 else n for n, less in ((self.q_len, 1), (self.kv_len, 3)))
         below = dataclasses.replace(self, q_len=q_len, kv_len=kv_len)
@@ -260,3 +286,9 @@ class AttentionProblem(Problem, Bounds):
     def default_scale(self) -> float:
         """Of logits where a call does not say: ``1 / sqrt(head_dim)``."""
         return float(self.head_dim**-0.5)
+
+
+@functools.partial(jax.jit, static_argnames="power")
+def _led_by(x: jax.Array, *, power: int) -> jax.Array:
+    """Heads whose first element is a power of two."""
+    return x.at[..., 0].set(2.0**power)

@@ -11,8 +11,9 @@ from typing import Any
 from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
 from search_spaces.autotuned.rebinding import Bindings, tracing
 from search_spaces.errors import DeclarationError
-from search_spaces.problem import Tolerance
+from search_spaces.problem import DOWN, Tolerance
 from search_spaces.space import Choice, Space
+from search_spaces.special_values import KINDS
 
 # A function of a mapping by name: arrays as `jax.ShapeDtypeStruct`, static parameters, choices, the target.
 Asked = Callable[[Mapping[str, Any]], Any]
@@ -34,6 +35,7 @@ class Declaration:
       footprint: as `Kernel.footprint`; None where it is not declared.
       supports: as `Kernel.supports`.
       tolerance, inputs, flops, bytes_moved: as those of `Problem`; None is the default there, and 0 for flops.
+      special: kinds of special operands that answers must be right for.
     """
 
     function: Callable[..., Any]
@@ -50,6 +52,7 @@ class Declaration:
     inputs: Asked | None
     flops: Asked | None
     bytes_moved: Asked | None
+    special: tuple[str, ...] = KINDS
 
     def run(self, *arrays: Any, **named: Any) -> Any:
         """The function's answer; `named` are its static parameters, its choices and the target."""
@@ -76,6 +79,7 @@ def declared(
     inputs: Any = None,
     flops: Any = None,
     bytes_moved: Any = None,
+    special: Any = None,
 ) -> Declaration:
     """What was said of `function`.
 
@@ -124,6 +128,7 @@ def declared(
         inputs=asked(inputs, "inputs", (RANDOM, *posed)),
         flops=asked(flops, "flops", posed),
         bytes_moved=asked(bytes_moved, "bytes_moved", posed),
+        special=_special(inputs is None if special is None else special),
     )
 
 
@@ -155,12 +160,24 @@ def tolerance_of(given: Any) -> Tolerance | tuple[Tolerance, ...]:
         case bool():
             pass
         case int() | float() if 0 <= given < math.inf:
-            return Tolerance(absolute=float(given), relative=float(given))
+            return Tolerance(absolute=float(given), relative=float(given), scale=DOWN)
         case tuple() | list():
             return tuple(one for each in given for one in [tolerance_of(each)] if isinstance(one, Tolerance))
     raise DeclarationError(
         f"tolerance={given!r}: write a number, 0 or more, a Tolerance, or one of these for each result"
     )
+
+
+def _special(given: Any) -> tuple[str, ...]:
+    if isinstance(given, bool):
+        return KINDS if given else ()
+    kinds = tuple(given) if isinstance(given, tuple | list | set | frozenset) else (given,)
+    if wrong := [kind for kind in kinds if kind not in KINDS]:
+        raise DeclarationError(
+            f"special={given!r}: {wrong[0]!r} is no kind of special operands; write True, False, or some of "
+            f"{', '.join(KINDS)}"
+        )
+    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 def _takes(reference: Callable[..., Any], statics: Mapping[str, Any]) -> tuple[str, ...]:

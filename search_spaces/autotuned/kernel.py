@@ -92,7 +92,7 @@ class ReferenceKernel(LibraryKernel[CallProblem]):
         allowed = as_tuple(problem.tolerance())
         if schedule.program == Library.program:
             return problem.tolerance()
-        wider = tuple(Tolerance(8 * one.absolute, 8 * one.relative) for one in allowed)
+        wider = tuple(one.wider(8) for one in allowed)
         return wider if isinstance(problem.tolerance(), tuple) else wider[0]
 
     def run(self, problem: CallProblem, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:

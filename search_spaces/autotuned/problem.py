@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from search_spaces import special_values
 from search_spaces.autotuned.arguments import RANDOM, array_of, array_text
 from search_spaces.autotuned.declaration import Asked, Declaration, tolerance_of
 from search_spaces.autotuned.statics import spelled, value_of
 from search_spaces.errors import DeclarationError
-from search_spaces.problem import Arrays, Problem, Tolerance, nbytes
+from search_spaces.problem import Arrays, Problem, Tolerance, as_tuple, nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,13 @@ class CallProblem(Problem):
         return _result(self)
 
     def reference(self, *args: jax.Array) -> Arrays:
+        """As it is written, of operands in float32 where theirs are narrower, at the highest precision.
+
+        Where results would be of other shapes then, or other than floating-point numbers (as bits of operands are),
+        operands stay what they are.
+        """
         with jax.default_matmul_precision("highest"):
-            return as_written(self, *map(_widened, args))
+            return as_written(self, *(map(_widened, args) if _widens(self) else args))
 
     @property
     def flops(self) -> float:
@@ -76,6 +82,15 @@ class CallProblem(Problem):
     def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
         given = self._asked(self.declared.tolerance, None)
         return super().tolerance() if given is None else tolerance_of(given)
+
+    def special(self) -> tuple[str, ...]:
+        there_are = special_values.kinds_of([s.dtype for s in self.operands()])
+        wanted = self.declared.special
+        return tuple(kind for kind in there_are if kind in wanted)
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        """Integers are as `inputs` was declared to draw them: they may be indices."""
+        return special_values.altered(self.inputs(seed), kind, integers=self.declared.inputs is None)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         if self.declared.inputs is None:
@@ -180,6 +195,19 @@ def _result(problem: CallProblem) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtype
         )
     plain = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
     return plain if several else plain[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _widens(problem: CallProblem) -> bool:
+    """Whether wider operands give the same results, or wider ones."""
+    try:
+        found = as_tuple(jax.eval_shape(lambda *args: as_written(problem, *map(_widened, args)), *problem.operands()))
+    except Exception:  # whatever the reference raises of operands that it never gets
+        return False
+    return [x.shape for x in found] == [s.shape for s in problem.results()] and all(
+        x.dtype == s.dtype or (jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(s.dtype, jnp.inexact))
+        for x, s in zip(found, problem.results(), strict=True)
+    )
 
 
 def _widened(x: jax.Array) -> jax.Array:

@@ -72,6 +72,10 @@ class FlashAttentionProblem(AttentionProblem):
         whole = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
         return *super(FlashAttentionProblem, whole).inputs(seed), *self.random_lengths(seed)
 
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        q, k, v, *lengths = self.inputs(seed)
+        return *self.special_qkv(kind, (q, k, v)), *lengths
+
     @property
     def flops(self) -> float:
         return 2.0 * self.batch * self.heads * self.pair_share * self.visible_pairs * (self.head_dim + self.value_dim)

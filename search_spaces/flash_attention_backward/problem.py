@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from search_spaces import reference_programs
+from search_spaces import reference_programs, special_values
 from search_spaces.attention.formula import attention
 from search_spaces.attention.problem import AttentionProblem
 from search_spaces.problem import Arrays, Problem, Tolerance
@@ -78,11 +80,36 @@ class FlashAttentionBackwardProblem(AttentionProblem):
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Standard normal, lengths from 1 to all, and the forward pass's results of these."""
-        lengths = self.random_lengths(seed)
         plain = dataclasses.replace(self, q_lengths=False, kv_lengths=False)
         q, k, v, _, _, *cotangents = Problem.inputs(plain, seed)
-        out, lse = reference_programs.run(_forward, q, k, v, *lengths, problem=self)
-        return q, k, v, out.astype(self.dtype), lse, *cotangents, *lengths
+        return self._after_forward((q, k, v), cotangents, self.random_lengths(seed))
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        """Large is only what logits have in common: of large values gradients are differences of their errors."""
+        q, k, v, _, _, *rest = self.inputs(seed)
+        cotangents, lengths = rest[: 1 + self.lse_cotangent], rest[1 + self.lse_cotangent :]
+        if kind == "large":
+            return self._after_forward((*self.with_common_logit(q, k), v), cotangents, lengths)
+        qkv = self.special_qkv(kind, (q, k, v))
+        return self._after_forward(qkv, special_values.altered(cotangents, kind), lengths)
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        """Beside elements of 1 what `tolerance` says, though gradients may cancel where those are large.
+
+        They are sums of terms p (dp - delta), of which dp and delta are products of values and cotangents, times keys
+        or queries: multiples of 1/2 have a standard deviation of 2.5, and what logits have in common is a key's.
+        """
+        of_terms = {"large": 2.0**self.common_power, "halves": 2.5**2}
+        if kind not in of_terms:
+            return super().special_tolerance(kind)
+        return tuple(dataclasses.replace(one, scale=(of_terms[kind], math.inf)) for one in self.tolerance())
+
+    def _after_forward(
+        self, qkv: Sequence[jax.Array], cotangents: Sequence[jax.Array], lengths: Sequence[jax.Array]
+    ) -> tuple[jax.Array, ...]:
+        """Operands with the forward pass's results of these queries, keys and values."""
+        out, lse = reference_programs.run(_forward, *qkv, *lengths, problem=self)
+        return *qkv, out.astype(self.dtype), lse, *cotangents, *lengths
 
     @property
     def flops(self) -> float:

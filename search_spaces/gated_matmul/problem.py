@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from search_spaces import special_values
 from search_spaces.matmul import epilogue
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.problem import Problem, TakeRows, Tolerance, scaled
@@ -158,6 +159,14 @@ class GatedMatmulProblem(Problem):
         """Standard normal; `x` is scaled so that the accumulators are, too: it is there that activations differ."""
         x, *others = super().inputs(seed)
         return scaled(x, self.k**-0.5), *others
+
+    def special(self) -> tuple[str, ...]:
+        return special_values.KINDS
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        """An accumulator's share of the largest accumulator, times the other factor; of both factors."""
+        (one,) = self.gate.special_tolerance(kind)
+        return (dataclasses.replace(one, absolute=2 * one.absolute),)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[GatedMatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

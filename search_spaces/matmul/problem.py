@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from search_spaces import special_values
 from search_spaces.matmul import epilogue, several_results
-from search_spaces.problem import Arrays, Problem, TakeRows, Tolerance, nbytes, scaled
+from search_spaces.problem import PROPORTIONAL, Arrays, Problem, TakeRows, Tolerance, nbytes, scaled
 
 _FLOATS = ("bfloat16", "float16", "float32")
 # Operands' dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: they are for the
@@ -234,8 +235,10 @@ class MatmulProblem(Problem):
         return lax.Precision(self.precision)
 
     def reference(self, *args: jax.Array) -> Arrays:
+        """In float32, in which sums of integers are exact up to 2^24: those of `inputs` and `special_inputs` are."""
         a, b = (x.astype(jnp.float32) for x in args[:2])
         acc = lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST)
+        acc = acc.astype(jnp.int32) if self.out_dtype == "int32" else acc
         return self.cut(self.apply_epilogue(acc, args))
 
     def apply_epilogue(self, acc: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
@@ -251,6 +254,25 @@ class MatmulProblem(Problem):
         """
         a, *others = super().inputs(seed)
         return (scaled(a, self.k**-0.5) if self.fused else a), *others
+
+    def special(self) -> tuple[str, ...]:
+        """All kinds, but no infinities in float32: kernels may multiply it as sums of narrower parts, which are NaN."""
+        kinds = special_values.kinds_of([jnp.dtype(self.dtype)])
+        return tuple(kind for kind in kinds if self.dtype != "float32" or not kind.endswith("inf"))
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        """Integers take their extremes; so that sums are exact, only one factor of a product does."""
+        if self.dtype != "int8":
+            return super().special_inputs(kind, seed)
+        a, b = self.inputs(seed)
+        return *special_values.altered((a,), kind), b
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        """Of errors that `tolerance` has beside results of several standard deviations, of which it names six."""
+        exact = self.out_dtype == "int32"
+        deviation = 1.0 if self.fused else self.k**0.5
+        one = self.tolerance() if exact else in_proportion(self.tolerance(), 4 * deviation)
+        return (one,) * len(self.results())
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[MatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -317,10 +339,11 @@ class MatmulProblem(Problem):
         errors add like a random walk. Tensor cores truncate: each of the k / 16 additions of an instruction drops up to
         2^-22 of the accumulator. An activation is nowhere steeper than 1.13, and the fast exponential and quotient of
         GPUs leave some 2^-21 of it. Hopper accumulates 8-bit floats with some 14 bits (DeepSeek-V3, arXiv:2412.19437,
-        3.3.2), of 32 products each. Those of int8 are exact, and in float32, in which answers are compared, they are so
-        up to 2^24: `inputs` stay below.
+        3.3.2), of 32 products each. Those of int8 are exact.
         """
-        out = 2.0**-23 if self.out_dtype == "int32" else float(jnp.finfo(self.whole.dtype).eps)
+        if self.out_dtype == "int32":
+            return Tolerance(absolute=0.0, relative=0.0)
+        out = float(jnp.finfo(self.whole.dtype).eps)
         product = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}.get(self.arithmetic, 0.0)
         accumulation = max(1.0, self.k / 16) * 2.0**-22
         if self.dtype.startswith("float8"):
@@ -331,6 +354,12 @@ class MatmulProblem(Problem):
         slope, curve = (1.13, 2.0**-20) if self.activation else (1.0, 0.0)
         absolute = 6 * deviation * (slope * (product + accumulation) + curve)
         return Tolerance(absolute=absolute, relative=out)
+
+
+def in_proportion(tolerance: Tolerance, largest: float) -> Tolerance:
+    """What is allowed beside a largest element of `largest`, in proportion to that of special operands."""
+    share = max(tolerance.absolute / largest, tolerance.relative)
+    return dataclasses.replace(tolerance, absolute=share, scale=PROPORTIONAL)
 
 
 def as_rows(bias: jax.Array, rank: int) -> jax.Array:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces.matmul.problem import MatmulProblem
+from search_spaces import special_values
+from search_spaces.matmul.problem import MatmulProblem, in_proportion
 from search_spaces.problem import Problem, TakeRows, Tolerance
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -125,6 +126,17 @@ class ScaledMatmulProblem(Problem):
         """Operands are standard normal; scales lie between one over `LARGEST_SCALE` and that."""
         a, b, *scales = super().inputs(seed)
         return a, b, *(jnp.exp2(jnp.clip(x, -1.0, 1.0) * np.log2(LARGEST_SCALE)) for x in scales)
+
+    def special(self) -> tuple[str, ...]:
+        return special_values.KINDS
+
+    def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
+        """Scales are those of `inputs`: what scales operands to their dtype's range is finite, and not zero."""
+        a, b, *scales = self.inputs(seed)
+        return *special_values.altered((a, b), kind), *scales
+
+    def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
+        return (in_proportion(self.tolerance(), 4 * self.k**0.5),)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[ScaledMatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
