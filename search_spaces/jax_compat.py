@@ -443,7 +443,7 @@ def let_jet_see(primitive: Primitive, name: Callable[..., str], formula: Callabl
                 "use jax.jvp several times instead"
             ) from None
 
-    rules: dict[Any, Any] = jet.jet_rules  # type: ignore[assignment]
+    rules: dict[Any, Any] = jet.jet_rules
     rules[primitive] = expand
 
 
