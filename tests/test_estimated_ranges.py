@@ -22,6 +22,7 @@ from scheduler.core.identity import key_of
 from scheduler.core.records import Miss
 from scheduler.measure.ahead_of_time import elsewhere
 from scheduler.prediction.between import answer
+from scheduler.prediction.evidence import Evidence
 from scheduler.search import jobs
 from scheduler.search.before import before, stored_now
 from scheduler.search.missed import weigh
@@ -163,7 +164,7 @@ def test_a_miss_is_settled_by_what_was_measured_before_what_was_estimated(measur
     load(OWN)
     (first, *_), _ = measured
     miss = Miss(first.key, 1, "2026-01-01T00:00:00Z", "2026-01-01T00:00:00Z", "", f"{__file__}:none")
-    (one,) = weigh([miss], [as_estimated(first), first], lambda identity: CPU)
+    (one,) = weigh([miss], lambda *asked: Evidence([as_estimated(first), first]), lambda identity: CPU)
     assert not one.settled.measurement.estimated
 
 

@@ -20,6 +20,7 @@ from scheduler.core.hardware import CPU, find
 from scheduler.core.identity import key_of
 from scheduler.core.records import Failure, Measurement
 from scheduler.dispatch import dispatch
+from scheduler.dispatch.stored import evidence
 from scheduler.inspect import coverage, doctor
 from scheduler.inspect.notebook import record_html
 from scheduler.inspect.provenance import record_head
@@ -183,7 +184,7 @@ def test_what_was_measured_answers_before_an_estimate_wherever_they_lie(store, e
     scheduler.reload()
     decision = decided()
     assert (decision.kernel.backend, decision.reason) == ("xla", "measured, from the shipped cache.db")
-    assert Cache().records(operation=PRODUCT.name, hardware=V6E.id) == [measured]
+    assert evidence(Cache(), PRODUCT, PROBLEM, V6E).records == [measured]
     monkeypatch.setattr("scheduler.search.before.shipped", lambda: shipped)
     monkeypatch.setattr(shipped, "close", lambda: None)
     task = Task(PRODUCT, PROBLEM)

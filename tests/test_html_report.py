@@ -64,8 +64,8 @@ def report(tmp_path_factory):
             store.add_trial(evil.key, failed, ENVIRONMENT)
             store.put(evil)
             store.add_trial(CUT_SHORT, trial(), ENVIRONMENT)
-        said = run("report", "--out", place / "report.html", "--pictures", "none")
-        listed = json.loads(run("list", "--json"))
+        said = run("report", "--out", place / "report.html", "--pictures", "none", "--all", "--most", 0)
+        listed = json.loads(run("list", "--all", "--json"))
     assert re.search(rf"wrote {len(listed)} records to \S+report.html \(\d+\.\d MB\)", said)
     return place / "report.html", listed
 
@@ -340,7 +340,7 @@ def packed(text):
 
 
 def test_each_record_has_its_pictures_and_so_have_all_together(tmp_path):
-    run("report", "--out", tmp_path / "some.html", "--operation", "silu_and_mul")
+    run("report", "--out", tmp_path / "some.html", "--operation", "silu_and_mul", "--all")
     text = (tmp_path / "some.html").read_text()
     drawn = packed(text)
     records = list(shipped().records(operation="silu_and_mul"))
@@ -367,7 +367,7 @@ def test_a_light_picture_whose_colours_are_exchanged_is_the_dark_one():
 
 def test_without_matplotlib_a_report_has_all_but_pictures_and_says_how_to_get_them(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as Python has it where it is not installed
-    run("report", "--out", tmp_path / "bare.html", "--operation", "softmax")
+    run("report", "--out", tmp_path / "bare.html", "--operation", "softmax", "--all")
     text = (tmp_path / "bare.html").read_text()
     assert text.count("Pictures need matplotlib: pip install 'tile-scheduler[plots]'") > 1
     assert not packed(text)

@@ -232,15 +232,10 @@ def test_rows_that_mean_nothing_are_skipped(tmp_path, caplog):
     assert "is skipped, a number and four texts are wanted" in caplog.text
 
 
-def test_an_older_store_gets_them_and_one_that_may_only_be_read_answers_as_it_is(open_path):
+def test_an_older_store_gets_them(open_path):
     with contextlib.closing(sqlite3.connect(open_path)) as connection:
         connection.executescript((ROOT / "tests" / "schemas" / "4.sql").read_text())
     store = Store(open_path)
-    with frozen(open_path):
-        assert store.get(values.KEY) == values.record()
-        assert store.misses.all() == []
-    with contextlib.closing(Store(open_path, readonly=True)) as reader:
-        assert (reader.get(values.KEY), reader.misses.all()) == (values.record(), [])
     store.misses.note([miss()])
     assert (store.get(values.KEY), store.misses.all()) == (values.record(), [miss()])
 

@@ -32,7 +32,7 @@ def widest(text):
 
 
 def test_a_list_of_the_shipped_records_takes_few_lines_each_and_cuts_nothing(width):
-    out, _ = run("list")
+    out, _ = run("list", "--all", "--most", 0)
     lines = out.splitlines()
     assert widest(out) <= width
     assert len(lines) <= 3 * len(RECORDS) + 10  # of 80 columns: the schedule, and one or two for the problem; a heading
@@ -48,7 +48,7 @@ def test_a_list_of_the_shipped_records_takes_few_lines_each_and_cuts_nothing(wid
 
 def test_a_terminal_without_other_letters_than_ascii_is_printed_to_as_well():
     ran = subprocess.run(
-        [sys.executable, "-m", "scheduler", "list", "--operation", "softmax"],
+        [sys.executable, "-m", "scheduler", "list", "--all", "--operation", "softmax"],
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
         cwd=ROOT,
         capture_output=True,
@@ -109,7 +109,7 @@ def test_verified_winners_keep_to_the_width_and_are_spelled_as_they_are_typed(wi
 
 def test_a_pipe_without_columns_gets_lines_of_120(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert 80 < widest(run("list")[0]) <= 120
+    assert 80 < widest(run("list", "--all")[0]) <= 120
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: str(record.key))
@@ -126,7 +126,11 @@ def test_a_problem_has_one_notation_which_can_be_typed(record):
 
 def test_a_problem_is_spelled_alike_in_titles_lists_and_searches():
     text = "m=4096 n=4096 k=4096 dtype=bfloat16"
-    for command in (["show", "matmul", *LARGE], ["explain", "matmul", *LARGE, "--hardware", "h200"], ["list"]):
+    for command in (
+        ["show", "matmul", *LARGE],
+        ["explain", "matmul", *LARGE, "--hardware", "h200"],
+        ["list", "--all", "--most", "0"],
+    ):
         assert re.search(rf"\b{text}( |\n|$)", run(*command)[0]), command
     ended = subprocess.run(
         [sys.executable, "-m", "scheduler", "show", "matmul", *text.split()], capture_output=True, text=True

@@ -14,6 +14,7 @@ import scheduler
 from scheduler import tuned_matmul
 from scheduler.core.hardware import CPU, find, identified
 from scheduler.core.records import Entry, Key, Miss
+from scheduler.prediction.evidence import Evidence
 from scheduler.search import missed
 from scheduler.search.jobs import Task
 from scheduler.search.missed import LEAST, Missed, Within, weigh, worth_tuning
@@ -48,6 +49,11 @@ def miss(problem, lowered=1, hardware=H200, operation="matmul", line="/home/me/m
     return Miss(Key(operation, hardware, text), lowered, "2026-03-01T12:00:00Z", "2026-03-02T12:00:00Z", line, place)
 
 
+def knowing(*records):
+    """Stores of these records."""
+    return lambda operation, problem, hardware: Evidence(records)
+
+
 def product(m, n=4096, k=4096, **more):
     return MatmulProblem(m, n, k, **more)
 
@@ -58,7 +64,7 @@ def product(m, n=4096, k=4096, **more):
 def test_the_largest_expected_gain_comes_first_and_counts():
     few, often = miss(product(24, 8000, 8000), 2), miss(product(40, 8000, 8000), 9)
     unknown = miss(product(24), hardware="Some Chip (7 cores, 1 GiB)")
-    weighed = weigh([unknown, few, often], [], identified)
+    weighed = weigh([unknown, few, often], knowing(), identified)
     assert [one.miss for one in weighed] == [often, few, unknown]
     first, second, third = weighed
     assert first.gain_s == 9 * (first.library_s - first.best_s) > 2 * (second.library_s - second.best_s) > 0
@@ -66,7 +72,7 @@ def test_the_largest_expected_gain_comes_first_and_counts():
 
 
 def test_what_only_the_library_can_do_gains_nothing():
-    (one,) = weigh([miss(product(64, dtype="float32", precision="highest"))], [], identified)
+    (one,) = weigh([miss(product(64, dtype="float32", precision="highest"))], knowing(), identified)
     assert one.best_s == one.library_s > 0
     assert one.gain_s == 0
     assert "no kernel of matmul can do" in one.reason
@@ -75,14 +81,14 @@ def test_what_only_the_library_can_do_gains_nothing():
 def test_a_record_that_holds_settles_a_miss_and_one_that_does_not_leaves_it_open():
     record = next(shipped().records(operation="matmul", hardware=H200))
     one = miss(record.key.problem)
-    (settled,) = weigh([one], [record], identified)
+    (settled,) = weigh([one], knowing(record), identified)
     assert isinstance(settled.settled, Entry)
     assert worth_tuning([settled]) == ([], [])
     stale = dataclasses.replace(record, versions=dict.fromkeys(record.versions, 0))
-    (open_,) = weigh([one], [stale], identified)
+    (open_,) = weigh([one], knowing(stale), identified)
     assert open_.settled is None
     assert open_.best_s is not None
-    (again,) = weigh([one], [stale, record], identified)
+    (again,) = weigh([one], knowing(stale, record), identified)
     assert again.settled == settled.settled
 
 

@@ -33,6 +33,11 @@ HardwareName = Annotated[str | None, typer.Option("--hardware", help="A chip by 
 Chips = Annotated[str | None, typer.Option("--hardware", help="Only chips whose name contains this, in any case.")]
 
 
+Everything = Annotated[
+    bool, typer.Option("--all", help="Also what is shipped for other chips than the one that is here.")
+]
+
+
 Device = Annotated[int, typer.Option(min=0, help="Which GPU, by its index among the visible ones.")]
 
 

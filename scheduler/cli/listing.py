@@ -8,22 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from scheduler.cli.arguments import AsJson, Chips, chip_of, wanted_by
-from scheduler.cli.stores import SHIPPED, Here, ask_stores, elsewhere_text
+from scheduler.cli.arguments import AsJson, Chips, Everything, chip_of
+from scheduler.cli.stored import MOST, chosen
+from scheduler.cli.stores import SHIPPED
 from scheduler.cli.terminal import console_here, output, print_command, print_json
 
 if TYPE_CHECKING:
-    from scheduler.core.ranges import Range
-    from scheduler.core.records import Key, Record, Trial
-    from scheduler.store.rows import Head
-    from scheduler.store.store import Store
-
-# Nobody reads more of a terminal.
-MOST = 100
-
-Everything = Annotated[
-    bool, typer.Option("--all", help="Also what is shipped for other chips than the one that is here.")
-]
+    from scheduler.core.records import Key
 
 
 def list_(
@@ -35,56 +26,23 @@ def list_(
 ) -> None:
     """List the stored schedules: the user's own, and those shipped for the chip that is here; searches cut short."""
     from scheduler.cli import range_report, record_report
-    from scheduler.core.records import Key
     from scheduler.inspect import provenance
 
-    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]], list[Range]]:
-        return store, store.heads(), store.unfinished(), store.ranges.all()
-
-    kept = list(ask_stores(ask))
-    keys = [key for _, (_, heads, cut, _) in kept for key in (*(head.key for head in heads), *cut)]
-    meant, here = wanted_by(keys, operation, hardware), Here.now()
-    everything = everything or hardware is not None
-    found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
-    rows = [(where, head) for where, head in found if everything or here.shows(where, head.key)]
-    rows.sort(key=lambda row: here.order(row[0], row[1].key, estimated=row[1].estimated))
-    shown = rows if as_json or not most else rows[:most]
-    records = _read(shown, {where: store for where, (store, *_) in kept})
+    stored = chosen(operation, hardware, everything=everything, most=0 if as_json else most)
     if as_json:
-        print_json([{"where": where, **record_report.record_json(record)} for where, record in records])
+        print_json([{"where": where, **record_report.record_json(record)} for where, record in stored.records])
         return
-    if records:
-        output(*record_report.records(records, console_here().width))
-    if len(shown) < len(rows):
-        output(
-            "", f"{len(rows) - len(shown)} more are not printed: --most 0 prints all, --operation and --hardware some"
-        )
-    of_ranges = [
-        (where, one)
-        for where, (*_, ranges) in kept
-        for one in ranges
-        if meant(key := Key(one.operation, one.hardware, one.problem)) and (everything or here.shows(where, key))
-    ]
-    for where, one in of_ranges:
+    if stored.records:
+        output(*record_report.records(stored.records, console_here().width))
+    for where, one in stored.ranges:
         output("", f"{one} on {one.hardware}, {where}", *range_report.summary(one))
-    unfinished = [(where, key, trials) for where, (_, _, cut, _) in kept for key, trials in cut.items() if meant(key)]
-    for where, key, trials in unfinished:
+    for where, key, trials in stored.unfinished:
         output("", f"{key}, {where}: {provenance.unfinished_text(trials)}")
         print_goes_on(key)
-    if not (rows or of_ranges or unfinished):
-        _print_none([where for where, _ in kept if where != SHIPPED], operation)
-    left_out = [head.key.hardware for where, head in found if not (everything or here.shows(where, head.key))]
-    if left_out:
-        output("", f"{elsewhere_text(left_out)}: --all lists them, too, or --hardware those of a chip")
-
-
-def _read(rows: Sequence[tuple[str, Head]], stored: dict[str, Store]) -> list[tuple[str, Record]]:
-    """The records of these rows, in their order; a malformed one is left out."""
-    found: dict[tuple[str, Key], Record] = {}
-    for where, store in stored.items():
-        keys = [head.key for place, head in rows if place == where]
-        found |= {(where, record.key): record for record in store.read(keys)}
-    return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
+    if not (stored.records or stored.ranges or stored.unfinished):
+        _print_none([where for where in stored.stores if where != SHIPPED], operation)
+    for left in stored.left_out_texts():
+        output("", left)
 
 
 def _print_none(places: Sequence[str], operation: str | None) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.cli.arguments import wanted_by
@@ -13,7 +11,7 @@ from scheduler.core.errors import StoreError
 
 if TYPE_CHECKING:
     from scheduler.core.ranges import Range
-    from scheduler.core.records import Key, Record
+    from scheduler.core.records import Record
     from scheduler.store.store import Store
 
 T = TypeVar("T")
@@ -46,51 +44,6 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
             say(f"tile-scheduler: {error} (going on without it)")
         else:
             yield SHIPPED if opened is shipped else store.location, answer
-
-
-@dataclasses.dataclass(frozen=True)
-class Here:
-    """The chips of this machine, and what is shown of stores where nothing else is asked for.
-
-    Attributes:
-      kinds: as their drivers name them; none where JAX finds no device.
-    """
-
-    kinds: frozenset[str]
-
-    @classmethod
-    def now(cls) -> Here:
-        from scheduler.core import hardware
-        from scheduler.core.errors import SchedulerError
-        from scheduler.measure.gpu import Gpu
-
-        if gpus := Gpu.chips():  # whose driver tells, without a device being started
-            return cls(frozenset(gpus.values()))
-        try:
-            return cls(frozenset({hardware.detect().kind}))
-        except SchedulerError:
-            return cls(frozenset())
-
-    def has(self, key: Key) -> bool:
-        """Whether a record of this key is for a chip that is here."""
-        return key.hardware.partition(" (")[0] in self.kinds
-
-    def shows(self, where: str, key: Key) -> bool:
-        """All that the user's own store keeps, and of what is shipped what is for a chip that is here."""
-        return where != SHIPPED or self.has(key)
-
-    def order(self, where: str, key: Key, *, estimated: bool) -> tuple[object, ...]:
-        """The user's own first; then what is for a chip that is here; then what was measured."""
-        from scheduler.inspect.order import order_of
-
-        return where == SHIPPED, not self.has(key), estimated, key.hardware, order_of(key)
-
-
-def elsewhere_text(chips: Sequence[str]) -> str:
-    """How many records are shipped for other chips than the ones that are here: `chips` names that of each."""
-    counts = collections.Counter(chip.partition(" (")[0] for chip in chips)
-    kinds = ", ".join(f"{count} for {chip}" for chip, count in counts.most_common())
-    return f"{len(chips)} more are shipped for other chips ({kinds})"
 
 
 def open_stores() -> list[Store]:

@@ -8,8 +8,8 @@ import os
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from scheduler.core.progress import Progress
     from scheduler.search.task import Task
 
+
+T = TypeVar("T")
 
 MOST_COLUMNS = 1000
 
@@ -111,3 +113,42 @@ def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
             bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
 
         yield draw
+
+
+# Without a terminal, a line for each such share of the whole.
+_SHARE = 10
+
+
+@contextlib.contextmanager
+def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+    """Shows on standard error how many of `total` are done: a bar on a terminal, else a line for each tenth.
+
+    Yields:
+      what counts: it passes things on, and each that is asked for after another says that one more is done.
+    """
+    if not sys.stderr.isatty():
+
+        def lines(things: Iterable[T]) -> Iterator[T]:
+            said = 0
+            for done, thing in enumerate(things):
+                if (share := done * _SHARE // max(total, 1)) >= said:
+                    say(f"{what}: {done} of {total} done")
+                    said = share + 1
+                yield thing
+
+        yield lines
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=12), MofNCompleteColumn()]
+    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        row = bars.add_task(what, total=total)
+
+        def bar(things: Iterable[T]) -> Iterator[T]:
+            for thing in things:
+                yield thing
+                bars.advance(row)
+
+        yield bar

@@ -22,8 +22,8 @@ _SIZE = re.compile(
 )
 # What rounding may add to or take from a sum of logarithms.
 _ROUNDING = 1e-9
-# Of the distance that is asked for: first so much is searched, because a large store has enough within it.
-_FIRST = 1 / 16
+# Of the distance that is asked for: so much is searched, one after the other, because a large store has enough nearby.
+_STAGES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Near:
         return [(place_of(text), within - apart + _ROUNDING) for text, apart in self.spellings if apart <= within]
 
     @property
-    def stages(self) -> tuple[float, float]:
+    def stages(self) -> tuple[float, ...]:
         """How far to search first, and then, unless that was enough."""
-        return self.within * _FIRST, self.within
+        return tuple(self.within * share for share in _STAGES)
 
     def in_order(self, found: Iterable[tuple[float, str]], within: float) -> Iterator[str]:
         """The texts of similar problems, the nearest first.

@@ -132,4 +132,4 @@ def nearest(
         doublings = distance(problem, other)
         if 0 < doublings <= within:
             found.append(Neighbour(other, record, doublings))
-    return sorted(found, key=lambda near: (near.doublings, json.dumps(near.record.key.problem)))[:most]
+    return sorted(found, key=lambda near: (near.doublings, near.record.key.problem))[:most]

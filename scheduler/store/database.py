@@ -26,6 +26,8 @@ BUSY_TIMEOUT_S = 30
 # What a transaction that migrates locks first; SQLite's BEGIN IMMEDIATE is such a lock already.
 _LOCK = {"postgresql": "SELECT pg_advisory_xact_lock(8090210118)"}
 _INSERT: dict[str, Callable[[Any], Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+# A query and its parameters -> all of its rows.
+Select = Callable[[sa.Select[Any], Mapping[str, Any]], Sequence[Any]]
 
 
 class Database:
@@ -96,12 +98,19 @@ class Database:
 
     def select(self, query: sa.Select[Any], *asked: Mapping[str, Any]) -> Sequence[Any]:
         """All rows of `query`, for each of its parameters `asked`, if any; none where there is no file yet."""
+        with self.reading() as select:
+            return [row for values in asked or ({},) for row in select(query, values)]
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Select]:
+        """Several queries by one connection, which takes longer to open than a query does."""
         with self._turn, self._errors("read"):
             if self._missing():
-                return ()
+                yield lambda query, values: ()
+                return
             self._prepare()
             with self._engine.connect() as connection:
-                return [row for values in asked or ({},) for row in connection.execute(query, values)]
+                yield lambda query, values: connection.execute(query, values).all()
 
     def empty(self) -> bool:
         """Whether there is no file yet."""

@@ -1,3 +1,4 @@
+-- A cache of schema 7 as `sqlite3 cache.db .dump` shows it; frozen, for later versions must read it.
 BEGIN TRANSACTION;
 CREATE TABLE constants (
              hardware TEXT NOT NULL, operation TEXT NOT NULL, backend TEXT NOT NULL,

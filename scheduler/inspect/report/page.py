@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from xml.etree.ElementTree import Element
 
 from scheduler.core.records import Key, Trial
 from scheduler.inspect.report.article import article
@@ -27,11 +28,13 @@ class Origin:
       stores: what was read.
       versions: of this package and of what explains the records, by name.
       date: UTC, ISO 8601.
+      left_out: what is stored and not told of, a sentence each.
     """
 
     stores: Sequence[str]
     versions: Mapping[str, str]
     date: str
+    left_out: Sequence[str] = ()
 
 
 def page(
@@ -40,7 +43,7 @@ def page(
     """The report as text.
 
     Args:
-      records: in the order in which they are shown (`ordered`).
+      records: in the order in which they are shown.
       cut: where it is kept, key and trials of each search that did not end.
     """
     named = list(zip(_idents(records), records, strict=True))
@@ -48,7 +51,7 @@ def page(
     title = f"Tile schedules: {len(records)} record{'' if len(records) == 1 else 's'}"
     body = element(
         "body",
-        element("header", element("h1", title), element("p", _said_of(origin), class_="faint")),
+        element("header", element("h1", title), *_said_of(origin)),
         element(
             "main",
             overview(named, cut, pictures),
@@ -81,20 +84,10 @@ def _policy(style: str, script: str) -> str:
     return f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}; img-src data: blob:"
 
 
-def _said_of(origin: Origin) -> str:
+def _said_of(origin: Origin) -> list[Element]:
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
-    return f"Read from {' and '.join(origin.stores)} on {origin.date[:10]} by {versions}."
-
-
-def ordered(records: Iterable[Told]) -> list[Told]:
-    """By operation and chip, and problems by their extents."""
-    return sorted(records, key=_order)
-
-
-def _order(told: Told) -> tuple[object, ...]:
-    key = told.record.key
-    extents = tuple((int(number or 0), word) for word, number in re.findall(r"([^0-9]+)([0-9]*)", f" {told.spelled}"))
-    return key.operation, key.hardware, extents, told.where
+    read = f"Read from {' and '.join(origin.stores)} on {origin.date[:10]} by {versions}."
+    return [element("p", line, class_="faint") for line in (read, *(f"{left}." for left in origin.left_out))]
 
 
 def _idents(records: Iterable[Told]) -> list[str]:

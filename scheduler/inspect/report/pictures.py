@@ -67,10 +67,15 @@ def none(records: Sequence[Told], why: str) -> Pictures:
     return Pictures([()] * len(records), missing=why)
 
 
-def drawn(records: Sequence[Told], *, every: bool = False) -> Pictures:
-    """Those of a user's own operations are drawn in this process, which alone has them.
+def drawn(
+    records: Sequence[Told], count: Callable[[Iterable[Told]], Iterable[Told]], *, every: bool = False
+) -> Pictures:
+    """Those of each record, in their order, and then those of all.
+
+    Those of a user's own operations are drawn in this process, which alone has them.
 
     Args:
+      count: passes records on, and is asked for the next one when the one before is drawn.
       every: all that there are of a record, and not the few that tell most.
 
     Raises:
@@ -78,8 +83,9 @@ def drawn(records: Sequence[Told], *, every: bool = False) -> Pictures:
     """
     away = [told for told in records if told.case is not None and told.record.key.operation in OPERATIONS]
     jobs = [(told.record, told.trials, every) for told in away]
+    found: list[list[Picture]] = []
     with contextlib.ExitStack() as stack:
-        mapped: Iterable[list[Picture]] = map(_of_record, jobs)
+        mapped: Iterator[list[Picture]] = map(_of_record, jobs)
         if len(jobs) > _AT_ONCE and (workers := os.cpu_count() or 1) > 1:
             context = multiprocessing.get_context("spawn")  # JAX has threads, and a fork of it may hang
             # Ctrl-C reaches all of a terminal's processes: this one ends the others.
@@ -88,11 +94,14 @@ def drawn(records: Sequence[Told], *, every: bool = False) -> Pictures:
             )
             stack.callback(pool.shutdown, cancel_futures=True)
             mapped = pool.map(_of_record, jobs, chunksize=4)
-        found = {id(told): pictures for told, pictures in zip(away, mapped, strict=True)}
-    for told in records:
-        if told.case is not None and id(told) not in found:
-            found[id(told)] = list(_drawn(told.case, every=every))
-    return Pictures([found.get(id(told), []) for told in records], list(_of_all(records)))
+        for told in count(records):
+            if told.case is None:
+                found.append([])
+            elif told.record.key.operation in OPERATIONS:
+                found.append(next(mapped))
+            else:
+                found.append(list(_drawn(told.case, every=every)))
+    return Pictures(found, list(_of_all(records)))
 
 
 def _of_record(job: tuple[Record, tuple[Trial, ...], bool]) -> list[Picture]:

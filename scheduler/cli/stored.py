@@ -1,0 +1,125 @@
+"""What `list` and `report` show of the stores: the user's own first, then what is shipped for the chip that is here."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from scheduler.cli.arguments import wanted_by
+from scheduler.cli.stores import SHIPPED, ask_stores
+
+if TYPE_CHECKING:
+    from scheduler.core.ranges import Range
+    from scheduler.core.records import Key, Record, Trial
+    from scheduler.store.rows import Head
+    from scheduler.store.store import Store
+
+# Nobody reads more, and each takes some of a second to be explained and drawn.
+MOST = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What is shown, each with where it is kept.
+
+    Attributes:
+      stores: those that could be read, by where they are.
+      records: the user's own first, and those of the chip that is here; problems by their extents.
+      ranges, unfinished: likewise, with the trials of searches that did not end.
+      left: how many more records would be shown, but for `most`.
+      elsewhere: the chip of each record that is shipped for another than the one that is here.
+    """
+
+    stores: Mapping[str, Store]
+    records: Sequence[tuple[str, Record]]
+    ranges: Sequence[tuple[str, Range]]
+    unfinished: Sequence[tuple[str, Key, Sequence[Trial]]]
+    left: int
+    elsewhere: Sequence[str]
+
+    def left_out_texts(self) -> list[str]:
+        """What is not shown, and how it is: a line or two, or none."""
+        said = []
+        if self.left:
+            said.append(f"{self.left} more records are left out: --most 0 takes all, --operation and --hardware choose")
+        if self.elsewhere:
+            counts = collections.Counter(chip.partition(" (")[0] for chip in self.elsewhere)
+            chips = ", ".join(f"{count} for {chip}" for chip, count in counts.most_common())
+            said.append(f"{len(self.elsewhere)} more are shipped for other chips ({chips}): --all shows them, too")
+        return said
+
+
+def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int) -> Stored:
+    """What the words of a command line choose.
+
+    Args:
+      operation, hardware: as in `wanted_by`; where a chip is named, all that is stored of it is chosen.
+      everything: also what is shipped for other chips than the one that is here.
+      most: at most so many records; 0 sets no limit.
+    """
+    from scheduler.core.records import Key
+
+    def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]], list[Range]]:
+        return store, store.heads(), store.unfinished(), store.ranges.all()
+
+    kept = list(ask_stores(ask))
+    keys = [key for _, (_, heads, cut, _) in kept for key in (*(head.key for head in heads), *cut)]
+    meant, here = wanted_by(keys, operation, hardware), _Here.now()
+
+    def shown(where: str, key: Key) -> bool:
+        return everything or hardware is not None or where != SHIPPED or here.has(key)
+
+    found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
+    rows = [(where, head) for where, head in found if shown(where, head.key)]
+    rows.sort(key=lambda row: here.order(*row))
+    stores = {where: store for where, (store, *_) in kept}
+    ranges = [(where, one, Key(one.operation, one.hardware, one.problem)) for where, (*_, all_) in kept for one in all_]
+    return Stored(
+        stores,
+        _read(rows[:most] if most else rows, stores),
+        [(where, one) for where, one, key in ranges if meant(key) and shown(where, key)],
+        [(where, key, trials) for where, (_, _, cut, _) in kept for key, trials in cut.items() if meant(key)],
+        max(0, len(rows) - most) if most else 0,
+        [head.key.hardware for where, head in found if not shown(where, head.key)],
+    )
+
+
+def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list[tuple[str, Record]]:
+    """The records of these rows, in their order; a malformed one is left out."""
+    found: dict[tuple[str, Key], Record] = {}
+    for where, store in stores.items():
+        keys = [head.key for place, head in rows if place == where]
+        found |= {(where, record.key): record for record in store.read(keys)}
+    return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """The chips of this machine, as their drivers name them; none where JAX finds no device."""
+
+    kinds: frozenset[str]
+
+    @classmethod
+    def now(cls) -> _Here:
+        from scheduler.core import hardware
+        from scheduler.core.errors import SchedulerError
+        from scheduler.measure.gpu import Gpu
+
+        if gpus := Gpu.chips():  # whose driver tells, without a device being started
+            return cls(frozenset(gpus.values()))
+        try:
+            return cls(frozenset({hardware.detect().kind}))
+        except SchedulerError:
+            return cls(frozenset())
+
+    def has(self, key: Key) -> bool:
+        """Whether a record of this key is for a chip that is here."""
+        return key.hardware.partition(" (")[0] in self.kinds
+
+    def order(self, where: str, head: Head) -> tuple[object, ...]:
+        """The user's own first; then what is for a chip that is here; then what was measured."""
+        from scheduler.inspect.order import order_of
+
+        return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, order_of(head.key)
