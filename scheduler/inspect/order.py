@@ -30,7 +30,7 @@ def _problem_order(key: Key) -> tuple[object, ...]:
     if not isinstance(values, dict):
         return (_value_order(values),)
     named = {name: values.pop(name, default) for name, default in _fields(key.operation)}
-    return (*map(_value_order, named.values()), *((name, _value_order(value)) for name, value in values.items()))
+    return (*map(_value_order, named.values()), *((2, name, _value_order(value)) for name, value in values.items()))
 
 
 def _value_order(value: object) -> tuple[object, ...]:
