@@ -85,8 +85,11 @@ def _ranges(
     cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool
 ) -> list[Range]:
     """The ranges that the problem may lie in."""
-    alike = {"operation": operation.name, "hardware": hardware.id, "problems": families_of(problem)}
-    found = cache.ask(lambda store: store.ranges.all(**alike), shared_only=shared_only)
+    families = families_of(problem)
+    found = cache.ask(
+        lambda store: store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families),
+        shared_only=shared_only,
+    )
     return [one for ranges in found for one in ranges]
 
 
