@@ -28,7 +28,7 @@ def list_(
     from scheduler.cli import range_report, record_report
     from scheduler.inspect import provenance
 
-    stored = chosen(operation, hardware, everything=everything, most=0 if as_json else most)
+    stored = chosen(operation, hardware, everything=everything, most=0 if as_json else most, fields=not as_json)
     if as_json:
         print_json([{"where": where, **record_report.record_json(record)} for where, record in stored.records])
         return

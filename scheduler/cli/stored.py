@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import importlib.util
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scheduler.cli.arguments import wanted_by
 from scheduler.cli.stores import SHIPPED, ask_stores
+from scheduler.core import nvidia_smi
+from scheduler.core.errors import SchedulerError
+from scheduler.core.records import Key
+from scheduler.inspect.order import order_of
 
 if TYPE_CHECKING:
     from scheduler.core.ranges import Range
-    from scheduler.core.records import Key, Record, Trial
+    from scheduler.core.records import Record, Trial
     from scheduler.store.rows import Head
     from scheduler.store.store import Store
 
@@ -51,15 +59,15 @@ class Stored:
         return said
 
 
-def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int) -> Stored:
+def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int, fields: bool = True) -> Stored:
     """What the words of a command line choose.
 
     Args:
       operation, hardware: as in `wanted_by`; where a chip is named, all that is stored of it is chosen.
       everything: also what is shipped for other chips than the one that is here.
       most: at most so many records; 0 sets no limit.
+      fields: sort problems by their fields in the order of their operation, which imports JAX; else by their names.
     """
-    from scheduler.core.records import Key
 
     def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]], list[Range]]:
         return store, store.heads(), store.unfinished(), store.ranges.all()
@@ -73,7 +81,7 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
 
     found = [(where, head) for where, (_, heads, *_) in kept for head in heads if meant(head.key)]
     rows = [(where, head) for where, head in found if shown(where, head.key)]
-    rows.sort(key=lambda row: here.order(*row))
+    rows.sort(key=lambda row: here.order(*row, fields=fields))
     stores = {where: store for where, (store, *_) in kept}
     ranges = [(where, one, Key(one.operation, one.hardware, one.problem)) for where, (*_, all_) in kept for one in all_]
     return Stored(
@@ -95,31 +103,39 @@ def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list
     return [(where, found[where, head.key]) for where, head in rows if (where, head.key) in found]
 
 
+def _tpu_devices() -> bool:
+    """Whether there are files by which a process reaches TPUs."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Here:
-    """The chips of this machine, as their drivers name them; none where JAX finds no device."""
+    """The chips of this machine, as their drivers name them."""
 
     kinds: frozenset[str]
 
     @classmethod
     def now(cls) -> _Here:
-        from scheduler.core import hardware
-        from scheduler.core.errors import SchedulerError
-        from scheduler.measure.gpu import Gpu
+        """Asks JAX, which takes a second to import, only where a TPU may be here: nobody else tells its kind."""
+        platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
+        plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+        if plugins and (not platforms or platforms & {"cuda", "gpu"}):
+            visible = nvidia_smi.visible()
+            asked = [nvidia_smi.told("name", name) for name in ([None] if visible is None else visible)]
+            if kinds := frozenset(kind for rows in asked for (kind,) in rows):
+                return cls(kinds)
+        if importlib.util.find_spec("libtpu") and (not platforms or "tpu" in platforms) and _tpu_devices():
+            from scheduler.core import hardware
 
-        if gpus := Gpu.chips():  # whose driver tells, without a device being started
-            return cls(frozenset(gpus.values()))
-        try:
-            return cls(frozenset({hardware.detect().kind}))
-        except SchedulerError:
-            return cls(frozenset())
+            with contextlib.suppress(SchedulerError):
+                return cls(frozenset({hardware.detect().kind}))
+        return cls(frozenset({"cpu"}))
 
     def has(self, key: Key) -> bool:
         """Whether a record of this key is for a chip that is here."""
         return key.hardware.partition(" (")[0] in self.kinds
 
-    def order(self, where: str, head: Head) -> tuple[object, ...]:
+    def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
         """The user's own first; then what is for a chip that is here; then what was measured."""
-        from scheduler.inspect.order import order_of
-
-        return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, order_of(head.key)
+        problem = order_of(head.key, fields=fields)
+        return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem

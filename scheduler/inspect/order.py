@@ -16,20 +16,24 @@ from search_spaces import load_known
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_.])([0-9]+)")
 
 
-def order_of(key: Key) -> tuple[object, ...]:
-    """What keys are sorted by."""
-    return key.operation, key.hardware, _problem_order(key)
+def order_of(key: Key, *, fields: bool = True) -> tuple[object, ...]:
+    """What keys are sorted by.
+
+    Args:
+      fields: the fields of a problem in the order of its operation, which is loaded for that; else by their names.
+    """
+    return key.operation, key.hardware, _problem_order(key, fields)
 
 
-def _problem_order(key: Key) -> tuple[object, ...]:
-    """Its fields in their own order: numbers as numbers, before text, which is sorted by name."""
+def _problem_order(key: Key, by_operation: bool) -> tuple[object, ...]:
+    """Its fields: numbers as numbers, before text, which is sorted by name."""
     try:
         values = json.loads(key.problem)
     except (ValueError, RecursionError):  # a store may hold any text
         values = key.problem
     if not isinstance(values, dict):
         return (_value_order(values),)
-    named = {name: values.pop(name, default) for name, default in _fields(key.operation)}
+    named = {name: values.pop(name, default) for name, default in (_fields(key.operation) if by_operation else ())}
     return (*map(_value_order, named.values()), *((2, name, _value_order(value)) for name, value in values.items()))
 
 

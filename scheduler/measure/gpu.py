@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Collection
 
+from scheduler.core import nvidia_smi
 from scheduler.core.errors import WorkerError
 from scheduler.measure import turns
 from search_spaces import jax_compat
@@ -48,11 +49,11 @@ class Gpu:
     @classmethod
     def query(cls, device: int = 0) -> Gpu | None:
         """The GPU of this index among the visible ones, or None where there is no such."""
-        names = _visible()
+        names = nvidia_smi.visible()
         if names is not None and device >= len(names):
             return None
         index = names[device] if names is not None else str(device)
-        found = _told("uuid,driver_version,memory.free,memory.total,pci.bus_id", index)
+        found = nvidia_smi.told("uuid,driver_version,memory.free,memory.total,pci.bus_id", index)
         if len(found) != 1 or len(parts := found[0]) != 5:
             return None
         return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2, parts[4])
@@ -62,9 +63,9 @@ class Gpu:
         """The name of each visible GPU, by its index among these; none where JAX has no GPU to use."""
         if not jax_compat.cuda_wanted():
             return {}
-        if (names := _visible()) is None:
-            return {int(index): name for index, name in _told("index,name")}
-        found = ((number, _told("name", name)) for number, name in enumerate(names))
+        if (names := nvidia_smi.visible()) is None:
+            return {int(index): name for index, name in nvidia_smi.told("index,name")}
+        found = ((number, nvidia_smi.told("name", name)) for number, name in enumerate(names))
         return {number: told[0][0] for number, told in found if told}
 
     @classmethod
@@ -91,25 +92,3 @@ class Gpu:
           when: as in `turns.turn`.
         """
         return turns.turn(self.uuid, self.bus, when)
-
-
-def _visible() -> list[str] | None:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; None where it does not, for all."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return None
-    names = [name.strip() for name in visible.split(",")]
-    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA reads it
-
-
-def _told(what: str, index: str | None = None) -> list[list[str]]:
-    """What the driver says of the GPU of this name, or of each, a row each; none where it says nothing."""
-    if (smi := shutil.which("nvidia-smi")) is None:
-        return []
-    which = [] if index is None else [f"--id={index}"]
-    command = [smi, *which, f"--query-gpu={what}", "--format=csv,noheader,nounits"]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if asked.returncode and index is not None:
-        return []
-    rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines()]
-    return [row for row in rows if len(row) == len(what.split(","))]  # the rest is an error, of a GPU that fell off
