@@ -162,18 +162,22 @@ def test_a_similar_record_that_cannot_be_read_leaves_its_place_to_the_next(tmp_p
         assert store.nearest(near(DOUBLE, DoubleProblem(8), CPU, within=1)) == records[1:]
 
 
-def test_what_another_process_adds_is_found_at_once(tmp_path):
+@pytest.mark.parametrize("kind", ["file", "postgres"])
+def test_what_another_process_adds_is_found_at_once(kind, tmp_path, request):
     question = near(DOUBLE, DoubleProblem(8), CPU, within=1, most=1)
-    with (
-        contextlib.closing(Store(tmp_path / "own.db")) as store,
-        contextlib.closing(Store(tmp_path / "own.db")) as other,
-    ):
+    place = tmp_path / "own.db" if kind == "file" else request.getfixturevalue("postgres")
+    with contextlib.closing(Store(place)) as store, contextlib.closing(Store(place)) as other:
         (far,) = fill(other, DOUBLE, [DoubleProblem(12)], CPU)
         assert store.nearest(question) == [far]
         (close,) = fill(other, DOUBLE, [DoubleProblem(9)], CPU)
         assert store.nearest(question) == [close]
+        assert store.nearest(question, estimated=True) == []
+        assert [head.key for head in store.heads(problem=close.key.problem)] == [close.key]
+        assert list(store.read([far.key, close.key])) == [far, close]
         other.forget(close.key)
         assert store.nearest(question) == [far]
+        assert store.unfinished() == {}
+        other.forget(far.key)
 
 
 def test_what_was_measured_tells_before_estimates_however_near_these_are():
