@@ -14,7 +14,7 @@ from values import VERDICT, record
 from scheduler.cli import record_report
 from scheduler.core.hardware import CPU
 from scheduler.core.identity import key_of
-from scheduler.core.quantities import ratio_text, seconds_text
+from scheduler.core.quantities import faster_text, ratio_text, seconds_text
 from scheduler.core.records import Entry, Measurement, Trial, Verdict
 from scheduler.inspect import case as cases
 from scheduler.inspect.predicted import without_prediction
@@ -163,6 +163,11 @@ def test_an_interval_of_one_value_is_that_value():
 )  # fmt: skip
 def test_times_have_three_digits_and_a_unit(seconds, text):
     assert seconds_text(seconds) == text
+
+
+def test_what_is_much_faster_is_so_many_times_as_fast():
+    assert faster_text(0.2) == "20% faster"
+    assert faster_text(2.0512) == "3.05 times as fast"
 
 
 @pytest.mark.parametrize(

@@ -28,5 +28,10 @@ def share_text(share: float) -> str:
     return f"{digits(round(100 * share, 2))}%"
 
 
+def faster_text(excess: float) -> str:
+    """Of what another takes so much longer than, as a share: "12.3% faster", and from twice on "3.05 times as fast"."""
+    return f"{share_text(excess)} faster" if excess < 1 else f"{digits(1 + excess)} times as fast"
+
+
 def _padded(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"

@@ -12,7 +12,7 @@ from scheduler.core import checked, fingerprints
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of
-from scheduler.core.quantities import share_text
+from scheduler.core.quantities import faster_text
 from scheduler.core.records import Entry, Failure, Measurement, Outcome, Record, Schedule, choice_text
 from scheduler.core.threads import Threads
 from scheduler.measure.pool import start_runner
@@ -172,9 +172,7 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Rever
     best = min(ran, key=lambda index: ran[index].median_s)
     excess = won.median_s / ran[best].median_s - 1
     if excess > within:
-        return Reverified(
-            record, "slower", f"{_words(rivals[best])}, is {share_text(excess)} faster", rivals, refreshed
-        )
+        return Reverified(record, "slower", f"{_words(rivals[best])}, is {faster_text(excess)}", rivals, refreshed)
     return Reverified(record, "holds", "", rivals, refreshed)
 
 
