@@ -23,6 +23,7 @@ from scheduler.prediction.between import answer
 from scheduler.prediction.predict import Answer
 from scheduler.search import candidates, tuner
 from search_spaces import OPERATIONS, end_load, load, run_by
+from search_spaces.autotuned.rebinding import drop_traces
 from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import Problem
 from search_spaces.silu_and_mul import SILU_AND_MUL
@@ -181,6 +182,13 @@ def reload() -> None:
     """
     dispatch.reload()
     calls.forget()
+    drop_traces()
+
+
+def forget(operation: Operation[Any]) -> None:
+    """Forgets the answers to calls of one operation, whose kernels or reference now compute something else."""
+    dispatch.forget(operation)
+    calls.forget(operation)
 
 
 def tune(

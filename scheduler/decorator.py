@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scheduler.api import tuned
+from scheduler.api import forget, tuned
 from search_spaces.autotuned import operation_of
 from search_spaces.autotuned.statics import Spelled, spelled
 from search_spaces.errors import DeclarationError
@@ -94,6 +94,7 @@ def autotune(
             bytes_moved=bytes_moved,
         )
         arguments, answer = operation.problem.declared.arguments, tuned(operation)
+        bindings, answered = operation.problem.declared.bindings, 0
         arrays, chosen = arguments.arrays, frozenset(arguments.choices)
 
         def placed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -111,6 +112,10 @@ def autotune(
 
         @functools.wraps(function)
         def call(*given: Any, on_miss: Any = None, backends: Any = None, schedule: Any = None, **named: Any) -> Any:
+            nonlocal answered
+            if (now := bindings.generation()) != answered:
+                forget(operation)
+                answered = now
             if named:
                 given = placed(given, named)
             return answer(*given, on_miss=on_miss, backends=backends, schedule=schedule, **named)

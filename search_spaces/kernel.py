@@ -43,7 +43,9 @@ class Kernel(abc.ABC, Generic[P, S]):
 
     Attributes:
       backend: what JAX calls it: "mosaic_gpu", "xla", ...
-      version: raise it when the code changes what it computes or how fast; older answers are then forgotten.
+      version: raise it when the code changes what it computes or how fast; older answers are then forgotten. 0 leaves
+        that to the program: a record keeps a fingerprint of each schedule's jaxpr and of the reference's, and answers
+        as long as both are the same (`search_spaces.fingerprint`).
       library: this is the XLA implementation, the answer to beat: a program or two, nothing to prune.
       taken_apart: within a function XLA may not fuse what it fuses alone, so that a tie goes to another kernel.
       vendor: the library of the chip's vendor that this calls ("cuDNN"), "" for none: with XLA's, what "pallas" leaves

@@ -148,7 +148,6 @@ def test_a_jitted_function_can_be_decorated_too():
 
     function = added(function=thrice, reference=lambda x: 3 * x, name="jitted")
     assert function(jnp.ones(8), schedule={"tile": 4}).tolist() == [3] * 8
-    assert function.operation.kernels[0].version > 0
 
 
 # Transformations.
@@ -467,12 +466,13 @@ def test_a_changed_source_is_another_kernel_whose_records_answer_no_longer(tmp_p
     other = scheduler.tuned(
         loaded("reference=lambda x, bias: jax.nn.gelu(x + bias)", "reference=lambda x, bias: x + bias")
     )
-    with pytest.raises(scheduler.CacheMiss, match="the xla kernel is now version"):
+    with pytest.raises(scheduler.CacheMiss, match="the reference computes something else than when it was measured"):
         other(x, bias, on_miss="error")
     changed = scheduler.tuned(loaded("+ bias_ref[...])", "+ bias_ref[...] * 1)"))
-    with pytest.raises(scheduler.CacheMiss, match=r"the pallas kernel is now version \d+, and \d+ was measured"):
+    with pytest.raises(scheduler.CacheMiss, match=r"the pallas kernel \(.*\) computes something else than when it was"):
         changed(x, bias, on_miss="error")
-    assert scheduler.tune(changed, asked, budget=3, progress=seen.append).versions != first.versions
+    again = scheduler.tune(changed, asked, budget=3, progress=seen.append)
+    assert {e.fingerprint for e in again.entries} != {e.fingerprint for e in first.entries}
     assert seen
 
 
@@ -529,7 +529,9 @@ def test_two_functions_of_one_name_are_told_apart_when_they_are_declared(tmp_pat
         (tmp_path / stem).mkdir()
         (tmp_path / stem / "clash.py").write_text(OWN)
     load(f"{tmp_path / 'first' / 'clash.py'}:bias_gelu")
-    with pytest.raises(ValueError, match=r"'clash.bias_gelu' already names bias_gelu of .*first/clash.py, .* name="):
+    with pytest.raises(
+        ValueError, match=r"'clash.bias_gelu' already names bias_gelu of .*first/clash.py:\d+, .* name="
+    ):
         load(f"{tmp_path / 'second' / 'clash.py'}:bias_gelu")
     with pytest.raises(DeclarationError, match="'matmul' is an operation of this package: give one_more another name="):
         added(name="matmul")

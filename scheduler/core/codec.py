@@ -26,6 +26,7 @@ from scheduler.core.identity import label_of
 from scheduler.core.records import (
     LIBRARY,
     Calibration,
+    Entry,
     Failure,
     Key,
     Measurement,
@@ -64,6 +65,7 @@ def record_to_text(record: Record) -> str:
                     "predicted_s": entry.predicted_s,
                     "measurement": vars(entry.measurement),
                 }
+                | _given(fingerprint=entry.fingerprint)
                 for entry in record.entries
             ],
             "versions": _sorted(record.versions),
@@ -80,7 +82,8 @@ def record_to_text(record: Record) -> str:
             else {}
         )
         | ({"library": record.library} if record.library != LIBRARY else {})
-        | ({"brief": True} if record.brief else {}),
+        | ({"brief": True} if record.brief else {})
+        | _given(reference=record.reference),
         _record,
     )
 
@@ -105,6 +108,7 @@ def trial_to_text(trial: Trial) -> str:
             "schedule": _sorted(trial.schedule),
             "predicted_s": trial.predicted_s,
         }
+        | _given(fingerprint=trial.fingerprint)
         | {"failure" if isinstance(outcome, Failure) else "measurement": vars(outcome)},
         _trial,
     )
@@ -160,6 +164,11 @@ def calibrations_from_text(text: str) -> tuple[Calibration, ...]:
 def calibration_from_text(line: str) -> Calibration:
     """The inverse of `calibration_to_text`; raises as `record_from_text` does."""
     return _calibration(parsed(line))
+
+
+def _given(**texts: str) -> dict[str, str]:
+    """Those that are not empty."""
+    return {name: value for name, value in texts.items() if value}
 
 
 def _sorted(values: Mapping[str, T]) -> dict[str, T]:
@@ -253,9 +262,14 @@ BY_NAME: Mapping[str, Check[Any]] = {
     "outcome": made_already,
     "brief": Scalar("true or false", lambda value: value if isinstance(value, bool) else None),
 }
+_ENTRIES = list_of(maker(Entry, BY_NAME, optional=("fingerprint",)))
 _KEY = maker(Key, BY_NAME)
-_RECORD = maker(Record, BY_NAME, optional=("confidence", "excluded", "stopped", "failed", "library", "brief"))
-_TRIAL = maker(Trial, BY_NAME)
+_RECORD = maker(
+    Record,
+    {**BY_NAME, "entries": _ENTRIES},
+    optional=("confidence", "excluded", "stopped", "failed", "library", "brief", "reference"),
+)
+_TRIAL = maker(Trial, BY_NAME, optional=("fingerprint",))
 _SWEEP = maker(Sweep, BY_NAME, optional=("again", "rounds", "library"))
 _CALIBRATION = maker(Calibration, BY_NAME, optional=("observations", "variants"))
 _OUTCOMES: Mapping[str, Check[Any]] = {"failure": maker(Failure, BY_NAME), "measurement": maker(Measurement, BY_NAME)}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from scheduler.core.codec import BY_NAME, parsed
-from scheduler.core.decoding import field_of, json_object, maker, text, whole
+from scheduler.core.decoding import field_of, json_object, list_of, maker, text, whole
 from scheduler.core.errors import PlanError
 from scheduler.core.files import read_text, replace_text
 from scheduler.core.quantities import seconds_text
@@ -37,6 +37,7 @@ class Planned:
       alone_s, library_s: seconds alone of the fastest kernel that was considered, and of the fastest library; None
         where not measured.
       library: that one's backend, XLA's or a vendor's; `library_version` and `library_schedule`: which program of it.
+      fingerprint, reference: of the schedule and of the operation's reference, as in `Entry` and `Record`.
     """
 
     operation: str
@@ -51,6 +52,8 @@ class Planned:
     library: str = LIBRARY
     library_version: int = 1
     library_schedule: Schedule = dataclasses.field(default_factory=dict)
+    fingerprint: str = ""
+    reference: str = ""
 
     def __str__(self) -> str:
         return f"{self.operation} {spelled(self.operation, self.problem)}"
@@ -141,7 +144,12 @@ class Plan:
             raise PlanError(f"{path} is no plan that can be used: {error}") from None
 
     def _fields(self) -> dict[str, Any]:
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        fields = {"format": FORMAT, **dataclasses.asdict(self)}
+        for answer in fields["answers"]:
+            for name in _MAY_LACK:
+                if not answer[name]:
+                    del answer[name]
+        return fields
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -182,7 +190,10 @@ def _digest_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-_PLAN = maker(Plan, {**BY_NAME, "library_schedule": BY_NAME["schedule"]})
+# Fields of an answer that text has only where they are not empty.
+_MAY_LACK = ("fingerprint", "reference")
+_BY_NAME = {**BY_NAME, "library_schedule": BY_NAME["schedule"]}
+_PLAN = maker(Plan, {**_BY_NAME, "answers": list_of(maker(Planned, _BY_NAME, optional=_MAY_LACK))})
 
 
 def _plan_of(value: object) -> Plan:

@@ -162,6 +162,7 @@ class Trial:
       schedule: field -> value, those at their defaults left out.
       outcome: its times, or why it has none.
       predicted_s: the model's time before measuring, seconds.
+      fingerprint: of the candidate's jaxpr, where its kernel's version is 0; "" elsewhere, and of one that failed.
     """
 
     number: int
@@ -170,6 +171,7 @@ class Trial:
     schedule: Schedule
     outcome: Outcome
     predicted_s: float
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,13 +192,18 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One schedule's place in a record: measured in the run-off, beside the others."""
+    """One schedule's place in a record: measured in the run-off, beside the others.
+
+    Attributes:
+      fingerprint: of its jaxpr, as in `Trial`.
+    """
 
     backend: str
     version: int
     schedule: Schedule
     measurement: Measurement
     predicted_s: float
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +291,7 @@ class Record:
       library: the backend whose programs are the answer to beat.
       brief: few schedules were tried, above all those that won at the two next points of a range: it answers calls,
         and makes no search needless.
+      reference: the fingerprint of the reference's jaxpr, where the version of a kernel is 0; "" elsewhere.
     """
 
     key: Key
@@ -299,6 +307,7 @@ class Record:
     failed: tuple[AllFailed, ...] = ()
     library: str = LIBRARY
     brief: bool = False
+    reference: str = ""
 
     @property
     def winner(self) -> Entry:

@@ -71,9 +71,10 @@ def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
         raise partitioning_compat.raised_by(error) from None
 
 
-def forget() -> None:
-    """Drops the functions jitted so far."""
-    _compiled.clear()
+def forget(operation: Operation[Any] | None = None) -> None:
+    """Drops the functions jitted so far, those of one operation or all."""
+    for key in [key for key in list(_compiled) if operation is None or key[0].operation is operation]:
+        _compiled.pop(key, None)
 
 
 def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import typing
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from scheduler.core.errors import (
     UnknownChip,
     WorkerError,
 )
+from scheduler.core.fingerprints import Changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
 from scheduler.core.records import Key, Schedule, schedule_text
@@ -121,7 +123,7 @@ def options(
         schedule=items,
         target=target,
         plan=plan,
-        generation=_answers.generation,
+        generation=_answers.generation + _edits.get(operation, 0),
         sure=sure,
     )
 
@@ -177,6 +179,12 @@ def reload() -> None:
     with _replacing:
         old, _answers = _answers, _Answers(_answers.generation + 1)
     old.cache.close()
+
+
+def forget(operation: Operation[Any]) -> None:
+    """Asks the stores again for every problem of one operation."""
+    with _replacing:
+        _edits[operation] = _edits.get(operation, 0) + 1
 
 
 def user_cache() -> Cache:
@@ -298,6 +306,9 @@ class _Deciding:
             why = f" ({useless})" if useless else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
+        if isinstance(useless, Changed) and (policy != "tune" or self.options.target):
+            command = hints.tune(self.operation, self.problem, hardware)
+            warn_once(f"{self._question(hardware)}: {useless}; to measure it again, run: {command}")
         if policy == "xla":
             say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
@@ -386,4 +397,6 @@ def hardware_for(platform: str, target: str) -> Hardware:
 
 
 _replacing = threading.Lock()
+# How often the answers of an operation were forgotten.
+_edits: weakref.WeakKeyDictionary[Operation[Any], int] = weakref.WeakKeyDictionary()
 _answers = _Answers(0)

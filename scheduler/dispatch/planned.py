@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 
 from scheduler.core.errors import CacheMiss, NoCandidate, PlanError
+from scheduler.core.fingerprints import changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Schedule
@@ -145,4 +146,12 @@ def held(plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hard
         )
     if reason := illegal(kernel, problem, hardware, found.schedule):
         return Stale(f"{which} by what cannot run: {reason}")
-    return found
+    edited = changed(
+        operation,
+        problem,
+        hardware.target,
+        [found],
+        reference=found.reference,
+        jax_version=plan.environment.jax,
+    )
+    return found if edited is None else Stale(f"{which}, and {edited}: make the plan again")

@@ -30,6 +30,8 @@ def stored(
 ) -> tuple[str, Schedule, str] | str:
     """Backend and schedule that the stores answer, and why; or why what they have is of no use; "" for want of any.
 
+    The reason is a `Changed` where code was edited.
+
     What was measured goes first: a record of the problem itself, then a range; then likewise what was estimated.
 
     Args:
@@ -41,7 +43,7 @@ def stored(
         found = recheck(operation, problem, hardware, record, backends=backends)
         if isinstance(found, str):
             say_once(f"{question}: the schedule in {place} no longer holds: {found}")
-            useless = useless or f"what {place} has does not hold: {found}"
+            useless = useless or type(found)(f"what {place} has does not hold: {found}")
         elif not record.estimated:
             return found.backend, found.schedule, f"measured, from {place}"
         elif estimated is None:

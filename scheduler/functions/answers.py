@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from scheduler.core import safe_text
+from scheduler.core import fingerprints, safe_text
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import key_of
@@ -104,6 +104,8 @@ class Known:
             operation.library.backend if self.library is None else self.library.backend,
             operation.library.version if self.library is None else self.library.version,
             {} if self.library is None else dict(self.library.schedule),
+            "" if chosen is None else chosen.fingerprint,
+            fingerprints.of_reference(operation, self.row.problem),
         )
 
 

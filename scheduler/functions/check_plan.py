@@ -44,14 +44,15 @@ def records(plan: Plan) -> list[Record]:
 def _record(plan: Plan, answer: Planned, operation: Operation[Any]) -> Record:
     clock: Clock = "wall" if plan.kind == CPU.kind else "cupti"
 
-    def entry(backend: str, version: int, schedule: Schedule, seconds: float | None) -> Entry:
+    def entry(backend: str, version: int, schedule: Schedule, seconds: float | None, fingerprint: str = "") -> Entry:
         then_s = seconds or 0.0
-        return Entry(backend, version, dict(schedule), Measurement(then_s, (then_s,), clock, "cold"), then_s)
+        measured = Measurement(then_s, (then_s,), clock, "cold")
+        return Entry(backend, version, dict(schedule), measured, then_s, fingerprint)
 
     return Record(
         key=Key(answer.operation, plan.hardware, answer.problem),
         entries=(
-            entry(answer.backend, answer.version, answer.schedule, answer.alone_s),
+            entry(answer.backend, answer.version, answer.schedule, answer.alone_s, answer.fingerprint),
             entry(answer.library, answer.library_version, answer.library_schedule, answer.library_s),
         ),
         versions={each.backend: each.version for each in operation.kernels} | {answer.backend: answer.version},
@@ -60,6 +61,7 @@ def _record(plan: Plan, answer: Planned, operation: Operation[Any]) -> Record:
         tried=1,
         space=1,
         library=operation.library.backend,
+        reference=answer.reference,
     )
 
 

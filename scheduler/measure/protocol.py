@@ -71,6 +71,7 @@ class Request:
     incumbent_s: float | None
     raising: bool
     beside: tuple[Held, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

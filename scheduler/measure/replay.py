@@ -179,6 +179,11 @@ class Replay:
         trial = self._trials.get(point_of(backend, schedule))
         return None if trial is None else trial.version
 
+    def fingerprint(self, backend: str, schedule: Schedule) -> str:
+        """That of the trial of this schedule; "" where it has none."""
+        trial = self._trials.get(point_of(backend, schedule))
+        return "" if trial is None else trial.fingerprint
+
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
 

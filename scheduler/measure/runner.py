@@ -61,6 +61,8 @@ class Task:
       l2: what operands meet, as in `Bench`.
       incumbent_s: the fastest time so far, seconds: a candidate that is clearly slower gets fewer repetitions.
       raising: as in `Bench.measure`.
+      fingerprint: of the candidate in the process that asks (`fingerprints.of_candidate`): what runs it confirms none
+        of another; "" where nobody compares.
       library_s: of a library, what it took before in several compilations: one that agrees is followed by none.
     """
 
@@ -73,6 +75,7 @@ class Task:
     incumbent_s: float | None = None
     raising: bool = False
     library_s: float | None = None
+    fingerprint: str = ""
 
 
 class Runner(Protocol):

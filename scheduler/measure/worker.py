@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from scheduler.core import fingerprints
 from scheduler.core import hardware as chips
 from scheduler.core.errors import CandidateFailed
 from scheduler.core.records import Failure, Outcome, Stage
@@ -133,6 +134,8 @@ class _Measuring:
             program = bench.program(request.backend, request.schedule)
             return outcome
 
+        if request.do == "confirm" and (other := self._other(request)):
+            return Answer(Failure("verify", other))
         try:
             what = Held(request.operation, request.problem, request.l2)
             outcome = self._benches.ask(what, asked, beside=request.beside)
@@ -147,6 +150,20 @@ class _Measuring:
         if outcome.stage != "lower" and (why := self._device_error()):
             return Answer(outcome, retryable=outcome.stage == "compile", fatal=why)
         return Answer(outcome)
+
+    def _other(self, request: Request) -> str:
+        """Why what this process measures is not what the process that asks has, in words; "" where it is."""
+        if not request.fingerprint:
+            return ""
+        operation = load(request.operation)
+        problem = operation.problem.from_canonical(request.problem)
+        own = fingerprints.of_candidate(operation, problem, request.backend, request.schedule, self.target)
+        if own == request.fingerprint:
+            return ""
+        return (
+            f"a worker process that loads {request.operation} computes something else than the process that tunes it: "
+            "something was changed after the import there, or the file was edited meanwhile"
+        )
 
     def _made(self, what: Held) -> Bench:
         self._announce("prepare")

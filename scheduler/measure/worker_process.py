@@ -237,6 +237,7 @@ def requested(task: Task, do: protocol.Do, beside: tuple[protocol.Held, ...] = (
         incumbent_s=task.incumbent_s,
         raising=task.raising,
         beside=beside,
+        fingerprint=task.fingerprint,
     )
 
 

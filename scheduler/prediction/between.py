@@ -169,7 +169,7 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Betw
     low, high = (_held(asked, of.field, value, find) for value in ends)
     for value, held in zip(ends, (low, high), strict=True):
         if isinstance(held, str):
-            return f"{of.field}={value}: {held}"
+            return type(held)(f"{of.field}={value}: {held}")
     assert isinstance(low, _Held)
     assert isinstance(high, _Held)
     share = math.log(getattr(problem, of.field) / ends[0]) / math.log(ends[1] / ends[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler.core.backends import allowed_backends
+from scheduler.core.fingerprints import changed
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Entry, Record
 from scheduler.model.feasibility import illegal
@@ -20,7 +21,10 @@ def recheck(
     *,
     backends: frozenset[str] | None = None,
 ) -> Entry | str:
-    """The entry of a stored record to serve today, or why it no longer holds, in words."""
+    """The entry of a stored record to serve today, or why it no longer holds, in words.
+
+    That is a `Changed` where code without a version of its own was edited: the kernels are traced here to tell.
+    """
     allowed = allowed_backends(operation, backends)
     for kernel in operation.kernels:
         then = record.versions.get(kernel.backend)
@@ -36,4 +40,13 @@ def recheck(
         return failed or f"none of {', '.join(sorted(allowed))} ran when it was measured"
     if reason := illegal(operation.kernel(entry.backend), problem, hardware, entry.schedule):
         return reason
-    return entry
+    best = {one.backend: one for one in reversed(record.entries) if one.backend in allowed}
+    edited = changed(
+        operation,
+        problem,
+        hardware.target,
+        [entry, *(one for one in best.values() if one is not entry)],
+        reference=record.reference,
+        jax_version=record.environment.jax,
+    )
+    return edited or entry

@@ -32,6 +32,9 @@ class Recorded(Protocol):
     def version(self, backend: str, schedule: Schedule) -> int | None:
         """The kernel version that was measured with this schedule, or None where it was not."""
 
+    def fingerprint(self, backend: str, schedule: Schedule) -> str:
+        """That of the trial of this schedule; "" where it has none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:

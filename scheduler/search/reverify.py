@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from scheduler.core import checked
+from scheduler.core import checked, fingerprints
 from scheduler.core.errors import NoCandidate
 from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of
@@ -164,7 +164,7 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Rever
     with runner.holding(operation, problem, record.winner.measurement.l2):
         rivals, ended = _timed(operation, problem, runner, rivals, record, seed)
     ran = {index: rival.now for index, rival in enumerate(rivals) if isinstance(rival.now, Measurement)}
-    refreshed = _refreshed(operation, record, runner, rivals, ended)
+    refreshed = _refreshed(operation, problem, record, runner, rivals, ended)
     won = rivals[0].now
     if isinstance(won, Failure):
         return Reverified(record, "broken", str(won), rivals, refreshed)
@@ -245,18 +245,32 @@ def _timed(
 
 
 def _refreshed(
-    operation: Operation[Any], record: Record, runner: Runner, rivals: Sequence[Retimed], ended: Result
+    operation: Operation[Any],
+    problem: Problem,
+    record: Record,
+    runner: Runner,
+    rivals: Sequence[Retimed],
+    ended: Result,
 ) -> Record | None:
     """The record as a search would write it today; None without the library's time, to compare with."""
     by_label = {_label(rival): rival for rival in rivals}
     kept = finalists.fastest(ended.order, finalists.KEPT, lambda label: by_label[label].backend)
     if operation.library.backend not in (by_label[label].backend for label in kept):
         return None
-    entries = (
-        Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s)
-        for label, rival in ((label, by_label[label]) for label in kept)
+
+    def entry(label: str) -> Entry:
+        rival = by_label[label]
+        kernel = operation.kernel(rival.backend)
+        fingerprint = fingerprints.of_schedule(kernel, problem, rival.schedule, runner.hardware.target)
+        return Entry(rival.backend, rival.version, rival.schedule, ended.times[label], rival.predicted_s, fingerprint)
+
+    return dataclasses.replace(
+        record,
+        entries=tuple(map(entry, kept)),
+        environment=runner.environment,
+        confidence=ended.verdict,
+        reference=fingerprints.of_reference(operation, problem),
     )
-    return dataclasses.replace(record, entries=tuple(entries), environment=runner.environment, confidence=ended.verdict)
 
 
 def _label(rival: Retimed) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler.core import checked
-from scheduler.core.errors import NoCandidate
+from scheduler.core import checked, fingerprints
+from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.identity import point_of, schedule_to_text
 from scheduler.core.interrupts import interruptible
 from scheduler.core.progress import Pace, Progress
@@ -84,6 +84,7 @@ def sweep(
     with Recorder(path, head) as recorder, runner.holding(operation, problem):
         trials = list(recorder.trials)
         resumed, started = len(trials), time.perf_counter()
+        _require_unchanged(operation, problem, runner, trials, path)
         done = {point_of(trial.backend, trial.schedule) for trial in trials}
         left = [candidate for candidate in chosen if point_of(candidate.backend, candidate.schedule) not in done]
         times = [
@@ -105,7 +106,9 @@ def sweep(
 
         with Threads[Candidate, Outcome](runner.capacity(operation, problem), runner.close) as threads:
             for c, outcome in threads.map(measure, left):
-                trials.append(Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s))
+                fingerprint = _fingerprint(operation, problem, runner, c) if isinstance(outcome, Measurement) else ""
+                trial = Trial(len(trials), c.backend, c.version, c.schedule, outcome, c.predicted_s, fingerprint)
+                trials.append(trial)
                 recorder.add(trials[-1])
                 if isinstance(outcome, Measurement):
                     times.append((outcome.median_s, len(trials) - 1))
@@ -114,6 +117,23 @@ def sweep(
         if len(recorder.again) < len(fastest):
             recorder.add_again(_measured_again(operation, problem, runner, fastest, recorder.sweep))
     return recorder.sweep, trials
+
+
+def _fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, which: Candidate | Trial) -> str:
+    kernel, target = operation.kernel(which.backend), runner.hardware.target
+    return fingerprints.of_schedule(kernel, problem, which.schedule, target)
+
+
+def _require_unchanged(
+    operation: Operation[Any], problem: Problem, runner: Runner, trials: Sequence[Trial], path: Path
+) -> None:
+    """Raises a RecordingError where a kernel was edited after the recording was begun."""
+    for trial in trials:
+        if trial.fingerprint and trial.fingerprint != _fingerprint(operation, problem, runner, trial):
+            raise RecordingError(
+                f"{path} holds a sweep of another {trial.backend} kernel, which was edited since; delete it, or name "
+                "another file"
+            )
 
 
 def _measured_again(

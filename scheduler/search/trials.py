@@ -53,6 +53,7 @@ class Trials:
       known: trials of an earlier run of this search.
       keeping: gets every trial as it ends.
       first_error: raise the first failure of a candidate, the library's aside.
+      fingerprint: of a candidate that was measured, as in `Trial`.
 
     Attributes:
       ended: candidate -> its trial, in the order they ended.
@@ -69,7 +70,9 @@ class Trials:
         keeping: Keeping,
         *,
         first_error: bool,
+        fingerprint: Callable[[Candidate], str],
     ) -> None:
+        self._fingerprint = fingerprint
         self._key, self._environment, self._candidates = key, environment, candidates
         self._keeping, self._first_error = keeping, first_error
         place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
@@ -91,7 +94,9 @@ class Trials:
         self._raise_first(index, outcome)
         c = self._candidates[index]
         number = max((trial.number for trial in self.ended.values()), default=-1) + 1
-        trial = self.ended[index] = Trial(number, c.backend, c.version, c.schedule, outcome, c.predicted_s)
+        fingerprint = self._fingerprint(c) if isinstance(outcome, Measurement) else ""
+        trial = Trial(number, c.backend, c.version, c.schedule, outcome, c.predicted_s, fingerprint)
+        self.ended[index] = trial
         if isinstance(outcome, Measurement):
             self.fastest_s = min(outcome.median_s, self.fastest_s or outcome.median_s)
         self._keeping.write(lambda store: store.add_trial(self._key, trial, self._environment))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from scheduler.core import checked
+from scheduler.core import checked, fingerprints
 from scheduler.core.backends import allowed_backends
 from scheduler.core.errors import MalformedRecord, NoCandidate, TakesHours
 from scheduler.core.identity import Point, Versioned, key_of, label_of, versioned
@@ -22,7 +23,7 @@ from scheduler.measure.pool import start_runner
 from scheduler.measure.reduced import smaller
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Runner, RunnerOptions, Task
-from scheduler.model.pruning import counted
+from scheduler.model.pruning import Candidate, counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, nearest
 from scheduler.search.candidates import Candidates, Recorded, collect
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
@@ -202,7 +203,13 @@ class _Tuning:
                 first=first,
             )
             self.trials = Trials(
-                self.key, self.runner.environment, self.candidates.of, known, self.keeping, first_error=self.first_error
+                self.key,
+                self.runner.environment,
+                self.candidates.of,
+                known,
+                self.keeping,
+                first_error=self.first_error,
+                fingerprint=self._fingerprint,
             )
             self._search(seconds, seed, progress)
             chosen = finalists(self.trials, self._confirm, self.runner)
@@ -223,6 +230,7 @@ class _Tuning:
             failed=tuple(all_failed(self.trials.ended.values())),
             library=self.operation.library.backend,
             brief=brief,
+            reference=self._reference(),
         )
         self.keeping.write(lambda store: store.put(record))
         return record
@@ -282,8 +290,21 @@ class _Tuning:
         return {
             versioned(trial): trial
             for trial in made
-            if isinstance(trial.outcome, Measurement) and (trial.outcome.clock, trial.outcome.l2) == here
+            if isinstance(trial.outcome, Measurement)
+            and (trial.outcome.clock, trial.outcome.l2) == here
+            and trial.fingerprint == self._fingerprint(trial)
         }
+
+    def _fingerprint(self, candidate: Candidate | Trial) -> str:
+        """Of a candidate as it was recorded, or as it is traced now."""
+        if isinstance(self.runner, Recorded):
+            return self.runner.fingerprint(candidate.backend, candidate.schedule)
+        kernel, target = self.operation.kernel(candidate.backend), self.runner.hardware.target
+        return fingerprints.of_schedule(kernel, self.problem, candidate.schedule, target)
+
+    def _reference(self) -> str:
+        """The reference's; that of a recording is not known."""
+        return "" if isinstance(self.runner, Recorded) else fingerprints.of_reference(self.operation, self.problem)
 
     def _near(self) -> list[Neighbour]:
         """Similar problems in the store."""
@@ -354,7 +375,9 @@ class _Tuning:
         return self.runner.measure(self._task(index, self.repetitions))
 
     def _confirm(self, index: int) -> Failure | None:
-        return self.runner.confirm(self._task(index, self.repetitions))
+        task, target = self._task(index, self.repetitions), self.runner.hardware.target
+        own = fingerprints.of_candidate(self.operation, self.problem, task.backend, task.schedule, target)
+        return self.runner.confirm(dataclasses.replace(task, fingerprint=own))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
@@ -392,4 +415,5 @@ class _Tuning:
     def _entry(self, index: int, measured: Outcome) -> Entry:
         assert isinstance(measured, Measurement)
         c = self.candidates.of[index]
-        return Entry(c.backend, c.version, c.schedule, measured, c.predicted_s)
+        fingerprint = self.trials.ended[index].fingerprint
+        return Entry(c.backend, c.version, c.schedule, measured, c.predicted_s, fingerprint)

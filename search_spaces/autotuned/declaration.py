@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from search_spaces.autotuned.arguments import RANDOM, TARGET, Arguments, arguments_of, by_name
+from search_spaces.autotuned.rebinding import Bindings, tracing
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Tolerance
 from search_spaces.space import Choice, Space
@@ -23,6 +24,7 @@ class Declaration:
 
     Attributes:
       function: the function.
+      bindings: the globals and closures that it and the reference read.
       reference: computes the right answer of the same arrays, by plain JAX.
       reference_statics: names of the static parameters that it takes, too.
       arguments: the function's parameters.
@@ -35,6 +37,7 @@ class Declaration:
     """
 
     function: Callable[..., Any]
+    bindings: Bindings
     reference: Callable[..., Any]
     reference_statics: tuple[str, ...]
     arguments: Arguments
@@ -48,9 +51,16 @@ class Declaration:
     flops: Asked | None
     bytes_moved: Asked | None
 
+    def run(self, *arrays: Any, **named: Any) -> Any:
+        """The function's answer; `named` are its static parameters, its choices and the target."""
+        with tracing(self.bindings.generation()):
+            return self.function(*arrays, **named)
+
     def answer(self, arrays: Sequence[Any], statics: Mapping[str, Any]) -> Any:
         """The reference's, of the function's arrays and of all its static parameters."""
-        result = self.reference(*arrays, **{name: statics[name] for name in self.reference_statics})
+        named = {name: statics[name] for name in self.reference_statics}
+        with tracing(self.bindings.generation()):
+            result = self.reference(*arrays, **named)
         return tuple(result) if isinstance(result, list) else result
 
 
@@ -94,6 +104,7 @@ def declared(
             raise DeclarationError(f"{name} has no value to choose: write those to try, as in (64, 128)")
     return Declaration(
         function=function,
+        bindings=Bindings(function, reference),
         reference=reference,
         reference_statics=_takes(reference, arguments.statics),
         arguments=arguments,

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from search_spaces.autotuned.arguments import TARGET
 from search_spaces.autotuned.problem import CallProblem, as_written, placed, statics_of, values_of
-from search_spaces.autotuned.source import Source
 from search_spaces.errors import DeclarationError
 from search_spaces.footprint import Footprint
 from search_spaces.kernel import Kernel, Library, LibraryKernel, Target
@@ -20,16 +19,10 @@ from search_spaces.space import Columns, Space, one_truth_value
 
 
 class FunctionKernel(Kernel[CallProblem, Any]):
-    """The function. Its version is a digest of its source: one that was changed is another kernel."""
+    """The function. What it traces to tells whether it is the one that was measured."""
 
     backend = "pallas"
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        return self._source.version
+    version = 0
 
     def supports(self, problem: CallProblem, target: Target) -> str | None:
         asked = problem.declared.supports
@@ -66,7 +59,7 @@ class FunctionKernel(Kernel[CallProblem, Any]):
         named = statics_of(problem) | {name: getattr(schedule, name) for name in declared.choices}
         if declared.arguments.wants_target:
             named[TARGET] = target
-        return declared.function(*placed(problem, args), **named)
+        return declared.run(*placed(problem, args), **named)
 
 
 class _Told(Mapping[str, Any]):
@@ -86,14 +79,10 @@ class _Told(Mapping[str, Any]):
 
 
 class ReferenceKernel(LibraryKernel[CallProblem]):
-    """The reference as XLA compiles it: in float32, rounded once; and as written, where that is another program."""
+    """The reference as XLA compiles it: in float32, rounded once; and as written, where that is another program.
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        return self._source.version
+    Records keep the fingerprint of the reference itself, so that this kernel needs no other version.
+    """
 
     def programs(self, problem: CallProblem) -> tuple[str, ...]:
         return (Library.program, "plain") if _rounds(problem) else (Library.program,)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.autotuned.arguments import array_text
+from search_spaces.autotuned.captured import captured
 from search_spaces.autotuned.declaration import declared
 from search_spaces.autotuned.kernel import FunctionKernel, ReferenceKernel
 from search_spaces.autotuned.names import name_of
 from search_spaces.autotuned.problem import CallProblem, problem_type
-from search_spaces.autotuned.source import Source
 from search_spaces.autotuned.statics import spelled, value_of
 from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Operation, Unbound
@@ -35,8 +35,8 @@ def operation_of(
     """
     known = declared(function, choices, **told)
     posed = problem_type(f"{function.__name__}_problem", known)
-    kernels = FunctionKernel(Source(function)), ReferenceKernel(Source(known.reference))
-    return Operation(name_of(inspect.unwrap(function), name), posed, kernels, front_end=_front_end(posed))
+    taken = name_of(inspect.unwrap(function), name, captured(function, known.reference, choices))
+    return Operation(taken, posed, (FunctionKernel(), ReferenceKernel()), front_end=_front_end(posed))
 
 
 def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | Unbound]:
