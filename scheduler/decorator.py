@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scheduler.api import forget, tuned
+from scheduler.api import forget, tune, tuned
 from search_spaces.autotuned import operation_of
 from search_spaces.autotuned.statics import Spelled, spelled
 from search_spaces.errors import DeclarationError
@@ -46,9 +46,10 @@ def autotune(
 
     The function's parameters are arrays, then, after a ``*``, its choices and what else is static. It becomes
     ``row_sum(*arrays, on_miss=None, backends=None, schedule=None, **static)``, a function as `tuned` makes them;
-    ``row_sum.operation`` is what is tuned, and ``row_sum.problem(x)`` what a call poses, as `tune` wants it. Schedules
-    are stored by the shapes and dtypes of the arrays and by the static parameters: int, float, bool, str, None, a dtype
-    (which arrives as its name), or a tuple of these. An array that may be left out has the default None.
+    ``row_sum.tune(x)`` searches for the problem of such a call, ``row_sum.problem(x)``; ``row_sum.operation`` is what
+    is tuned. Schedules are stored by the shapes and dtypes of the arrays and by the static parameters: int, float,
+    bool, str, None, a dtype (which arrives as its name), or a tuple of these. An array that may be left out has the
+    default None.
 
     Those below are functions of what their parameters name: arrays, each with a shape and a dtype; static parameters;
     and, where it is said, choices and `target` (`search_spaces.Target`, the chip). The function itself may have a
@@ -124,6 +125,7 @@ def autotune(
             return answer.problem(*placed(given, named), **named)  # type: ignore[attr-defined]
 
         call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
+        call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -14,6 +14,7 @@ from search_spaces import aliases
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.sharding import Sharding
+from search_spaces.space import unknown
 
 P = TypeVar("P", bound=Problem)
 # What a kernel gets besides arrays, and changes no schedule: names and values.
@@ -171,8 +172,8 @@ class Operation(Generic[P]):
         Raises:
           TypeError, ValueError: what a JAX user expects of wrong arguments, in one sentence.
         """
-        if (wrong := next((name for name in options if name not in self._options), None)) is not None:
-            raise TypeError(f"{self.name} has no parameter {wrong!r} (it has: {', '.join(self._options)})")
+        if (wrong := next((name for name in options if name not in self.options), None)) is not None:
+            raise TypeError(f"{self.name} has no parameter {unknown(wrong, self.options)}")
         if self.front_end is not None:
             return self.front_end(*args, **options)
         operands = tuple(jnp.asarray(x) for x in args)
@@ -181,7 +182,7 @@ class Operation(Generic[P]):
         return Bound(self.problem.of(*operands, **told), operands, params=params)
 
     @functools.cached_property
-    def _options(self) -> tuple[str, ...]:
+    def options(self) -> tuple[str, ...]:
         """What `bind` takes by name."""
         if self.front_end is None:
             return *(field.name for field in dataclasses.fields(self.problem)), *self.params

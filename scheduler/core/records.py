@@ -334,6 +334,10 @@ class Record:
         """The fastest entry among `backends`, or None where none of them ran."""
         return next((entry for entry in self.entries if entry.backend in backends), None)
 
+    def __str__(self) -> str:
+        """The record in about five lines, for a person."""
+        return str(importlib.import_module("scheduler.inspect.notebook").record_text(self))
+
     def _repr_html_(self) -> str:
         """What a notebook shows. Found by its name: whatever shows a record imports this file."""
         return str(importlib.import_module("scheduler.inspect.notebook").record_html(self))
