@@ -22,6 +22,7 @@ def autotune(
     /,
     *,
     reference: Callable[..., Any],
+    configs: Sequence[Mapping[str, Choice]] | None = None,
     rules: Mapping[str, Callable[..., Any]] | None = None,
     footprint: Callable[..., Footprint] | None = None,
     supports: Callable[..., str | None] | None = None,
@@ -59,6 +60,8 @@ def autotune(
       reference: the right answer of the same arrays (by place, with those static parameters that it names) by plain
         JAX. It is verified against in float32 or wider, with products at the highest precision; XLA's program of it is
         the answer to beat, and derivatives are its own.
+      configs: in place of `choices`, a list of complete ones, ``[{"tile_m": 64, "stages": 2}, ...]``, as Triton's
+        `@autotune` has them; rules may leave some out.
       rules: the reason in words -> what a legal schedule obeys; may name choices and `target`. It is asked of many
         schedules at once: `&`, `|` and `np.where` in place of `and`, `or` and `if`.
       footprint: what one launch demands (`search_spaces.Footprint`); may name choices, each an array of many values,
@@ -71,6 +74,8 @@ def autotune(
         operation, and every array moved once.
       name: under which schedules are stored; None is the function's module and name.
       choices: keyword of the function -> the values to try, or a function of arrays, static parameters and `target`.
+        Values are int, bool, float, str or tuples, of one type for each choice, and None beside them. Rules and
+        footprints that look at tuples or None are asked of one schedule after another.
 
     Raises:
       DeclarationError: what cannot be meant, with what to write instead.
@@ -86,6 +91,7 @@ def autotune(
             choices,
             name=name,
             reference=reference,
+            configs=configs,
             rules=rules,
             footprint=footprint,
             supports=supports,

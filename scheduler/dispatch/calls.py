@@ -125,7 +125,7 @@ def _require_hashable(operation: Operation[Any], values: Any) -> None:
 def _frozen(value: Any) -> Any:
     """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list or an array of NumPy."""
     if isinstance(value, Mapping):
-        return tuple(sorted(value.items()))
+        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
     if isinstance(value, set):
         return frozenset(value)
     if isinstance(value, np.ndarray):

@@ -45,10 +45,8 @@ def record_text(record: Record) -> str:
     """The question, the winner, the library beside it, how sure that is, and how it came about: a line each."""
     winner, library = record.winner, record.library_entry
     estimated = ", estimated and not measured" if record.estimated else ""
-    lines = [
-        str(record.key),
-        f"winner: {seconds_text(winner.measurement.median_s)}{estimated}, {choice_text(winner.backend, winner.schedule)}",
-    ]
+    by = choice_text(winner.backend, winner.schedule)
+    lines = [str(record.key), f"winner: {seconds_text(winner.measurement.median_s)}{estimated}, {by}"]
     if library is None:
         lines.append(f"library: {record.library} has no time")
     elif library != winner:

@@ -34,6 +34,7 @@ def operation_of(
       DeclarationError: what cannot be meant, with what to write instead.
     """
     known = declared(function, choices, **told)
+    choices = known.choices
     posed = problem_type(f"{function.__name__}_problem", known)
     taken = name_of(inspect.unwrap(function), name, captured(function, known.reference, choices))
     return Operation(taken, posed, (FunctionKernel(), ReferenceKernel()), front_end=_front_end(posed))
