@@ -10,7 +10,7 @@ import os
 import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,7 @@ def tuned_softmax(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip.
 
@@ -95,12 +96,14 @@ def tuned_softmax(
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_softmax, others)
     called = _SOFTMAX_WITH_LSE if return_lse else _SOFTMAX
     return calls.answer(called, (on_miss, backends, schedule, axis), x)
 
 
 def tuned_silu_and_mul(
-    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None
+    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None, **others: Never
 ) -> jax.Array:
     """``silu(x[..., :d]) * x[..., d:]`` with ``silu(g) = g / (1 + exp(-g))``, by the best known schedule.
 
@@ -122,6 +125,8 @@ def tuned_silu_and_mul(
       ValueError: the last axis has no two halves.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_silu_and_mul, others)
     return calls.answer(_SILU_AND_MUL, (on_miss, backends, schedule), x)
 
 

@@ -14,7 +14,7 @@ from search_spaces import aliases
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.sharding import Sharding
-from search_spaces.space import unknown
+from search_spaces.space import meant, unknown
 
 P = TypeVar("P", bound=Problem)
 # What a kernel gets besides arrays, and changes no schedule: names and values.
@@ -157,7 +157,9 @@ class Operation(Generic[P]):
         for kernel in self.kernels:
             if kernel.backend == aliases.backend(backend):
                 return kernel
-        raise ValueError(f"{self.name} has no backend {backend!r} (it has: {', '.join(self.backends)})")
+        close = meant(backend, self.backends) if isinstance(backend, str) else None
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ValueError(f"{self.name} has no backend {backend!r}{hint} (it has: {', '.join(self.backends)})")
 
     def sharding(self, problem: P) -> Sharding[P] | None:
         """What of `problem` the devices of a mesh may divide; None where nothing may be."""

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -339,9 +340,34 @@ def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
 def unknown(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about a name that is none of `known`: it, the one that was meant, and all others."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    close = meant(name, known)
+    hint = f"; did you mean {close!r}?" if close else ""
     return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
+
+
+# What other libraries call it.
+_ELSEWHERE = MappingProxyType(
+    {
+        "dim": "axis", "epsilon": "eps", "sm_scale": "scale", "softmax_scale": "scale", "gamma": "weight",
+        "window_size": "window", "sliding_window": "window", "logits_soft_cap": "softcap", "trials": "budget",
+        "num_trials": "budget", "n_trials": "budget", "max_trials": "budget", "timeout": "seconds",
+        "random_seed": "seed", "query_seq_lengths": "q_lengths", "key_value_seq_lengths": "kv_lengths",
+        "act": "activation", "seq_lens": "q_lengths",
+        "approximate": "activation", "config": "schedule", "backend": "backends", "dtype": "preferred_element_type",
+    }
+)  # fmt: skip
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Which of `known` was meant by `name`: in any case, by what other libraries call it, or by its letters."""
+    lower = {each.lower(): each for each in known}
+    word = name.lower()
+    if (elsewhere := _ELSEWHERE.get(word)) in lower:
+        return lower[elsewhere]  # type: ignore[index]
+    if close := difflib.get_close_matches(word, lower, n=1):
+        return lower[close[0]]
+    parts = [each for each in lower if min(len(each), len(word)) > 2 and (each in word or word in each)]
+    return lower[max(parts, key=len)] if parts else None
 
 
 def cdiv(a: Any, b: Any) -> Any:

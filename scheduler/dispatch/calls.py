@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from search_spaces import jax_compat, partitioning_compat
 from search_spaces.front_end import EXPLICIT_AXES, posing_explicit
 from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import as_tuple
+from search_spaces.space import unknown
 
 Backends = str | Sequence[str]
 MOST_COMPILED = 1024
@@ -69,6 +71,16 @@ def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
         return _first_answer(called, tuple(map(_frozen, how)), arrays) if compiled is None else compiled(*arrays)
     except jax.errors.JaxRuntimeError as error:
         raise partitioning_compat.raised_by(error) from None
+    except TypeError:  # JAX would name the function that it got in place of the one that the user called
+        _require_arrays(called, arrays)
+        raise
+
+
+def unexpected(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError:
+    """What is raised of arguments that `function` does not have, with what was meant."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown(next(iter(given)), known)}")
 
 
 def forget(operation: Operation[Any] | None = None) -> None:
@@ -89,7 +101,7 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
     if compiled is not None:
         return compiled(*arrays)
     function = _function(called, how)
-    function.__name__ = f"tuned_{called.operation.name}"
+    function.__name__ = function.__qualname__ = f"tuned_{called.operation.name}"
     _require_hashable(called.operation, key)
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
@@ -99,6 +111,15 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
     except BaseException:
         _compiled.pop(key, None)
         raise
+
+
+def _require_arrays(called: Signature, arrays: tuple[Any, ...]) -> None:
+    """Raises a TypeError where one of a call's arrays is none."""
+    for place, x in enumerate(arrays):
+        if not (x is None or hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)):
+            from_end = place - (len(arrays) - len(called.last))
+            name = called.last[from_end] if from_end >= 0 else f"operand {place + 1}"
+            raise TypeError(f"{name} of {called.operation.name} must be an array, not {type(x).__name__}") from None
 
 
 def number(name: str, value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import threading
 import types
 import typing
@@ -22,6 +23,7 @@ from scheduler.functions import in_turns, replacing
 from scheduler.functions.arguments import Arguments
 from scheduler.functions.trial import Decided, Trial
 from search_spaces import lowering_compat
+from search_spaces.space import unknown
 
 Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
@@ -69,6 +71,10 @@ def optimize(
       ValueError: an unknown policy, backend or choice of what to keep; `seconds` that are negative, NaN or infinite.
       TypeError: `fn` cannot be called, or a library jitted it in a way of its own, as `flax.nnx.jit`.
     """
+    known = [name for name in inspect.signature(jax.jit).parameters if name not in ("fun", "fn", "f", "kwargs")]
+    for name in jit_options:
+        if name not in known:
+            raise TypeError(f"optimize has no option {unknown(name, (*_OPTIONS, *known))}")
     if not callable(fn):
         raise TypeError(f"optimize wants a function, and got {fn!r}")
     if hasattr(fn, "trace") and hasattr(fn, "lower") and not lowering_compat.is_jitted(fn):
@@ -80,6 +86,9 @@ def optimize(
     checked.one_of("keep", keep, KEEP)
     checked.number("seconds", seconds)
     return Optimized(fn, on_miss, backends, keep, seconds, jit_options)
+
+
+_OPTIONS = ("on_miss", "backends", "keep", "seconds")
 
 
 class Optimized:

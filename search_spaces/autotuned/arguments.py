@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.autotuned.statics import spelled
+from search_spaces.dtypes import array_type, did_you_mean
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem
 from search_spaces.space import one_truth_value, wants_one_truth_value
@@ -24,7 +24,6 @@ RANDOM = "rng"
 # What a call takes beside what its function takes.
 HOW = ("on_miss", "backends", "schedule")
 ABSENT = "None"
-_ARRAY = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +157,13 @@ def array_of(name: str, text: str) -> jax.ShapeDtypeStruct | None:
     """
     if text == ABSENT:
         return None
-    if (found := _ARRAY.fullmatch(text.strip())) is None:
+    if (found := array_type(text)) is None:
         raise ValueError(f"{name}={text} is no type of an array: write it as float32[200,256], in quotes on a shell")
+    kind, extents = found
     try:
-        dtype = jnp.dtype(found[1])
+        dtype = jnp.dtype(kind)
     except TypeError:
-        raise ValueError(f"{name}={text}: there is no dtype {found[1]!r}") from None
-    return jax.ShapeDtypeStruct(tuple(int(extent) for extent in found[2].split(",") if extent.strip()), dtype)
+        dtype = None
+    if dtype is None or dtype.name != kind:  # NumPy reads codes, too: i8 is int64 to it
+        raise ValueError(f"{name}={text}: there is no dtype {kind!r}{did_you_mean(kind)}")
+    return jax.ShapeDtypeStruct(tuple(int(extent) for extent in extents.split(",") if extent.strip()), dtype)
