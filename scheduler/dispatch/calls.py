@@ -116,10 +116,12 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
 def _require_arrays(called: Signature, arrays: tuple[Any, ...]) -> None:
     """Raises a TypeError where one of a call's arrays is none."""
     for place, x in enumerate(arrays):
-        if not (x is None or hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)):
+        for leaf in jax.tree.leaves(x):
+            if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex):
+                continue
             from_end = place - (len(arrays) - len(called.last))
             name = called.last[from_end] if from_end >= 0 else f"operand {place + 1}"
-            raise TypeError(f"{name} of {called.operation.name} must be an array, not {type(x).__name__}") from None
+            raise TypeError(f"{name} of {called.operation.name} must be an array, not {type(leaf).__name__}") from None
 
 
 def number(name: str, value: Any) -> float:
@@ -193,12 +195,12 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
     )
 
     def call(*arrays: Any) -> Any:
-        arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
+        arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
         first = len(arrays) - len(last)
         named = dict(zip(called.options, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
         bind = functools.partial(operation.bind, *arrays[:first], **named)
         bound = bind()
-        given = [x for x in arrays if isinstance(x, jax.Array)]
+        given = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
         if isinstance(bound, Unbound):
             plain, reason = bound.answer, bound.reason
         elif jax_compat.has_explicit_axes(given):

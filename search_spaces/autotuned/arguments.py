@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.autotuned.statics import spelled
+from search_spaces.autotuned.trees import tree_of, tree_text
 from search_spaces.dtypes import array_type, did_you_mean
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem
@@ -142,6 +143,16 @@ def _told(error: Exception) -> str:
     own = frames[1].filename if len(frames) > 1 else ""  # the first is the call above
     place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename == own), "")
     return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
+
+
+def operand_text(x: Any) -> str:
+    """The type of an operand as text: of an array as `array_text`, of a tuple or dict of these as `tree_text`."""
+    return tree_text(x, array_text)
+
+
+def operand_of(name: str, text: str) -> Any:
+    """The inverse of `operand_text`; raises as `array_of`."""
+    return tree_of(name, text, array_of)
 
 
 def array_text(x: Any) -> str:
