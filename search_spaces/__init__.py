@@ -102,8 +102,10 @@ def value_of(place: str) -> Any:
     if not hasattr(module, attribute):
         from search_spaces.space import unknown
 
-        held = [each for each, value in vars(module).items() if run_by(value) is not None and each[:1] != "_"]
-        raise AttributeError(f"{module_name} has no {unknown(attribute, held)}")
+        public = {each: value for each, value in vars(module).items() if each[:1] != "_"}
+        held = [each for each, value in public.items() if run_by(value) is not None]
+        held = held or [each for each, value in public.items() if isinstance(value, types.FunctionType)]
+        raise AttributeError(f"{module_name} has no attribute {unknown(attribute, held)}")
     return getattr(module, attribute)
 
 

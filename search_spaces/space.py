@@ -39,7 +39,7 @@ class Columns:
 
     __slots__ = ("_arrays", "_length")
 
-    def __init__(self, arrays: Mapping[str, npt.ArrayLike], length: int | None = None) -> None:
+    def __init__(self, arrays: Mapping[str, Any], length: int | None = None) -> None:
         self._arrays: dict[str, Column] = {name: _column(array) for name, array in arrays.items()}
         lengths = {len(array) for array in self._arrays.values()} | ({length} if length is not None else set())
         if len(lengths) != 1:
@@ -55,7 +55,7 @@ class Columns:
             return found
         if self._length != 1:
             raise OneByOne
-        return found[0]  # type: ignore[no-any-return]
+        return found[0]
 
     def __len__(self) -> int:
         return self._length
@@ -363,7 +363,7 @@ def meant(name: str, known: Iterable[str]) -> str | None:
     lower = {each.lower(): each for each in known}
     word = name.lower()
     if (elsewhere := _ELSEWHERE.get(word)) in lower:
-        return lower[elsewhere]  # type: ignore[index]
+        return lower[elsewhere]
     if close := difflib.get_close_matches(word, lower, n=1):
         return lower[close[0]]
     parts = [each for each in lower if min(len(each), len(word)) > 2 and (each in word or word in each)]

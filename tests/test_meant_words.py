@@ -185,7 +185,10 @@ def test_what_is_no_array_is_named_by_what_the_caller_wrote(call):
 def test_a_file_that_lacks_an_operation_names_those_that_it_has(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from own_kernels import linear as product\nother = 3\n")
-    for name, words in (("prodcut", "mine.py has no 'prodcut'; did you mean 'product'"), ("missing", "are: product")):
+    for name, words in (
+        ("prodcut", "mine.py has no attribute 'prodcut'; did you mean 'product'"),
+        ("missing", "are: product"),
+    ):
         with pytest.raises(ValueError, match=words) as raised:
             load(f"{file}:{name}")
         assert "tile_scheduler_file" not in str(raised.value)
