@@ -85,7 +85,13 @@ def named(text: str, kinds: Iterable[str]) -> list[str]:
 def unknown_chip(text: str, kinds: Iterable[str]) -> str:
     """The end of a sentence about a chip that is none of `kinds`: it, the one that was meant, and all others."""
     kinds = list(kinds)
-    words = {word: kind for kind in kinds for word in re.split(r"[\s-]+", kind) if any(c.isdigit() for c in word)}
+    # Of kinds that share a word the first; what follows a bracket is of cores and memory.
+    words = {
+        word: kind
+        for kind in reversed(kinds)
+        for word in re.split(r"[\s-]+", kind.partition(" (")[0])
+        if any(c.isdigit() for c in word)
+    }
     wanted = max(re.split(r"[\s-]+", text), key=lambda word: any(c.isdigit() for c in word), default=text)
     close = meant(wanted, words)
     hint = f"; did you mean {words[close]!r}?" if close else ""
