@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import os
+import reprlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +34,14 @@ from search_spaces.problem import Problem
 from search_spaces.silu_and_mul import SILU_AND_MUL
 from search_spaces.softmax import SOFTMAX
 from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE
+from search_spaces.space import unknown
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 Backends = str | Sequence[str]
+# What a call takes as an array, whether it has values or not.
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @overload
@@ -65,6 +72,7 @@ def tuned_softmax(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip.
 
@@ -90,12 +98,14 @@ def tuned_softmax(
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_softmax, others)
     called = _SOFTMAX_WITH_LSE if calls.flag("return_lse", return_lse) else _SOFTMAX
     return calls.answer(called, (on_miss, backends, schedule, calls.axes(axis)), x)
 
 
 def tuned_silu_and_mul(
-    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None
+    x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None, **others: Never
 ) -> jax.Array:
     """``silu(x[..., :d]) * x[..., d:]`` with ``silu(g) = g / (1 + exp(-g))``, by the best known schedule.
 
@@ -118,6 +128,8 @@ def tuned_silu_and_mul(
       TypeError: `x` holds integers or truth values, as `jax.nn.silu` raises it.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_silu_and_mul, others)
     return calls.answer(_SILU_AND_MUL, (on_miss, backends, schedule), x)
 
 
@@ -143,7 +155,7 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
         schedule: Any = None,
         **params: Any,
     ) -> Any:
-        named = {name: params.pop(name) for name in list(params) if isinstance(params[name], jax.Array | np.ndarray)}
+        named = {name: params.pop(name) for name in list(params) if isinstance(params[name], _ARRAYS)}
         called = calls.signature(operation, tuple(params), tuple(named))
         return calls.answer(called, (on_miss, backends, schedule, *params.values()), *arrays, *named.values())
 
@@ -151,13 +163,10 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
 
     def problem(*arrays: Any, **params: Any) -> Problem:
         """The problem that a call poses, of arrays or `jax.ShapeDtypeStruct`; a ValueError says why there is none."""
-        bound: list[Bound[Any] | Unbound] = []
-        jax.eval_shape(lambda *xs: bound.append(operation.bind(*xs, **params)), *arrays)
-        if isinstance(bound[0], Unbound):
-            raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
-        return bound[0].problem
+        return _posed_by(operation, arrays, params)
 
     call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
+    call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
     backends_here = ", ".join(operation.backends)
     call.__doc__ = f"{operation.name} by the best known schedule (backends: {backends_here}); see `scheduler.tuned`."
     return call
@@ -196,43 +205,49 @@ def forget(operation: Operation[Any]) -> None:
 
 def tune(
     operation: Operation[Any] | str | Callable[..., Any],
-    problem: Problem | Mapping[str, Any],
-    *,
+    *posed: Any,
     store: Store | None = None,
     backends: Backends | None = None,
     hardware: str = "",
-    **search: Any,
+    **named: Any,
 ) -> Record:
-    """Searches the best schedule of `problem` on this machine's device, stores it and lets calls use it.
+    """Searches the best schedule of a problem on this machine's device, stores it and lets calls use it.
+
+    ``tune(f, problem, budget=64)``; or, of the problem that a call poses, ``tune(f, *arrays, **options, budget=64)``,
+    which ``f.tune(*arrays, **options, budget=64)`` is, too, for functions by `tuned` and `autotune`.
 
     Where `store` has a record already that still holds, that is the answer, and nothing is searched. A backend none of
     whose schedules ran is warned of, and named in the record's `failed`; the next `tune` tries it again.
 
     Args:
       operation: an `Operation`, its name as in `search_spaces.load`, or a function that runs it (`tuned_matmul`).
-      problem: of that operation, or its fields.
+      posed: a problem of that operation, or its fields; or what a call of the operation takes by place: arrays, or
+        `jax.ShapeDtypeStruct` in place of them.
       store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
-      search: `force`, `first_error`, `budget`, `seconds`, `seed`, `runner`, `progress`: as in `search.tuner.tune`.
       backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
       hardware: a chip, by a part of its name; "" is the one that is here. Times of another are what its compiler, which
         the extra `tpu` installs, estimates (`Record.estimated`).
+      named: `force`, `first_error`, `budget`, `seconds`, `seed`, `l2`, `runner`, `options`, `progress`: as in
+        `search.tuner.tune`. Beside arrays, what else the call takes by name. A parameter that is named as one of
+        these, or as an argument above, is given by its problem: ``tune(f, f.problem(x, seed=3), seed=0)``.
 
     Raises:
-      ValueError: an unknown operation, field, backend or chip.
-      TypeError: an argument of another type, with what is wanted.
+      ValueError: an unknown operation, field, backend or chip; the call poses no problem.
+      TypeError: an argument of another type or name, with what is wanted.
       NoCandidate, CandidateFailed, WorkerError: as `search.tuner.tune`.
     """
     end_load()
     if isinstance(store, str | os.PathLike):
         raise TypeError(f"store={store!r} is a path; give the store there: scheduler.Store({str(store)!r})")
     checked.text("hardware", hardware)
-    operation, posed = _named(operation, problem)
+    search = {name: named.pop(name) for name in tuner.OPTIONS if name in named}
+    operation, problem = _named(operation, posed, named, frozenset(search))
     recorded = isinstance(search.get("runner"), candidates.Recorded)
     cache = dispatch.user_cache() if store is None and not recorded else store
     if hardware:
         options = search.get("options") or RunnerOptions()
         search["options"] = dataclasses.replace(options, hardware=chips.find(hardware).kind)
-    record = tuner.tune(operation, posed, store=cache, backends=named_backends(operation, backends), **search)
+    record = tuner.tune(operation, problem, store=cache, backends=named_backends(operation, backends), **search)
     for lost in record.failed:
         safe_text.warn(lost)
     reload()
@@ -253,24 +268,67 @@ def predict(
     What is stored of similar problems on that chip counts; what is stored of this one, or of a range that it lies in,
     and still holds, is the answer.
     """
-    operation, posed = _named(operation, problem)
+    operation, posed = _named(operation, (problem,))
     chip = chips.detect() if kind is None else chips.find(checked.text("kind", kind))
     found = evidence(dispatch.user_cache(), operation, posed, chip)
     among = named_backends(operation, backends)
     return answer(operation, posed, chip, backends=among, records=found.records, ranges=found.ranges)
 
 
-def _named(operation: Any, problem: Any) -> tuple[Operation[Any], Problem]:
-    operation = _operation_of(operation)
-    if isinstance(problem, operation.problem):
-        return operation, problem
-    if isinstance(problem, Problem) or not isinstance(problem, Mapping):
+def _named(
+    given: Any, posed: tuple[Any, ...], options: Mapping[str, Any] | None = None, search: frozenset[str] = frozenset()
+) -> tuple[Operation[Any], Problem]:
+    """The operation, and its problem: itself, its fields, or of what a call takes by place and by name.
+
+    Args:
+      options: what the call takes by name.
+      search: names of what the search is told.
+    """
+    operation, named = _operation_of(given), dict(options or {})
+    if not posed and "problem" in named:
+        posed = (named.pop("problem"),)
+    if any(isinstance(x, _ARRAYS) for x in jax.tree.leaves((posed, named))):
+        pose = getattr(given, "problem", None) if isinstance(given, types.FunctionType) else None
+        known = (*operation.options, *_parameters(given), *tuner.OPTIONS)
+        for name in named:
+            if name not in known:
+                raise TypeError(f"{operation.name} has no option {unknown(name, known)}")
+        for name in search.intersection(operation.options):
+            raise TypeError(
+                f"{name} is the search's here, and a parameter of {operation.name}, too: give tune the problem, "
+                f"tune(f, f.problem(..., {name}=...), {name}=...)"
+            )
+        return operation, _posed_by(operation, posed, named) if pose is None else pose(*posed, **named)
+    for name in named:
+        raise TypeError(f"tune has no option {unknown(name, ('store', 'backends', 'hardware', *tuner.OPTIONS))}")
+    if len(posed) == 1 and isinstance(posed[0], operation.problem):
+        return operation, posed[0]
+    if len(posed) != 1 or isinstance(posed[0], Problem) or not isinstance(posed[0], Mapping):
         fields = ", ".join(field.name for field in dataclasses.fields(operation.problem))
+        found = ", ".join(map(reprlib.repr, posed)) or "nothing"
         raise TypeError(
-            f"{problem!r} is no problem of {operation.name}: give a {operation.problem.__name__}, or a dict of its "
+            f"{found} is no problem of {operation.name}: give arrays, as a call does, or a problem, or a dict of its "
             f"fields ({fields})"
         )
-    return operation, operation.problem.parse({name: _typed(value) for name, value in problem.items()})
+    return operation, operation.problem.parse({name: _typed(value) for name, value in posed[0].items()})
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    """Names of what a decorated function takes; of another, and of what is no function, none."""
+    if not isinstance(function, types.FunctionType) or not hasattr(function, "__wrapped__"):
+        return ()
+    return tuple(inspect.signature(function).parameters)
+
+
+def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
+    """The problem that a call poses, of arrays or `jax.ShapeDtypeStruct`; a ValueError says why there is none."""
+    bound: list[Bound[Any] | Unbound] = []
+    named = {name: x for name, x in params.items() if isinstance(x, _ARRAYS)}
+    options = {name: x for name, x in params.items() if name not in named}
+    jax.eval_shape(lambda xs, named: bound.append(operation.bind(*xs, **named, **options)), tuple(arrays), named)
+    if isinstance(bound[0], Unbound):
+        raise ValueError(f"this call of {operation.name} poses no problem: {bound[0].reason}")
+    return bound[0].problem
 
 
 def _operation_of(given: Any) -> Operation[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, overload
 
 import jax
 
@@ -65,6 +65,7 @@ def tuned_flash_attention(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``softmax(q k^T * scale) v``, as `jax.nn.dot_product_attention`, by the best known schedule on this chip.
 
@@ -104,6 +105,8 @@ def tuned_flash_attention(
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`, and what
         `jax.nn.dot_product_attention` refuses.
     """
+    if others:
+        raise calls.unexpected(tuned_flash_attention, others)
     number = None if scale is None else calls.number("scale", scale)
     cap = None if softcap is None else calls.number("softcap", softcap)
     names = {"causal": causal, "return_lse": return_lse, "deterministic": deterministic}

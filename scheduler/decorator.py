@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scheduler.api import forget, tuned
+from scheduler.api import forget, tune, tuned
 from search_spaces.autotuned import operation_of
 from search_spaces.autotuned.statics import Spelled, spelled
 from search_spaces.errors import DeclarationError
@@ -22,6 +22,7 @@ def autotune(
     /,
     *,
     reference: Callable[..., Any],
+    configs: Sequence[Mapping[str, Choice]] | None = None,
     rules: Mapping[str, Callable[..., Any]] | None = None,
     footprint: Callable[..., Footprint] | None = None,
     supports: Callable[..., str | None] | None = None,
@@ -47,9 +48,10 @@ def autotune(
 
     The function's parameters are arrays, then, after a ``*``, its choices and what else is static. It becomes
     ``row_sum(*arrays, on_miss=None, backends=None, schedule=None, **static)``, a function as `tuned` makes them;
-    ``row_sum.operation`` is what is tuned, and ``row_sum.problem(x)`` what a call poses, as `tune` wants it. Schedules
-    are stored by the shapes and dtypes of the arrays and by the static parameters: int, float, bool, str, None, a dtype
-    (which arrives as its name), or a tuple of these. An array that may be left out has the default None.
+    ``row_sum.tune(x)`` searches for the problem of such a call, ``row_sum.problem(x)``; ``row_sum.operation`` is what
+    is tuned. Schedules are stored by the shapes and dtypes of the arrays and by the static parameters: int, float,
+    bool, str, None, a dtype (which arrives as its name), or a tuple of these. An array that may be left out has the
+    default None.
 
     Those below are functions of what their parameters name: arrays, each with a shape and a dtype; static parameters;
     and, where it is said, choices and `target` (`search_spaces.Target`, the chip). The function itself may have a
@@ -59,6 +61,8 @@ def autotune(
       reference: the right answer of the same arrays (by place, with those static parameters that it names) by plain
         JAX. It is verified against in float32 or wider, with products at the highest precision; XLA's program of it is
         the answer to beat, and derivatives are its own.
+      configs: in place of `choices`, a list of complete ones, ``[{"tile_m": 64, "stages": 2}, ...]``, as Triton's
+        `@autotune` has them; rules may leave some out.
       rules: the reason in words -> what a legal schedule obeys; may name choices and `target`. It is asked of many
         schedules at once: `&`, `|` and `np.where` in place of `and`, `or` and `if`.
       footprint: what one launch demands (`search_spaces.Footprint`); may name choices, each an array of many values,
@@ -77,6 +81,8 @@ def autotune(
         operation, and every array moved once.
       name: under which schedules are stored; None is the function's module and name.
       choices: keyword of the function -> the values to try, or a function of arrays, static parameters and `target`.
+        Values are int, bool, float, str or tuples, of one type for each choice, and None beside them. Rules and
+        footprints that look at tuples or None are asked of one schedule after another.
 
     Raises:
       DeclarationError: what cannot be meant, with what to write instead.
@@ -92,6 +98,7 @@ def autotune(
             choices,
             name=name,
             reference=reference,
+            configs=configs,
             rules=rules,
             footprint=footprint,
             supports=supports,
@@ -132,6 +139,7 @@ def autotune(
             return answer.problem(*placed(given, named), **named)  # type: ignore[attr-defined]
 
         call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
+        call.tune = functools.partial(tune, call)  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import jax
 
@@ -23,6 +23,7 @@ def tuned_gated_matmul(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array:
     """``activation(x @ gate + gate_bias) * (x @ up + up_bias)`` by the best known schedule for its shapes on this chip.
 
@@ -52,6 +53,8 @@ def tuned_gated_matmul(
         or complex; as `jnp.matmul`.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_gated_matmul, others)
     gate, up = _apart(w, "w")
     gate_bias, up_bias = _apart(bias, "bias")
     how = (on_miss, backends, schedule, activation, calls.flag("transpose_w", transpose_w))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Never, overload
 
 import jax
 
@@ -62,6 +62,7 @@ def tuned_matmul(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """``activation(jnp.matmul(a, b) + bias) + residual`` by the best known schedule for its shapes on this chip.
 
@@ -111,6 +112,8 @@ def tuned_matmul(
       NoCandidate: `backends` leaves XLA out and nothing else can answer, with the reason.
       IllegalSchedule: `schedule` cannot run, with the reason.
     """
+    if others:
+        raise calls.unexpected(tuned_matmul, others)
     transposes = calls.flag("transpose_a", transpose_a), calls.flag("transpose_b", transpose_b)
     as_asked = (*transposes, precision, preferred_element_type, activation, split_sizes)
     return calls.answer(_CALLED, (on_miss, backends, schedule, *as_asked), a, b, bias, residual)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, Never, overload
 
 import jax
 
@@ -45,6 +45,7 @@ def tuned_rms_norm(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule.
 
@@ -70,6 +71,8 @@ def tuned_rms_norm(
       ValueError: `weight` is not as long as a row, or `residual` is not of the shape of `x`.
       CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_rms_norm, others)
     how = (on_miss, backends, schedule, calls.number("eps", eps))
     if residual is None:
         return calls.answer(_RMS_NORM, how, x, weight)

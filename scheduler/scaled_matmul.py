@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ def tuned_scaled_matmul(
     on_miss: OnMiss | None = None,
     backends: Backends | None = None,
     schedule: Any = None,
+    **others: Never,
 ) -> jax.Array:
     """``(a * a_scale) @ (b * b_scale)`` of 8-bit operands by the best known schedule for its shapes on this chip.
 
@@ -55,6 +56,8 @@ def tuned_scaled_matmul(
         another shape, with those that it may have.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
+    if others:
+        raise calls.unexpected(tuned_scaled_matmul, others)
     dtype = str(jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype))
     how = (on_miss, backends, schedule, calls.flag("transpose_b", transpose_b), dtype)
     return calls.answer(_CALLED, how, a, b, a_scale, b_scale)

@@ -83,13 +83,12 @@ def load(name: str) -> Operation[Any]:
     """
     place = _OWN.get(name, name)
     if not place.rpartition(":")[0]:
-        raise ValueError(
-            f"no operation {name!r} (here: {', '.join(_OWN)}; your own: package.module:NAME or file.py:NAME)"
-        )
+        raise ValueError(f"no operation {_unknown(name)}; your own: package.module:NAME or file.py:NAME")
     try:
         operation = run_by(value := value_of(place))
     except Exception as error:  # whatever a user's file raises; one bad problem of a job must not stop the others
-        raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {error}") from error
+        said = str(error).replace(_file_module(Path(place.rpartition(":")[0])), place.rpartition(":")[0])
+        raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {said}") from error
     if operation is None:
         raise ValueError(f"{name!r} is a {type(value).__name__}, not an Operation, nor a function that runs one")
     _loaded[operation.name] = operation
@@ -100,7 +99,21 @@ def value_of(place: str) -> Any:
     """What ``package.module:NAME`` or ``path/to/file.py:NAME`` names; raises what the module raises."""
     module_name, _, attribute = place.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        from search_spaces.space import unknown
+
+        public = {each: value for each, value in vars(module).items() if each[:1] != "_"}
+        held = [each for each, value in public.items() if run_by(value) is not None]
+        held = held or [each for each, value in public.items() if isinstance(value, types.FunctionType)]
+        raise AttributeError(f"{module_name} has no attribute {unknown(attribute, held)}")
     return getattr(module, attribute)
+
+
+def _unknown(name: str) -> str:
+    """The end of a sentence about an operation that is none of these here."""
+    from search_spaces.space import unknown
+
+    return unknown(name, _OWN)
 
 
 def run_by(value: Any) -> Operation[Any] | None:
@@ -128,7 +141,7 @@ def load_known(name: str) -> Operation[Any]:
         return _loaded[name]
     if ":" in name:
         raise ValueError(f"operation {name!r} is code, and text that names code runs none: name it in the command, too")
-    raise ValueError(f"no operation {name!r} (here: {', '.join(_OWN)})")
+    raise ValueError(f"no operation {_unknown(name)}")
 
 
 def spelled(operation: str, canonical: str) -> str:
@@ -212,8 +225,13 @@ def end_load() -> None:
         raise _EndOfLoad
 
 
+def _file_module(path: Path) -> str:
+    """How the module of a file that is loaded by its path is named."""
+    return f"{LOADED_FILE}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
+
+
 def _load_file(path: Path) -> Any:
-    name = f"{LOADED_FILE}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
+    name = _file_module(path)
     if name in sys.modules:
         return sys.modules[name]
     if path.exists() and not path.is_file():

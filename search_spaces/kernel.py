@@ -15,7 +15,7 @@ from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
-from search_spaces.space import Column, Columns, Space, one_truth_value, round_up
+from search_spaces.space import Column, Columns, Space, of_each, one_truth_value, round_up
 
 # Elements of an array that indices of 32 bits reach.
 INDICES_OF_32_BITS = 2**31 - 1
@@ -157,9 +157,9 @@ def padded_elements(arrays: Iterable[jax.ShapeDtypeStruct], axis: int, multiple:
 
 def _of_many(declared: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(declared)
-    def checked(self: Kernel[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    def checked(self: Kernel[Any, Any], problem: Any, schedules: Columns, target: Target) -> Any:
         with one_truth_value(f"{type(self).__name__}.{declared.__name__}"):
-            return declared(self, *args, **kwargs)
+            return of_each(lambda points: declared(self, problem, points, target), schedules)
 
     return checked
 

@@ -14,6 +14,7 @@ from search_spaces import aliases
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.sharding import Sharding
+from search_spaces.space import meant, unknown
 
 P = TypeVar("P", bound=Problem)
 # What a kernel gets besides arrays, and changes no schedule: names and values.
@@ -156,7 +157,9 @@ class Operation(Generic[P]):
         for kernel in self.kernels:
             if kernel.backend == aliases.backend(backend):
                 return kernel
-        raise ValueError(f"{self.name} has no backend {backend!r} (it has: {', '.join(self.backends)})")
+        close = meant(backend, self.backends) if isinstance(backend, str) else None
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ValueError(f"{self.name} has no backend {backend!r}{hint} (it has: {', '.join(self.backends)})")
 
     def sharding(self, problem: P) -> Sharding[P] | None:
         """What of `problem` the devices of a mesh may divide; None where nothing may be."""
@@ -171,8 +174,8 @@ class Operation(Generic[P]):
         Raises:
           TypeError, ValueError: what a JAX user expects of wrong arguments, in one sentence.
         """
-        if (wrong := next((name for name in options if name not in self._options), None)) is not None:
-            raise TypeError(f"{self.name} has no parameter {wrong!r} (it has: {', '.join(self._options)})")
+        if (wrong := next((name for name in options if name not in self.options), None)) is not None:
+            raise TypeError(f"{self.name} has no parameter {unknown(wrong, self.options)}")
         if self.front_end is not None:
             return self.front_end(*args, **options)
         operands = tuple(jnp.asarray(x) for x in args)
@@ -181,7 +184,7 @@ class Operation(Generic[P]):
         return Bound(self.problem.of(*operands, **told), operands, params=params)
 
     @functools.cached_property
-    def _options(self) -> tuple[str, ...]:
+    def options(self) -> tuple[str, ...]:
         """What `bind` takes by name."""
         if self.front_end is None:
             return *(field.name for field in dataclasses.fields(self.problem)), *self.params

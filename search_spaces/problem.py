@@ -9,7 +9,7 @@ import json
 import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from search_spaces import reference_programs, special_values
+from search_spaces.dtypes import did_you_mean, dtype_name
 from search_spaces.space import unknown
 
 P = TypeVar("P", bound="Problem")
@@ -75,7 +76,11 @@ class Problem(abc.ABC):
       ValueError: an array would have 2^63 bytes or more. A subclass with a `__post_init__` calls this one's last.
     """
 
+    # Names of fields that have a dtype, beside `dtype` and what ends in `_dtype`.
+    _dtype_fields: ClassVar[tuple[str, ...]] = ()
+
     def __post_init__(self) -> None:
+        self._spell_dtypes()
         if all(value < _SMALL for value in vars(self).values() if isinstance(value, int)):
             return
         for array in (*self.operands(), *self.results()):
@@ -83,6 +88,18 @@ class Problem(abc.ABC):
                 shape = ", ".join(map(str, array.shape))
                 gib = f"{size / 2**30:.3g}" if size < 10**300 else "over 1e+290"
                 raise ValueError(f"{array.dtype}[{shape}] would be {gib} GiB, which no memory holds")
+
+    def _spell_dtypes(self) -> None:
+        """Gives dtypes the names that keys have, where they were given in short: "bf16"."""
+        for name, value in vars(self).items():
+            if isinstance(value, str) and (name.endswith("dtype") or name in self._dtype_fields):
+                object.__setattr__(self, name, dtype_name(value))
+
+    def _require(self, name: str, known: Sequence[str], end: str = "") -> None:
+        """Raises a ValueError where a field, which may be a dtype, has none of these values."""
+        if (value := getattr(self, name)) not in known:
+            words = ", ".join(map(str, filter(None, known)))
+            raise ValueError(f"{name}={value!r} is not one of {words}{end}{did_you_mean(str(value), known)}")
 
     @classmethod
     @abc.abstractmethod

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 
-Choice = int | bool | str
+# A tuple is of choices, too.
+Choice = int | bool | float | str | tuple[Any, ...] | None
 Column = npt.NDArray[Any]
 S = TypeVar("S")
 
@@ -24,8 +26,12 @@ class NoColumn(AttributeError):
     """A column was asked for that is not there."""
 
 
+class OneByOne(Exception):
+    """What no column of numbers holds, a tuple or None, was asked of many schedules at once."""
+
+
 class Columns:
-    """Many schedules at once: one NumPy array per choice, read as attributes.
+    """Many schedules at once: one NumPy array per choice, read as attributes; of a single one a tuple or None as it is.
 
     ``p.m % s.tile_m == 0`` reads the same whether ``s`` is one schedule or a ``Columns`` of thousands, so rules,
     footprints and costs are written once and evaluated on whole spaces in milliseconds.
@@ -33,8 +39,8 @@ class Columns:
 
     __slots__ = ("_arrays", "_length")
 
-    def __init__(self, arrays: Mapping[str, npt.ArrayLike], length: int | None = None) -> None:
-        self._arrays: dict[str, Column] = {name: np.asarray(array) for name, array in arrays.items()}
+    def __init__(self, arrays: Mapping[str, Any], length: int | None = None) -> None:
+        self._arrays: dict[str, Column] = {name: _column(array) for name, array in arrays.items()}
         lengths = {len(array) for array in self._arrays.values()} | ({length} if length is not None else set())
         if len(lengths) != 1:
             raise ValueError(f"columns of one length are needed, found lengths {sorted(lengths)}")
@@ -42,9 +48,14 @@ class Columns:
 
     def __getattr__(self, name: str) -> Column:
         try:
-            return self._arrays[name]
+            found = self._arrays[name]
         except KeyError:
             raise NoColumn(f"no column {name!r}; there are {', '.join(self._arrays) or 'none'}") from None
+        if found.dtype != object:
+            return found
+        if self._length != 1:
+            raise OneByOne
+        return found[0]
 
     def __len__(self) -> int:
         return self._length
@@ -59,7 +70,14 @@ class Columns:
 
     def row(self, index: int) -> dict[str, Choice]:
         """Row `index` as plain Python values, by name."""
-        return {name: array[index].item() for name, array in self._arrays.items()}
+        return {
+            name: array[index] if array.dtype == object else array[index].item() for name, array in self._arrays.items()
+        }
+
+    def each(self) -> Iterator[Columns]:
+        """The rows, one by one."""
+        for index in range(self._length):
+            yield Columns({name: array[index : index + 1] for name, array in self._arrays.items()}, 1)
 
     @classmethod
     def of(cls, schedules: Sequence[Any]) -> Columns:
@@ -67,7 +85,30 @@ class Columns:
         if not schedules:
             raise ValueError("at least one schedule is needed to know the columns")
         names = [field.name for field in dataclasses.fields(schedules[0])]
-        return cls({name: np.array([getattr(s, name) for s in schedules]) for name in names}, len(schedules))
+        return cls({name: [getattr(s, name) for s in schedules] for name in names}, len(schedules))
+
+
+def of_each(function: Callable[[Columns], Any], points: Columns) -> Any:
+    """What `function` says of all points: asked of all at once, or of one by one where it looks at tuples or None."""
+    try:
+        return function(points)
+    except OneByOne:
+        return _stacked([function(point) for point in points.each()])
+
+
+def _stacked(answers: Sequence[Any]) -> Any:
+    """Answers of single points as one of many; what is the same in all of them stays as it is."""
+    if not answers:
+        return np.zeros(0)
+    first = answers[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        return dataclasses.replace(first, **{name: _stacked([getattr(one, name) for one in answers]) for name in names})
+    if isinstance(first, tuple) and all(isinstance(one, tuple) and len(one) == len(first) for one in answers):
+        return tuple(map(_stacked, zip(*answers, strict=True)))
+    if not isinstance(first, np.ndarray) and all(type(one) is type(first) and one == first for one in answers):
+        return first
+    return np.concatenate([np.atleast_1d(one) for one in answers])
 
 
 Rule = Callable[[Any], Any]
@@ -87,8 +128,8 @@ class Space(Generic[S]):
         written so that both work (`&`, `|`, `np.where`; no `and`, `or`, `if`).
 
     Raises:
-      DeclarationError: choices that are no tuple of int, bool or str; while it is asked about its points, a rule that
-        wants one truth value of many, or says nothing, or too many points.
+      DeclarationError: choices that are no tuple of int, bool, float, str, None or tuples; while it is asked about its
+        points, a rule that wants one truth value of many, or says nothing, or too many points.
     """
 
     schedule: type[S]
@@ -101,19 +142,16 @@ class Space(Generic[S]):
                 raise DeclarationError(f"the choices of {name} are {values!r}: write them as a tuple, as in (64, 128)")
             if isinstance(values, range):
                 continue
+            kinds = {type(value): value for value in values if value is not None}
             for value in values:
-                if not isinstance(value, int | bool | str):
-                    raise DeclarationError(
-                        f"{name}={value!r} is a {type(value).__name__}: choices are int, bool or str"
-                    )
-                if isinstance(value, str) and not _encodable(value):
-                    raise DeclarationError(f"{name}={value!r} is no text that can be stored: choose other letters")
-                if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                    raise DeclarationError(f"{name}={value} does not fit into 64 bits, which choices are kept in")
-                if type(value) is not type(values[0]):
-                    raise DeclarationError(
-                        f"{name} has {values[0]!r} and {value!r} to choose: give values of one type, int, bool or str"
-                    )
+                if wrong := _no_choice(value):
+                    raise DeclarationError(f"{name}={value!r} {wrong}")
+            if len(kinds) > 1:
+                first, other, *_ = kinds.values()
+                raise DeclarationError(
+                    f"{name} has {first!r} and {other!r} to choose: give values of one type, int, bool, float, str or "
+                    "tuple, and None beside them"
+                )
 
     @property
     def size(self) -> int:
@@ -161,8 +199,10 @@ class Space(Generic[S]):
     def broken(self, schedule: S) -> str | None:
         """Why `schedule` is no legal point of this space, in words, or None where it is one."""
         for name, values in self.choices.items():
-            if (value := getattr(schedule, name)) not in values:
-                return f"{name}={value} is not among {', '.join(map(str, values))}"
+            value = getattr(schedule, name)
+            # (1,) equals (True,).
+            if value not in values or (isinstance(value, tuple) and repr(value) not in map(repr, values)):
+                return f"{name}={choice_text(value)} is not among {', '.join(map(choice_text, values))}"
         one = Columns.of([schedule]) if self.choices else Columns({}, length=1)
         for reason, rule in self.rules.items():
             if not np.all(rule(one)):
@@ -194,13 +234,59 @@ class Space(Generic[S]):
         for name in values:
             if name not in fields:
                 raise ValueError(f"a schedule has no field {unknown(name, fields)}")
-        whole = self.defaults | dict(values)
+        whole = self.defaults | {name: as_choice(value) for name, value in values.items()}
         if missing := [name for name in fields if name not in whole]:
             raise ValueError(f"the schedule lacks {', '.join(missing)}")
         for name, allowed in self.choices.items():
-            if allowed and type(whole[name]) is not type(allowed[0]):
-                raise ValueError(f"{name}={whole[name]!r} is not a {type(allowed[0]).__name__}")
+            kind = type(whole[name])
+            if allowed and kind is not type(allowed[0]) and kind not in set(map(type, allowed)):
+                wanted = " or ".join(dict.fromkeys(_kind(value) for value in allowed))
+                raise ValueError(f"{name}={whole[name]!r} is not {wanted}")
         return self.schedule(**whole)
+
+
+def choice_text(value: Choice) -> str:
+    """A choice as a person reads it, without spaces: ``(64,128)``."""
+    if not isinstance(value, tuple):
+        return str(value)
+    items = [repr(item) if isinstance(item, str) else choice_text(item) for item in value]
+    return f"({','.join(items)}{',' * (len(items) == 1)})"
+
+
+def as_choice(value: Any) -> Any:
+    """`value` with tuples for lists, which JSON has in their place."""
+    return tuple(map(as_choice, value)) if isinstance(value, list | tuple) else value
+
+
+def _kind(value: Choice) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _no_choice(value: Any) -> str | None:
+    """Why `value` is none that is stored and read again as it is, as the end of a sentence; None where it is one."""
+    if isinstance(value, tuple):
+        wrong = next((wrong for item in value if (wrong := _no_choice(item))), None)
+        return wrong and f"has an item that {wrong}"
+    if type(value) not in (int, bool, float, str, type(None)):
+        return f"is a {type(value).__name__}: choices are int, bool, float, str, None, or tuples of these"
+    if isinstance(value, float) and (not math.isfinite(value) or (value == 0 and math.copysign(1, value) < 0)):
+        return "is no number that is stored as it is: choose finite numbers, and 0.0 for -0.0"
+    if isinstance(value, str) and not _encodable(value):
+        return "is no text that can be stored: choose other letters"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "does not fit into 64 bits, which choices are kept in"
+    return None
+
+
+def _column(values: Any) -> Column:
+    """One value of each schedule as an array; of objects, where there is a tuple or None among them."""
+    if isinstance(values, np.ndarray):
+        return values
+    if not {tuple, type(None)}.isdisjoint(map(type, values)):
+        objects = np.empty(len(values), dtype=object)
+        objects[:] = list(values)
+        return objects
+    return np.asarray(values)
 
 
 def _encodable(text: str) -> bool:
@@ -234,7 +320,7 @@ def wants_one_truth_value(error: Exception) -> bool:
 def _holds(reason: str, rule: Rule, points: Columns) -> npt.NDArray[np.bool_]:
     """For which points a rule holds."""
     with one_truth_value(f"the rule {reason!r}"):
-        if (answer := rule(points)) is None:
+        if (answer := of_each(rule, points)) is None:
             raise DeclarationError(f"the rule {reason!r} returns None: it says whether it holds")
         return np.broadcast_to(np.asarray(answer, dtype=bool), (len(points),))
 
@@ -248,15 +334,40 @@ def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
             "offer fewer values, or rules of the choices before it"
         )
     repeated = points.take(np.repeat(np.arange(len(points)), len(values)))
-    return Columns({**repeated._arrays, name: np.tile(np.array(values), len(points))}, count)
+    return Columns({**repeated._arrays, name: np.tile(_column(values), len(points))}, count)
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
     """The end of a sentence about a name that is none of `known`: it, the one that was meant, and all others."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    close = meant(name, known)
+    hint = f"; did you mean {close!r}?" if close else ""
     return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
+
+
+# What other libraries call it.
+_ELSEWHERE = MappingProxyType(
+    {
+        "dim": "axis", "epsilon": "eps", "sm_scale": "scale", "softmax_scale": "scale", "gamma": "weight",
+        "window_size": "window", "sliding_window": "window", "logits_soft_cap": "softcap", "trials": "budget",
+        "num_trials": "budget", "n_trials": "budget", "max_trials": "budget", "timeout": "seconds",
+        "random_seed": "seed", "query_seq_lengths": "q_lengths", "key_value_seq_lengths": "kv_lengths",
+        "act": "activation", "seq_lens": "q_lengths",
+        "approximate": "activation", "config": "schedule", "backend": "backends", "dtype": "preferred_element_type",
+    }
+)  # fmt: skip
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Which of `known` was meant by `name`: in any case, by what other libraries call it, or by its letters."""
+    lower = {each.lower(): each for each in known}
+    word = name.lower()
+    if (elsewhere := _ELSEWHERE.get(word)) in lower:
+        return lower[elsewhere]
+    if close := difflib.get_close_matches(word, lower, n=1):
+        return lower[close[0]]
+    parts = [each for each in lower if min(len(each), len(word)) > 2 and (each in word or word in each)]
+    return lower[max(parts, key=len)] if parts else None
 
 
 def cdiv(a: Any, b: Any) -> Any:

@@ -253,13 +253,18 @@ def test_candidates_that_are_wrong_or_do_not_build_are_reported_and_the_right_on
     assert "pallas" in {entry.backend for entry in record.entries}
 
 
-def test_a_reference_of_another_shape_fails_every_candidate_and_says_both():
+def test_a_reference_of_another_shape_is_told_at_the_first_use():
     function = added(reference=lambda x: x.sum(), name="other_shape")
-    with pytest.warns(
-        RuntimeWarning, match=r"2 of 2 schedules of pallas failed: verify: the result is float32\[8\] in"
+    for use in (
+        lambda: scheduler.tune(function, {"x": "float32[8]"}, budget=3),
+        lambda: function(jnp.zeros(8)),
+        lambda: jax.jit(function)(jnp.zeros(8)),
+        lambda: jax.grad(lambda x: function(x).sum())(jnp.zeros(8)),
     ):
-        record = scheduler.tune(function, {"x": "float32[8]"}, budget=3)
-    assert [entry.backend for entry in record.entries] == ["xla"]
+        with pytest.raises(
+            DeclarationError, match=r"returns float32\[8\] for x=float32\[8\], and its reference float32"
+        ):
+            use()
 
 
 @pytest.mark.parametrize("result", [{"y": 1}, (), None, "text"])
@@ -558,7 +563,8 @@ def a_function(x, *, tile):
     [
         ({"tile": 4}, r"the choices of tile are 4: write them as a tuple, as in \(64, 128\)"),
         ({"tile": ()}, "tile has no value to choose"),
-        ({"tile": (1.5,)}, "choices are int, bool or str"),
+        ({"tile": (1j,)}, "choices are int, bool, float, str, None, or tuples of these"),
+        ({"configs": [{"tile": 4}]}, r"configs and choices \(tile\) exclude each other"),
         ({"tile_q": (1,)}, "tile_q is no parameter of one_more, which has x, tile, target"),
         ({"rules": {"fits": lambda x, tiles: True}}, "the rule 'fits' asks for 'tiles'; there are x, tile, target"),
         ({"rules": {"fits": True}}, "the rule 'fits' is True: write a function of x, tile, target"),

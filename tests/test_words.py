@@ -40,7 +40,7 @@ def test_what_is_no_operation_or_no_problem_of_it_is_named():
         tuned("matmull")
     for given in ([16, 16, 16], "m=16", SOFTMAX.problem(4, 4)):
         with pytest.raises(
-            TypeError, match=r"is no problem of matmul: give a MatmulProblem, or a dict of its fields \(m, n"
+            TypeError, match=r"is no problem of matmul: give arrays, as a call does, .* a dict of its fields \(m, n"
         ):
             scheduler.tune("matmul", given, budget=1)
 
@@ -157,8 +157,13 @@ def test_choices_that_are_no_tuple_are_named(choices):
 
 
 def test_choices_of_other_types_are_named_and_a_list_will_do():
-    for value in (1.5, None, np.float32(1), (1, 2)):
-        with pytest.raises(DeclarationError, match=r"tile=.* is a \w+: choices are int, bool or str"):
+    for value in (np.float32(1), np.float64(1), [1, 2], {1}, object, 1j, b"1"):
+        with pytest.raises(
+            DeclarationError, match=r"tile=.* is a \w+: choices are int, bool, float, str, None, or tup"
+        ):
+            Space(DoubleSchedule, {"tile": (1, value), "behave": ("ok",)})
+    for value in (1.5, (1, 2), True, "1"):
+        with pytest.raises(DeclarationError, match="to choose: give values of one type"):
             Space(DoubleSchedule, {"tile": (1, value), "behave": ("ok",)})
     assert Space(DoubleSchedule, {"tile": [1, 2], "behave": ["ok"]}).size == 2
 

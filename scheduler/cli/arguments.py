@@ -137,6 +137,7 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
 def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
     """Whether a record's problem has these values."""
     from search_spaces import load_known
+    from search_spaces.dtypes import canonical
 
     if not fields:
         return True
@@ -144,7 +145,7 @@ def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping
         values = vars((operation or load_known(record.key.operation)).problem.from_canonical(record.key.problem))
     except ValueError:  # without its operation, what is at its default is not known
         values = json_fields(record.key.problem)
-    return all(str(values.get(name)).lower() == text.lower() for name, text in fields.items())
+    return all(str(values.get(name)).lower() in (text.lower(), canonical(text)) for name, text in fields.items())
 
 
 def json_fields(problem: str) -> Mapping[str, Any]:
@@ -172,12 +173,12 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
             raise typer.BadParameter(f"no operation {unknown(operation, known)}")
     if hardware is None:
         return lambda key: operation in (None, key.operation)
-    from scheduler.core.hardware import CHIPS, named
+    from scheduler.core.hardware import CHIPS, named, unknown_chip
 
     kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
     meant = {row.id for row in CHIPS if named(hardware, row.names)}  # by a name that is not the driver's
     if not meant and not named(hardware, kinds):
-        raise typer.BadParameter(f"no hardware {unknown(hardware, kinds)}")
+        raise typer.BadParameter(f"no hardware {unknown_chip(hardware, kinds)}")
     return lambda key: (
         operation in (None, key.operation) and (key.hardware in meant or bool(named(hardware, [key.hardware])))
     )
@@ -208,6 +209,12 @@ def require_writable(file: Path) -> None:
         file.open("a").close()
         if not there:
             file.unlink()
+
+
+def require_directory(path: Path) -> None:
+    """Makes a directory whose parent is there, before any work that writes files into it."""
+    with file_errors(path):
+        path.mkdir(exist_ok=True)
 
 
 def read_text(file: Path) -> str:

@@ -22,6 +22,8 @@ from scheduler.cli.arguments import (
     hardware_here,
     problem_of,
     read_text,
+    require_directory,
+    require_writable,
     usage_errors,
 )
 from scheduler.cli.stores import ask_stores, user_store
@@ -77,6 +79,10 @@ def sweep(
         else:
             op, problem = problem_of(str(operation), fields or [])
             tasks = [Task(op, problem, backends=jobs.parse_backends(op, backends))]
+    if job is None:
+        require_writable(out)
+    else:
+        require_directory(out)
     failed = 0
     with contextlib.ExitStack() as stack:
         runner = None

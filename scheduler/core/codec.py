@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -212,7 +213,13 @@ def _canonical(fields: Mapping[str, object], *, allow_nan: bool = True) -> str:
 # Decoding: by the types of the fields, but for these, which mean the same wherever they occur.
 
 
-_choice: Scalar[Choice] = Scalar("an integer, true, false or text", lambda v: v if isinstance(v, (int, str)) else None)
+def _choice(value: object) -> Choice:
+    """A list is a tuple, which JSON has not."""
+    if isinstance(value, list):
+        return tuple(map(_choice, value))
+    if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"a finite number, true, false, null, text or a list of these is wanted, found {value!r:.100}")
 
 
 def _stage(value: object) -> Stage:

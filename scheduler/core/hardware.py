@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable
 from types import MappingProxyType
 
@@ -15,10 +16,11 @@ from scheduler.core.gpus import GPUS
 from scheduler.core.records import Sweep
 from scheduler.core.tpus import TPUS
 from search_spaces.kernel import Target
+from search_spaces.space import meant
 
 __all__ = [
     "CHIPS", "CPU", "GIB", "KIB", "MB", "TABLE", "Abilities", "Hardware",
-    "describe", "detect", "find", "identified", "named", "swept", "target_of",
+    "describe", "detect", "find", "identified", "named", "swept", "target_of", "unknown_chip",
 ]  # fmt: skip
 
 TABLE: tuple[Hardware, ...] = (*GPUS, *TPUS)
@@ -67,7 +69,7 @@ def find(kind: str) -> Hardware:
         return rows[found[0]]
     if found:
         raise ValueError(f"hardware {kind!r} is several: {', '.join(found)}")
-    raise ValueError(f"no hardware {kind!r} (known: {', '.join(rows)})")
+    raise ValueError(f"no hardware {unknown_chip(kind, rows)}")
 
 
 def identified(identity: str) -> Hardware | None:
@@ -78,6 +80,22 @@ def identified(identity: str) -> Hardware | None:
 def named(text: str, kinds: Iterable[str]) -> list[str]:
     """Those of `kinds` that a person means by `text`: a part of the name, in any case."""
     return [kind for kind in kinds if text.lower() in kind.lower()]
+
+
+def unknown_chip(text: str, kinds: Iterable[str]) -> str:
+    """The end of a sentence about a chip that is none of `kinds`: it, the one that was meant, and all others."""
+    kinds = list(kinds)
+    # Of kinds that share a word the first; what follows a bracket is of cores and memory.
+    words = {
+        word: kind
+        for kind in reversed(kinds)
+        for word in re.split(r"[\s-]+", kind.partition(" (")[0])
+        if any(c.isdigit() for c in word)
+    }
+    wanted = max(re.split(r"[\s-]+", text), key=lambda word: any(c.isdigit() for c in word), default=text)
+    close = meant(wanted, words)
+    hint = f"; did you mean {words[close]!r}?" if close else ""
+    return f"{text!r}{hint} (known: {', '.join(kinds) or 'none'})"
 
 
 def describe(target: Target) -> Hardware:

@@ -11,6 +11,7 @@ from typing import Literal
 from scheduler.core.safe_text import encodable, one_line
 from search_spaces import spelled
 from search_spaces.space import Choice
+from search_spaces.space import choice_text as text_of
 
 Clock = Literal["cupti", "wall", "static"]
 L2 = Literal["cold", "warm"]
@@ -27,12 +28,12 @@ TIE = 0.01
 
 def schedule_text(schedule: Schedule) -> str:
     """A schedule as a person reads it, ``stages=4 tile_m=128``: sorted by name, and so the same everywhere."""
-    return " ".join(f"{name}={value}" for name, value in sorted(schedule.items()))
+    return " ".join(f"{name}={text_of(value)}" for name, value in sorted(schedule.items()))
 
 
 def variant_of(schedule: Schedule) -> str:
     """Which code a whole schedule runs, whatever its sizes: its fields that are no numbers, as text."""
-    return schedule_text({name: value for name, value in schedule.items() if isinstance(value, bool | str)})
+    return schedule_text({name: value for name, value in schedule.items() if isinstance(value, bool | str | None)})
 
 
 def choice_text(backend: str, schedule: Schedule) -> str:
@@ -333,6 +334,10 @@ class Record:
     def best(self, backends: frozenset[str]) -> Entry | None:
         """The fastest entry among `backends`, or None where none of them ran."""
         return next((entry for entry in self.entries if entry.backend in backends), None)
+
+    def __str__(self) -> str:
+        """The record in about five lines, for a person."""
+        return str(importlib.import_module("scheduler.inspect.notebook").record_text(self))
 
     def _repr_html_(self) -> str:
         """What a notebook shows. Found by its name: whatever shows a record imports this file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from search_spaces.configuration import formulas
 from search_spaces.front_end import EXPLICIT_AXES, posing_explicit
 from search_spaces.operation import Bound, Operation, Unbound
 from search_spaces.problem import as_tuple
+from search_spaces.space import unknown
 
 Backends = str | Sequence[str]
 MOST_COMPILED = 1024
@@ -71,6 +73,16 @@ def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
         return _first_answer(called, tuple(map(_frozen, how)), arrays) if compiled is None else compiled(*arrays)
     except jax.errors.JaxRuntimeError as error:
         raise partitioning_compat.raised_by(error) from None
+    except TypeError:  # JAX would name the function that it got in place of the one that the user called
+        _require_arrays(called, arrays)
+        raise
+
+
+def unexpected(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError:
+    """What is raised of arguments that `function` does not have, with what was meant."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown(next(iter(given)), known)}")
 
 
 def forget(operation: Operation[Any] | None = None) -> None:
@@ -91,7 +103,7 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
     if compiled is not None:
         return compiled(*arrays)
     function = _function(called, how)
-    function.__name__ = f"tuned_{called.operation.name}"
+    function.__name__ = function.__qualname__ = f"tuned_{called.operation.name}"
     _require_hashable(called.operation, key)
     if len(_compiled) >= MOST_COMPILED:
         _compiled.clear()
@@ -101,6 +113,17 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
     except BaseException:
         _compiled.pop(key, None)
         raise
+
+
+def _require_arrays(called: Signature, arrays: tuple[Any, ...]) -> None:
+    """Raises a TypeError where one of a call's arrays is none."""
+    for place, x in enumerate(arrays):
+        for leaf in jax.tree.leaves(x):
+            if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex):
+                continue
+            from_end = place - (len(arrays) - len(called.last))
+            name = called.last[from_end] if from_end >= 0 else f"operand {place + 1}"
+            raise TypeError(f"{name} of {called.operation.name} must be an array, not {type(leaf).__name__}") from None
 
 
 def number(name: str, value: Any) -> float:
@@ -168,7 +191,7 @@ def _require_hashable(operation: Operation[Any], values: Any) -> None:
 def _frozen(value: Any) -> Any:
     """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list or an array of NumPy."""
     if isinstance(value, Mapping):
-        return tuple(sorted(value.items()))
+        return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
     if isinstance(value, set):
         return frozenset(value)
     if isinstance(value, np.ndarray):
@@ -217,12 +240,12 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
     )
 
     def call(*arrays: Any) -> Any:
-        arrays = tuple(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays)
+        arrays = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arrays)
         first = len(arrays) - len(last)
         named = dict(zip(called.options, values, strict=True)) | dict(zip(last, arrays[first:], strict=True))
         bind = functools.partial(operation.bind, *arrays[:first], **named)
         bound = bind()
-        given = [x for x in arrays if isinstance(x, jax.Array)]
+        given = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
         if isinstance(bound, Unbound):
             plain, reason = bound.answer, bound.reason
         elif jax_compat.has_explicit_axes(given):

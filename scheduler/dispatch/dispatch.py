@@ -43,7 +43,7 @@ from search_spaces import aliases, end_load
 from search_spaces.kernel import Kernel, Library, Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
-from search_spaces.space import Choice
+from search_spaces.space import Choice, as_choice
 
 OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
@@ -110,7 +110,8 @@ def options(
     if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
         schedule = dataclasses.asdict(schedule)
     try:
-        items = None if schedule is None else tuple(sorted(aliases.schedule(dict(schedule)).items()))
+        given = {} if schedule is None else {name: as_choice(value) for name, value in dict(schedule).items()}
+        items = None if schedule is None else tuple(sorted(aliases.schedule(given).items()))
     except (TypeError, ValueError):
         raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
     policy, among = _policy(on_miss), named_backends(operation, backends)

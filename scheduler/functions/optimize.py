@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import threading
 import types
 import typing
@@ -26,6 +27,7 @@ from scheduler.functions import in_turns, pure, replacing
 from scheduler.functions.arguments import Arguments
 from scheduler.functions.trial import Decided, Trial
 from search_spaces import jax_compat, lowering_compat
+from search_spaces.space import unknown
 
 Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
@@ -90,6 +92,10 @@ def optimize(
 
     A call raises a SchedulerError where `fn` has effects that cannot be carried out of a trace.
     """
+    known = [name for name in inspect.signature(jax.jit).parameters if name not in ("fun", "fn", "f", "kwargs")]
+    for name in jit_options:
+        if name not in known:
+            raise TypeError(f"optimize has no option {unknown(name, (*_OPTIONS, *known))}")
     if not callable(fn):
         raise TypeError(f"optimize wants a function, and got {fn!r}")
     if hasattr(fn, "lower") and not lowering_compat.is_jitted(fn) and not pure.is_library_jitted(fn):
@@ -100,6 +106,9 @@ def optimize(
     checked.one_of("keep", keep, KEEP)
     checked.number("seconds", seconds)
     return Optimized(fn, on_miss, backends, keep, seconds, jit_options)
+
+
+_OPTIONS = ("on_miss", "backends", "keep", "seconds")
 
 
 class Optimized:

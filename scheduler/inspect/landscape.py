@@ -162,4 +162,4 @@ def _is_number(value: Choice) -> bool:
 
 
 def _ordered(values: Sequence[Choice]) -> tuple[Choice, ...]:
-    return tuple(sorted(values)) if all(map(_is_number, values)) else tuple(values)
+    return tuple(sorted(values)) if all(map(_is_number, values)) else tuple(values)  # type: ignore[type-var]

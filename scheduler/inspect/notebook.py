@@ -1,4 +1,4 @@
-"""A record as a notebook shows it: one small table, no script and nothing to load."""
+"""A record as `print` shows it, in a few lines, and as a notebook does: one small table, no script, nothing to load."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import html
 
 from scheduler.core.quantities import digits, ratio_text, seconds_text, share_text
 from scheduler.core.records import Entry, Record, choice_text
-from scheduler.core.safe_text import printable
+from scheduler.core.safe_text import one_line, printable
 from scheduler.inspect.case import of_record
 from scheduler.inspect.provenance import record_head
-from scheduler.inspect.verdict import gain_text, standing, verdict
+from scheduler.inspect.verdict import against_library, confidence, gain_text, standing, verdict
+from scheduler.inspect.wording import first_line
 from scheduler.model.cost import CostModel
 from search_spaces import spelled
 
@@ -38,6 +39,31 @@ def record_html(record: Record) -> str:
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
         f"<p><small>{_escaped(told)}</small></p></div>"
     )
+
+
+def record_text(record: Record) -> str:
+    """The question, the winner, the library beside it, how sure that is, and how it came about: a line each."""
+    winner, library = record.winner, record.library_entry
+    estimated = ", estimated and not measured" if record.estimated else ""
+    by = choice_text(winner.backend, winner.schedule)
+    lines = [str(record.key), f"winner: {seconds_text(winner.measurement.median_s)}{estimated}, {by}"]
+    if library is None:
+        lines.append(f"library: {record.library} has no time")
+    elif library != winner:
+        said = {"ahead": "", "tie": ", a tie within 1 %", "undecided": ", undecided"}[standing(record, library).state]
+        lines.append(
+            f"library: {seconds_text(library.measurement.median_s)}, {choice_text(library.backend, library.schedule)}; "
+            f"{standing(record, library).ratio:.3g} times the winner's{said}"
+        )
+    else:
+        stands = against_library(record)
+        other = "" if stands is None else f"; the best other takes {stands.ratio:.3g} times as long"
+        lines.append(f"library: {record.library} is the winner{other}")
+    lines += [first_line(f"failed: {lost}") for lost in record.failed]
+    lines.append(f"how sure: {confidence(record) or 'no run-off is known.'}")
+    date, trials, *_ = record_head(record, trials_kept=True)
+    lines.append(f"{trials}. {date}.")
+    return "\n".join(map(one_line, lines))
 
 
 def _row(record: Record, entry: Entry) -> str:

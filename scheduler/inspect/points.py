@@ -131,8 +131,8 @@ def _name(field: str) -> str:
 
 
 def _ascending(values: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Integers in their order; what is of several types as text."""
+    """Numbers in their order; tuples, and what is of several types, as text."""
     kinds = {type(value) for value in values}
-    if kinds == {int}:
-        return tuple(sorted(values))
-    return values if len(kinds) == 1 else tuple(dict.fromkeys(map(str, values)))
+    if kinds in ({int}, {float}):
+        return tuple(sorted(values))  # type: ignore[type-var]
+    return values if len(kinds) == 1 and tuple not in kinds else tuple(dict.fromkeys(map(str, values)))

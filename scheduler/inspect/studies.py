@@ -168,7 +168,7 @@ def _distribution(values: Sequence[Choice]) -> BaseDistribution:
     steps = {high - low for low, high in itertools.pairwise(numbers)}
     if len(numbers) == len(values) and len(steps) == 1:
         return IntDistribution(numbers[0], numbers[-1], step=steps.pop())
-    return CategoricalDistribution(values)
+    return CategoricalDistribution(values)  # type: ignore[arg-type]  # tuples are text by now
 
 
 def _date(tried: Tried) -> datetime.datetime | None:

@@ -125,9 +125,7 @@ def verdict(record: Record) -> list[str]:
     """The winner against XLA, which backends never ran, why the search ended, and how sure that is, as far as known."""
     failed = [f"{lost}." for lost in record.failed]
     return [
-        line
-        for line in (_estimated(record), _against_xla(record), *failed, _ended(record), _confidence(record))
-        if line
+        line for line in (_estimated(record), _against_xla(record), *failed, _ended(record), confidence(record)) if line
     ]
 
 
@@ -170,7 +168,7 @@ def _against_xla(record: Record) -> str:
     return f"Undecided against {xla}" + (f", which is {stands.interval}." if stands.interval else ".")
 
 
-def _confidence(record: Record) -> str:
+def confidence(record: Record) -> str:
     sure = record.confidence
     if not sure.rounds:
         return ""

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from scheduler.core import interrupts, safe_text
+from scheduler.core import checked, interrupts, safe_text
 from scheduler.core.backends import named_backends
 from scheduler.core.decoding import DEEPEST, require_shallow
 from scheduler.core.interrupts import WAKE_S
@@ -58,9 +58,45 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
         raise ValueError("a job needs at least one table [[problem]]")
     if not isinstance(fields, dict):
         raise ValueError(f"the fields that problems share are a table [fields], not {fields!r}")
-    if isinstance(shared := job.get("operation"), str):
-        _operation(shared, own)  # misspelt here, it is wrong for every problem
+    _require_shared(job, fields, problems, own)
     return [_task(job, fields, table, own) for table in problems]
+
+
+def _require_shared(
+    job: Mapping[str, Any], fields: Mapping[str, Any], problems: Sequence[Mapping[str, Any]], own: Sequence[str]
+) -> None:
+    """Refuses what problems share and what is wrong for every one of them, before the first is searched.
+
+    Raises:
+      ValueError: a budget, seconds, backends, an operation or a field that no problem could have.
+    """
+    try:
+        checked.whole("budget", job.get("budget", BUDGET))
+        checked.positive_or_none("seconds", job.get("seconds"))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    shared = job.get("operation")
+    if isinstance(shared, str):
+        _operation(shared, own)
+    names = dict.fromkeys(name for table in problems if isinstance(name := table.get("operation", shared), str))
+    operations = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # that of one problem, which says it
+            operations.append(_operation(name, own))
+    if not operations:
+        return
+    known = {field.name for operation in operations for field in dataclasses.fields(operation.problem)}
+    for name in fields:
+        if name not in (*known, "count"):
+            raise ValueError(f"[fields] has {unknown(name, [*sorted(known), 'count'])}, which is no field of a problem")
+    refused = []
+    for operation in operations:
+        try:
+            parse_backends(operation, job.get("backends"))
+        except (TypeError, ValueError) as error:
+            refused.append(error)
+    if len(refused) == len(operations):
+        raise ValueError(str(refused[0]))
 
 
 def _operation(name: str, own: Sequence[str]) -> Operation[Any]:

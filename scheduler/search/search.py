@@ -272,14 +272,14 @@ def _with_probes(ranked: npt.NDArray[np.intp], random: np.random.Generator) -> l
 def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: Array) -> Array:
     """Candidates as points of the unit cube ``[candidate, coordinate]``: their fields, and the model's prediction.
 
-    Integers count by their logarithms, other values by a coordinate each. A number that a backend lacks lies in
+    Numbers count by their logarithms, other values by a coordinate each. A number that a backend lacks lies in
     the middle; which backend it is has coordinates of its own. Coordinates in which all agree are left out.
     """
     columns = [log_predicted]
     for name in dict.fromkeys(name for label in labels for name in label):
         values = [label.get(name) for label in labels]
         kinds = {type(value) for value in values if value is not None}
-        if kinds == {int}:
+        if kinds in ({int}, {float}):
             numbers = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
             columns.append(np.log2(numbers) if np.nanmin(numbers) > 0 else numbers)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -126,6 +127,14 @@ def tune(
             store=store,
             progress=progress,
         )
+
+
+# What `tune` may be told besides what is searched, where it is stored, and among which backends.
+OPTIONS = tuple(
+    parameter.name
+    for parameter in inspect.signature(tune).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in ("backends", "store")
+)
 
 
 def search(

@@ -130,6 +130,7 @@ class AttentionProblem(Problem, Bounds):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        self._spell_dtypes()
         for name in ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -138,8 +139,7 @@ class AttentionProblem(Problem, Bounds):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        self._require("dtype", DTYPES)
         # One problem has one spelling, or a cache would hold it twice.
         if self.head_dim_v == self.head_dim:
             object.__setattr__(self, "head_dim_v", 0)

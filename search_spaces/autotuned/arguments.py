@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces.autotuned.statics import spelled
+from search_spaces.autotuned.trees import tree_of, tree_text
+from search_spaces.dtypes import array_type, did_you_mean
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem
 from search_spaces.space import one_truth_value, wants_one_truth_value
@@ -24,7 +25,6 @@ RANDOM = "rng"
 # What a call takes beside what its function takes.
 HOW = ("on_miss", "backends", "schedule")
 ABSENT = "None"
-_ARRAY = re.compile(r"(\w+)\[([\d,\s]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +145,16 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
 
 
+def operand_text(x: Any) -> str:
+    """The type of an operand as text: of an array as `array_text`, of a tuple or dict of these as `tree_text`."""
+    return tree_text(x, array_text)
+
+
+def operand_of(name: str, text: str) -> Any:
+    """The inverse of `operand_text`; raises as `array_of`."""
+    return tree_of(name, text, array_of)
+
+
 def array_text(x: Any) -> str:
     """The type of an array as text, ``float32[200,256]``; of what is left out, ``None``."""
     return ABSENT if x is None else f"{jnp.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"
@@ -158,10 +168,13 @@ def array_of(name: str, text: str) -> jax.ShapeDtypeStruct | None:
     """
     if text == ABSENT:
         return None
-    if (found := _ARRAY.fullmatch(text.strip())) is None:
+    if (found := array_type(text)) is None:
         raise ValueError(f"{name}={text} is no type of an array: write it as float32[200,256], in quotes on a shell")
+    kind, extents = found
     try:
-        dtype = jnp.dtype(found[1])
+        dtype = jnp.dtype(kind)
     except TypeError:
-        raise ValueError(f"{name}={text}: there is no dtype {found[1]!r}") from None
-    return jax.ShapeDtypeStruct(tuple(int(extent) for extent in found[2].split(",") if extent.strip()), dtype)
+        dtype = None
+    if dtype is None or dtype.name != kind:  # NumPy reads codes, too: i8 is int64 to it
+        raise ValueError(f"{name}={text}: there is no dtype {kind!r}{did_you_mean(kind)}")
+    return jax.ShapeDtypeStruct(tuple(int(extent) for extent in extents.split(",") if extent.strip()), dtype)

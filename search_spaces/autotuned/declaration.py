@@ -72,6 +72,7 @@ def declared(
     choices: Mapping[str, Any],
     *,
     reference: Any,
+    configs: Any = None,
     rules: Mapping[str, Any] | None = None,
     footprint: Any = None,
     supports: Any = None,
@@ -95,6 +96,8 @@ def declared(
             f"the reference of {function.__name__} is {reference!r}: write a function of its arrays that computes the "
             "right answer by plain JAX"
         )
+    if configs is not None:
+        choices = _of_configs(configs, choices)
     arguments = arguments_of(function, choices)
     posed = *arguments.arrays, *arguments.statics
 
@@ -119,9 +122,8 @@ def declared(
             for name, values in choices.items()
             if name not in fixed
         },
-        rules={
-            reason: by_name(rule, f"the rule {reason!r}", arguments.known) for reason, rule in _reasons(rules).items()
-        },
+        rules=({} if configs is None else _belonging(list(choices), configs))
+        | {reason: by_name(rule, f"the rule {reason!r}", arguments.known) for reason, rule in _reasons(rules).items()},
         footprint=asked(footprint, "footprint", arguments.known),
         supports=asked(supports, "supports", (*posed, TARGET)),
         tolerance=asked(_tolerance(tolerance), "tolerance", posed),
@@ -130,6 +132,51 @@ def declared(
         bytes_moved=asked(bytes_moved, "bytes_moved", posed),
         special=_special(inputs is None if special is None else special),
     )
+
+
+def _of_configs(configs: Any, choices: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Choice -> its values in these complete choices, each once, in their order.
+
+    Raises:
+      DeclarationError: they are none, or choices are given beside them.
+    """
+    written = 'write a list of complete choices, as in [{"tile": 64, "stages": 2}, {"tile": 128, "stages": 1}]'
+    if choices:
+        raise DeclarationError(f"configs and choices ({', '.join(choices)}) exclude each other: give one of these")
+    if not isinstance(configs, list | tuple) or not configs:
+        raise DeclarationError(f"configs={configs!r}: {written}")
+    for config in configs:
+        if not isinstance(config, Mapping) or not config or not all(isinstance(name, str) for name in config):
+            raise DeclarationError(f"{config!r} among the configs is no dict of choices: {written}")
+        if config.keys() != configs[0].keys():
+            raise DeclarationError(f"{config!r} among the configs has other names than {configs[0]!r}: {written}")
+    found: dict[str, tuple[Any, ...]] = {}
+    for name in configs[0]:
+        each = {(type(config[name]), repr(config[name])): config[name] for config in configs}
+        found[name] = tuple(each.values())
+    return found
+
+
+def _belonging(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> dict[str, Asked]:
+    """Rules that leave only these combinations: one for each choice beside those before it, so that few are made."""
+
+    def rule(known: Sequence[str]) -> Asked:
+        def holds(values: Mapping[str, Any]) -> Any:
+            told, found = {name: values[name] for name in known}, False
+            for config in configs:
+                same: Any = True
+                for name in known:
+                    same = same & (told[name] == config[name])
+                found = found | same
+            return found
+
+        return holds
+
+    return {
+        f"{name} is one of the configs, with {', '.join(names[:place])}": rule(names[: place + 1])
+        for place, name in enumerate(names)
+        if place
+    }
 
 
 def _reasons(rules: Any) -> Mapping[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from search_spaces.autotuned.arguments import TARGET
+from search_spaces.autotuned.arguments import TARGET, array_text
 from search_spaces.autotuned.problem import CallProblem, as_written, placed, statics_of, values_of
 from search_spaces.errors import DeclarationError
 from search_spaces.footprint import Footprint
@@ -32,6 +33,8 @@ class FunctionKernel(Kernel[CallProblem, Any]):
             raise DeclarationError(
                 f"supports of {name} returns {answer!r}: a text that says why there is no kernel, or None, is wanted"
             )
+        if answer is None:
+            _require_results(self, problem, target, problem.declared.bindings.generation())
         return answer
 
     def space(self, problem: CallProblem, target: Target) -> Space[Any]:
@@ -60,6 +63,52 @@ class FunctionKernel(Kernel[CallProblem, Any]):
         if declared.arguments.wants_target:
             named[TARGET] = target
         return declared.run(*placed(problem, args), **named)
+
+
+# So many schedules tell what a function returns: those of a space seldom differ in that.
+_TELLING = 8
+
+
+@functools.lru_cache(maxsize=1024)
+def _require_results(kernel: FunctionKernel, problem: CallProblem, target: Target, generation: int) -> None:
+    """Traces schedules, spread over the space, until one returns what the reference does, or raises.
+
+    Args:
+      generation: of the function's bindings: what it returns may have changed with them.
+
+    Raises:
+      DeclarationError: none returns what the reference does, so that the function could never answer.
+    """
+    space = kernel.space(problem, target)
+    points, _ = space.legal()
+    wanted, returned = problem.results(), ""
+    for index in np.unique(np.linspace(0, len(points) - 1, min(len(points), _TELLING)).astype(int)):
+        schedule = space.schedule(**points.row(int(index)))
+        try:
+            found = jax.eval_shape(functools.partial(kernel.run, problem, schedule, target), *problem.operands())
+        except Exception:  # a search tells of each schedule that does not build
+            return
+        results = as_tuple(found)
+        if isinstance(found, tuple | list) == isinstance(problem.result(), tuple) and _types(results) == _types(wanted):
+            return
+        returned = _told(found)
+    if returned:
+        name = problem.declared.function.__name__
+        raise DeclarationError(
+            f"{name} returns {returned} for {problem}, and its reference {_told(problem.result())}: no schedule "
+            "could ever answer; let both return the same shapes, dtypes and number of results"
+        )
+
+
+def _types(results: Sequence[Any]) -> list[Any]:
+    return [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in results]
+
+
+def _told(result: Any) -> str:
+    """What a function returns, in words."""
+    if isinstance(result, tuple | list):
+        return f"({', '.join(map(_told, result))}{',' * (len(result) == 1)})"
+    return array_text(result) if isinstance(result, jax.ShapeDtypeStruct) else f"a {type(result).__name__}"
 
 
 class _Told(Mapping[str, Any]):

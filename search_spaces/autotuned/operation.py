@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.autotuned.arguments import array_text
+from search_spaces.autotuned.arguments import operand_text
 from search_spaces.autotuned.captured import captured
 from search_spaces.autotuned.declaration import declared
 from search_spaces.autotuned.kernel import FunctionKernel, ReferenceKernel
 from search_spaces.autotuned.names import name_of
 from search_spaces.autotuned.problem import CallProblem, problem_type
 from search_spaces.autotuned.statics import spelled, value_of
+from search_spaces.autotuned.trees import named_leaves, require_tree
 from search_spaces.front_end import require_array, unposed, weakly_typed
 from search_spaces.operation import Bound, Operation, Unbound
 
@@ -34,6 +35,7 @@ def operation_of(
       DeclarationError: what cannot be meant, with what to write instead.
     """
     known = declared(function, choices, **told)
+    choices = known.choices
     posed = problem_type(f"{function.__name__}_problem", known)
     taken = name_of(inspect.unwrap(function), name, captured(function, known.reference, choices))
     return Operation(taken, posed, (FunctionKernel(), ReferenceKernel()), front_end=_front_end(posed))
@@ -56,14 +58,17 @@ def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | U
             raise TypeError(f"{name} lacks {', '.join(f'{static}=' for static in lacking)}")
         given = {array: x for array, x in arrays.items() if x is not None}
         for array, x in given.items():
+            require_array(array, x) if isinstance(x, list) else require_tree(array, x)
+        flat = dict(each for array, x in given.items() for each in named_leaves(array, x))
+        for array, x in flat.items():
             require_array(array, x)
-        if (reason := _unposed(given)) is not None:
+        if (reason := _unposed(flat)) is not None:
             whole = {
                 each: value_of(text) for each, text in {**known.arguments.statics, **texts}.items() if text is not None
             }
             return Unbound(reason, lambda: known.answer([arrays.get(array) for array in names], whole))
-        typed = {array: array_text(x) for array, x in given.items()}
-        return Bound(posed(**typed, **texts), tuple(given.values()))
+        typed = {array: operand_text(x) for array, x in given.items()}
+        return Bound(posed(**typed, **texts), tuple(flat.values()))
 
     # What `Operation.bind` takes by name.
     keywords = [inspect.Parameter(static, inspect.Parameter.KEYWORD_ONLY) for static in known.arguments.statics]

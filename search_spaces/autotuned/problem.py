@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from search_spaces import special_values
-from search_spaces.autotuned.arguments import RANDOM, array_of, array_text
+from search_spaces.autotuned.arguments import RANDOM, array_text, operand_of, operand_text
 from search_spaces.autotuned.declaration import Asked, Declaration, tolerance_of
 from search_spaces.autotuned.statics import spelled, value_of
+from search_spaces.autotuned.trees import leaves_of, named_leaves
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Arrays, Problem, Tolerance, as_tuple, nbytes
 
@@ -32,12 +33,15 @@ class CallProblem(Problem):
     def __post_init__(self) -> None:
         arguments = self.declared.arguments
         for name in arguments.arrays:
-            array = array_of(name, getattr(self, name))
-            if array is None and name not in arguments.optional:
+            operand = operand_of(name, getattr(self, name))
+            if operand is None and name not in arguments.optional:
                 raise ValueError(f"{name} is left out, and has no default")
-            if array is not None and (size := nbytes(array)) >= 2**63:
-                raise ValueError(f"{name}={array_text(array)} would be {size / 2**30:.3g} GiB, which no memory holds")
-            object.__setattr__(self, name, array_text(array))
+            for array in leaves_of(operand):
+                if (size := nbytes(array)) >= 2**63:
+                    raise ValueError(
+                        f"{name}={array_text(array)} would be {size / 2**30:.3g} GiB, which no memory holds"
+                    )
+            object.__setattr__(self, name, operand_text(operand))
         for name in arguments.statics:
             try:
                 object.__setattr__(self, name, spelled(name, value_of(getattr(self, name))))
@@ -46,11 +50,11 @@ class CallProblem(Problem):
 
     @classmethod
     def of(cls, *args: Any, **params: Any) -> CallProblem:
-        arrays = {name: array_text(x) for name, x in zip(cls.declared.arguments.arrays, args, strict=False)}
+        arrays = {name: operand_text(x) for name, x in zip(cls.declared.arguments.arrays, args, strict=False)}
         return cls(**arrays, **{name: spelled(name, value) for name, value in params.items()})
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(x for name in self.declared.arguments.arrays if (x := values_of(self)[name]) is not None)
+        return tuple(leaves_of([values_of(self)[name] for name in self.declared.arguments.arrays]))
 
     def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
         return _result(self)
@@ -96,7 +100,7 @@ class CallProblem(Problem):
         if self.declared.inputs is None:
             return super().inputs(seed)
         made = self.declared.inputs({RANDOM: jax.random.key(seed), **values_of(self)})
-        given = [x for x in (made if isinstance(made, tuple | list) else (made,)) if x is not None]
+        given = leaves_of(made)
         wanted = self.operands()
         try:
             found = tuple(map(jnp.asarray, given))
@@ -115,12 +119,14 @@ class CallProblem(Problem):
 
     def coordinates(self) -> Mapping[str, int | bool | str]:
         told: dict[str, int | bool | str] = {}
-        for name, value in values_of(self).items():
-            if isinstance(value, jax.ShapeDtypeStruct):
-                told[name] = str(value.dtype)
-                told |= {f"{name}.{axis}": extent for axis, extent in enumerate(value.shape)}
-            else:
-                told[name] = value if isinstance(value, int) else str(value)
+        values = values_of(self)
+        for name in self.declared.arguments.arrays:
+            told |= {name: "None"} if values[name] is None else {}
+            for each, array in named_leaves(name, values[name]):
+                told[each] = str(array.dtype)
+                told |= {f"{each}.{axis}": extent for axis, extent in enumerate(array.shape)}
+        for name in self.declared.arguments.statics:
+            told[name] = value if isinstance(value := values[name], int) else str(value)
         return told
 
     def _amount(self, what: str, function: Asked | None, default: float) -> float:
@@ -162,7 +168,7 @@ def problem_type(name: str, declared: Declaration) -> type[CallProblem]:
 def values_of(problem: CallProblem) -> Mapping[str, Any]:
     """Arrays, as shapes and dtypes, and static parameters by name."""
     arguments = problem.declared.arguments
-    arrays = {name: array_of(name, getattr(problem, name)) for name in arguments.arrays}
+    arrays = {name: operand_of(name, getattr(problem, name)) for name in arguments.arrays}
     return types.MappingProxyType(arrays | {name: value_of(getattr(problem, name)) for name in arguments.statics})
 
 
@@ -171,9 +177,11 @@ def statics_of(problem: CallProblem) -> dict[str, Any]:
 
 
 def placed(problem: CallProblem, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The function's arrays, of a kernel's operands: None for those that are left out."""
-    rest = iter(args)
-    return tuple(None if values_of(problem)[name] is None else next(rest) for name in problem.declared.arguments.arrays)
+    """The function's operands, of a kernel's arrays: None for those that are left out."""
+    values = values_of(problem)
+    structure = jax.tree.structure(tuple(values[name] for name in problem.declared.arguments.arrays))
+    operands: tuple[Any, ...] = jax.tree.unflatten(structure, args)
+    return operands
 
 
 def as_written(problem: CallProblem, *args: Any) -> Arrays:

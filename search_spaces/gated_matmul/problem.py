@@ -54,15 +54,16 @@ class GatedMatmulProblem(Problem):
     activation: str = "silu"
     bias: str = ""
 
+    _dtype_fields = ("bias",)
+
     def __post_init__(self) -> None:
+        self._spell_dtypes()
         for name in ("m", "n", "k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name, allowed in (("dtype", DTYPES), ("activation", tuple(epilogue.ACTIVATIONS))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
-        if self.bias not in ("", *epilogue.DTYPES):
-            raise ValueError(f"bias={self.bias!r} is not one of {', '.join(epilogue.DTYPES)}; leave it out for none")
+            self._require(name, allowed)
+        self._require("bias", ("", *epilogue.DTYPES), "; leave it out for none")
         super().__post_init__()
 
     @classmethod

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from jax import lax
 
 from search_spaces import special_values
+from search_spaces.dtypes import did_you_mean
 from search_spaces.matmul import epilogue, several_results
 from search_spaces.problem import PROPORTIONAL, Arrays, Problem, TakeRows, Tolerance, nbytes, scaled
 
@@ -79,22 +80,24 @@ class MatmulProblem(Problem):
     residual: str = ""
     split_sizes: str = ""
 
+    _dtype_fields = ("bias", "residual")
+
     def __post_init__(self) -> None:
+        self._spell_dtypes()
         for name in ("m", "n", "k", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name, allowed in (("dtype", DTYPES), ("precision", PRECISIONS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+            self._require(name, allowed)
         if (self.out_dtype or self.dtype) not in RESULTS[self.dtype]:
             given = ", ".join(RESULTS[self.dtype])
-            raise ValueError(f"out_dtype={self.out_dtype!r} is not one of {given}, which {self.dtype} operands give")
+            raise ValueError(
+                f"out_dtype={self.out_dtype!r} is not one of {given}, which {self.dtype} operands give"
+                f"{did_you_mean(self.out_dtype, RESULTS[self.dtype])}"
+            )
         added, activations = epilogue.DTYPES, tuple(epilogue.ACTIVATIONS)
         for name, known in (("bias", added), ("activation", activations), ("residual", added)):
-            if getattr(self, name) not in ("", *known):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(known)}; leave it out for none"
-                )
+            self._require(name, ("", *known), "; leave it out for none")
         if self.fused and jnp.dtype(self.dtype).itemsize == 1:
             raise ValueError(
                 f"{self.dtype} operands take no bias, activation or residual: their accumulators are to be scaled first"

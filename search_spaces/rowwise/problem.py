@@ -35,11 +35,11 @@ class RowProblem(Problem):
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        self._spell_dtypes()
         for name in ("rows", "columns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
+        self._require("dtype", DTYPES)
         super().__post_init__()
 
     @staticmethod

@@ -58,13 +58,13 @@ class ScaledMatmulProblem(Problem):
     b_scales: Literal["blocks", "rows"] = "blocks"
 
     def __post_init__(self) -> None:
+        self._spell_dtypes()
         for name in ("m", "n", "k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         allowed = {"dtype": DTYPES, "out_dtype": RESULTS, "a_scales": SCALES, "b_scales": SCALES}
         for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(values)}")
+            self._require(name, values)
         super().__post_init__()
 
     @classmethod

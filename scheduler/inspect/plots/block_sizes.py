@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ def block_sizes(case: Case, *, over: str | None = None, backend: str | None = No
     numbers = [name for name, values in choices.items() if _is_size(values[0]) and _is_size(best.schedule[name])]
     if over is not None and over not in numbers:
         raise ValueError(f"{best.kernel.backend} has no choice {unknown(over, numbers)} that is a number")
-    lines = [_line(case, best, name, choices[name]) for name in ([over] if over else numbers)]
+    lines = [_line(case, best, name, cast("Sequence[int]", choices[name])) for name in ([over] if over else numbers)]
     telling = [line for line in lines if over or np.ptp(line.intensity) > 0 or np.ptp(line.iterations) > 0]
     if not telling:
         raise NothingToDraw(f"no size of {best.kernel.backend} changes what a block of {case} loads or how often")
@@ -76,7 +76,7 @@ def block_sizes(case: Case, *, over: str | None = None, backend: str | None = No
         return made
 
 
-def _line(case: Case, best: Best, name: str, values: Sequence[Choice]) -> Line:
+def _line(case: Case, best: Best, name: str, values: Sequence[int]) -> Line:
     declared, largest = {int(value) for value in values}, int(max(values))
     if min(declared) > 0 and largest > 1:
         try:

@@ -77,7 +77,8 @@ def union(residencies: Mapping[str, Residency]) -> Space[RowSchedule]:
 
 def _among(field: str, values: Mapping[str, Sequence[Choice]]) -> Rule:
     return lambda s: np.any(
-        [(s.residency == name) & np.isin(getattr(s, field), allowed) for name, allowed in values.items()], axis=0
+        [(s.residency == name) & np.isin(getattr(s, field), np.asarray(allowed)) for name, allowed in values.items()],
+        axis=0,
     )
 
 
