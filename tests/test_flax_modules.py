@@ -346,6 +346,11 @@ def test_structure_that_changes_and_modules_that_are_returned_are_those_of_the_o
         assert_same(state(mine), state(theirs))
 
 
+def test_a_function_may_make_modules():
+    made_inside = scheduler.optimize(lambda x: Small(nnx.Rngs(0)))(batch(3))
+    assert_same(made_inside(batch(3)), Small(nnx.Rngs(0))(batch(3)))
+
+
 def test_one_module_in_two_arguments_stays_one():
     def apart(one, other, x):
         one.kernel[...] = one.kernel[...] + x.T @ x

@@ -147,6 +147,14 @@ def test_constants_that_make_other_programs_are_told_apart(one, other):
     assert keys[0] != keys[2]
 
 
+def test_static_arguments_are_told_apart_by_their_types():
+    def fn(x, n):
+        return x
+
+    keys = {pure_call(fn, (jnp.ones(2), n), static=((1,), ())).static for n in (1, True, 1.0, 1)}
+    assert len(keys) == 3
+
+
 def test_a_pure_call_holds_no_array_of_its_arguments():
     call = pure_call(lambda tree, x: tree["w"] @ x, ({"w": jnp.ones((2, 2))}, jnp.ones(2)))
     other = pure_call(lambda tree, x: tree["w"] @ x, ({"w": jnp.zeros((2, 2))}, jnp.ones(2)))

@@ -58,7 +58,7 @@ def split_again(nodes: Sequence[Any], merged: Any) -> Split:
 def update(before: Split, graphs: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> list[Any]:
     """The nodes of `before`, changed in place as those of `split_again` were; and the new ones."""
     graphlib = _graphlib()
-    originals = graphlib.IndexMap.from_refmap(before.references)
+    originals = graphlib.IndexMap.from_refmap(before.references or graphlib.RefMap())
     return _merge(graphs, leaves, graphlib.IndexMap(), originals)
 
 

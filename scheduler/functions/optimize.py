@@ -25,6 +25,8 @@ from scheduler.dispatch.calls import Backends
 from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import in_turns, pure, replacing
 from scheduler.functions.arguments import Arguments
+from scheduler.functions.call_tree import has_state, is_library_jitted
+from scheduler.functions.outputs import Outputs
 from scheduler.functions.trial import Decided, Trial
 from search_spaces import jax_compat, lowering_compat
 from search_spaces.space import unknown
@@ -98,7 +100,7 @@ def optimize(
             raise TypeError(f"optimize has no option {unknown(name, (*_OPTIONS, *known))}")
     if not callable(fn):
         raise TypeError(f"optimize wants a function, and got {fn!r}")
-    if hasattr(fn, "lower") and not lowering_compat.is_jitted(fn) and not pure.is_library_jitted(fn):
+    if hasattr(fn, "lower") and not lowering_compat.is_jitted(fn) and not is_library_jitted(fn):
         raise TypeError(
             f"optimize wants a function that is plain or jitted by jax.jit, flax.nnx.jit or equinox.filter_jit; this "
             f"one is a {type(fn).__qualname__} of {type(fn).__module__}: optimize the function inside"
@@ -147,7 +149,7 @@ class Optimized:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._fn(*args, **kwargs)
         if self._always_opened is None:
-            self._always_opened = pure.is_library_jitted(self._fn) or pure.holds_arrays_or_state(self._fn)
+            self._always_opened = is_library_jitted(self._fn) or pure.holds_arrays_or_state(self._fn)
         if self._always_opened:
             return self._call_opened(args, kwargs)
         given = Arguments(self._static, args, kwargs)
@@ -244,7 +246,7 @@ class Optimized:
             return version
 
     def _of_arrays(self, asked: tuple[dispatch.Options, ...], given: Arguments) -> _Version:
-        if not self._by_jax and pure.has_state(given.dynamic):
+        if not self._by_jax and has_state(given.dynamic):
             return _OPENED
         try:
             return self._tried(asked, self._jitted, given)
@@ -266,7 +268,7 @@ class Optimized:
 
         run = call.function  # without the call, whose arrays nothing is to keep
 
-        def function(*arrays: Any) -> pure.Outputs:
+        def function(*arrays: Any) -> Outputs:
             return run(*arrays)
 
         function.__name__ = self.__name__
