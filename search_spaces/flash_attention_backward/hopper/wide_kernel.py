@@ -92,10 +92,11 @@ class WideCta(Cta):
 
         self._meet()  # Nobody reads k and v any more.
         for operand, gradient in (("k", dk * self.scale), ("v", dv)):
-            columns, value = gradient.shape[1], self.blocks.there(self.blocks.first_key, gradient)
+            columns = gradient.shape[1]
+            value = self.blocks.there(self.blocks.first_key, gradient).astype(plan.problem.dtype)
             tile = plan.tile(operand, BLOCK_KV)
             part = tile.part(smem[operand], 0, slice(None), pl.ds(wg * columns, columns))
-            tile.store(part, value.astype(plan.problem.dtype), transposed=False)
+            tile.store(part, value, transposed=False)
         self._meet()
         for operand in ("k", "v"):
             half, rows = self._half(wg, operand)
