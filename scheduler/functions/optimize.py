@@ -19,7 +19,7 @@ from scheduler.dispatch.dispatch import OnMiss
 from scheduler.functions import in_turns, replacing
 from scheduler.functions.arguments import Arguments
 from scheduler.functions.trial import Decided, Trial
-from search_spaces import jax_compat, lowering_compat
+from search_spaces import debugging_compat, lowering_compat
 
 Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
@@ -119,7 +119,7 @@ class Optimized:
             return self._jitted(*args, **kwargs)
         try:
             return given.call(decided.compiled)
-        except jax_compat.InternalFloatingPointError as error:  # `jax.debug_nans` or `jax.debug_infs`
+        except debugging_compat.InternalFloatingPointError as error:  # `jax.debug_nans` or `jax.debug_infs`
             raise FloatingPointError(
                 f"a result of the tuned version of {self.__name__} holds an invalid value {error.args}: call the plain "
                 "function, of which JAX says which operation makes it"
