@@ -130,11 +130,8 @@ def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """All of a reference in a Mosaic GPU kernel, as an array of this layout in registers."""
-    loaded: jax.Array = (
-        plgpu.load(ref, layout=layout, optimized=False)
-        if JAX_VERSION >= (0, 11)
-        else plgpu.load(ref, (), layout=layout, optimized=False)
-    )
+    indices: tuple[Any, ...] = () if JAX_VERSION >= (0, 11) else ((),)
+    loaded: jax.Array = plgpu.load(ref, *indices, layout=layout, optimized=False)
     return loaded
 
 
