@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import math
 import os
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint, lax
-from jax._src import api_util
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
@@ -137,11 +135,8 @@ def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """All of a reference in a Mosaic GPU kernel, as an array of this layout in registers."""
-    loaded: jax.Array = (
-        plgpu.load(ref, layout=layout, optimized=False)
-        if JAX_VERSION >= (0, 11)
-        else plgpu.load(ref, (), layout=layout, optimized=False)
-    )
+    indices: tuple[Any, ...] = () if JAX_VERSION >= (0, 11) else ((),)
+    loaded: jax.Array = plgpu.load(ref, *indices, layout=layout, optimized=False)
     return loaded
 
 
@@ -390,66 +385,6 @@ def _moved(eqn: Any, to: Any) -> tuple[Any, Any, Any]:
     (fetched,) = jax.make_jaxpr(jax.jit(lambda *xs: jax.device_put(xs, back)))(*(x.aval for x in kept)).eqns
     computed = computed.replace(invars=eqn.invars, outvars=[*eqn.outvars, *kept])
     return computed, fetched.replace(invars=kept, outvars=eqn.outvars), kept
-
-
-# What JAX raises, where a compiled program's result is NaN or infinite, while a user looks for that.
-InternalFloatingPointError: type[Exception] = api_util.InternalFloatingPointError
-
-
-def as_one_operation(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, jitted, as one operation for `jax.debug_nans` and `jax.debug_infs`.
-
-    Where a result is NaN, JAX computes jitted functions once more, equation by equation, to find the equation that made
-    it. What JAX knows as one operation raises `FloatingPointError` with its `name` instead.
-    """
-    function.__name__ = function.__qualname__ = name
-    function._apply_primitive = True  # type: ignore[attr-defined]
-    return jax.jit(function)
-
-
-def is_expanded_by_jet(args: Sequence[Any]) -> bool:
-    """Whether `jax.experimental.jet` expands a call of these arguments: it fails on every `jax.custom_vjp`."""
-    from jax.experimental import jet
-
-    return any(isinstance(x, jet.JetTracer) for x in args)
-
-
-def let_checkify_see(primitive: Primitive, name: Callable[..., str]) -> None:
-    """Makes `checkify`'s float checks look for NaN in the results of `primitive`.
-
-    Args:
-      primitive: has several results, as JAX has it.
-      name: of what made it, for the message, from an application's parameters.
-    """
-    from jax._src import checkify
-
-    def check(*args: Any, **params: Any) -> Any:
-        named: Any = types.SimpleNamespace(name=name(**params), bind=primitive.bind, multiple_results=True)
-        return checkify.nan_error_check(named, *args, **params)
-
-    checkify.error_checks[primitive] = check
-
-
-def let_jet_see(primitive: Primitive, name: Callable[..., str], formula: Callable[..., Any]) -> None:
-    """Makes `jax.experimental.jet` expand applications of `primitive` by ``formula(*args, **params)``.
-
-    Where JAX has no rule for an equation of the formula, it raises a `NotImplementedError` with the call's `name`.
-    """
-    from jax.experimental import jet
-
-    def expand(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:
-        try:
-            return jet.jet2(functools.partial(formula, **params), tuple(primals), tuple(series))
-        except KeyError as error:
-            if not isinstance(error.args[0], Primitive):
-                raise
-            raise NotImplementedError(
-                f"jax.experimental.jet has no rule for {error.args[0]}, which the formula of {name(**params)} needs: "
-                "use jax.jvp several times instead"
-            ) from None
-
-    rules: dict[Any, Any] = jet.jet_rules
-    rules[primitive] = expand
 
 
 def value_of_first_process(name: str, own: str, *, timeout_s: float = 60.0) -> str:

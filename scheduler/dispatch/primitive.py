@@ -18,7 +18,7 @@ from scheduler.core.backends import backends_of_another
 from scheduler.dispatch import dispatch, divided, explicit
 from scheduler.dispatch.dispatch import Options
 from scheduler.dispatch.listening import Listening
-from search_spaces import jax_compat
+from search_spaces import debugging_compat, jax_compat
 from search_spaces.configuration import formulas
 from search_spaces.kernel import Library, Target
 from search_spaces.operation import Operation, Params
@@ -54,7 +54,7 @@ def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: 
             return tuned_call(operation, posed, *local, params=params, options=options)
 
         return explicit.over(operation, problem, options, part, *args)
-    if operation.vjp_fwd is not None and not jax_compat.is_expanded_by_jet(args):
+    if operation.vjp_fwd is not None and not debugging_compat.is_expanded_by_jet(args):
         return _with_vjp(operation, problem, params, options)(*jax_compat.alike(args))
     return _bind(operation, problem, _of_kernels(operation, params), options, *args)
 
@@ -117,7 +117,7 @@ def _typed(array: tuple[tuple[int, ...], Any]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
-    return jax_compat.as_one_operation(
+    return debugging_compat.as_one_operation(
         lambda *args: tuned_call_p.bind(*args, operation=operation, problem=problem, params=params, options=options),
         _name(operation),
     )
@@ -318,5 +318,5 @@ ad.primitive_jvps[tuned_call_p] = _differentiate
 ad.primitive_transposes[tuned_call_p] = _transpose
 batching.primitive_batchers[tuned_call_p] = _batch
 jax_compat.let_policies_see(tuned_call_p, _as_dot)
-jax_compat.let_checkify_see(tuned_call_p, _name)
-jax_compat.let_jet_see(tuned_call_p, _name, _by_formula)
+debugging_compat.let_checkify_see(tuned_call_p, _name)
+debugging_compat.let_jet_see(tuned_call_p, _name, _by_formula)

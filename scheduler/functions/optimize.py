@@ -28,7 +28,7 @@ from scheduler.functions.arguments import Arguments
 from scheduler.functions.call_tree import has_state, is_library_jitted
 from scheduler.functions.outputs import Outputs
 from scheduler.functions.trial import Decided, Trial
-from search_spaces import jax_compat, lowering_compat
+from search_spaces import debugging_compat, lowering_compat
 from search_spaces.space import unknown
 
 Keep = Literal["faster", "tuned"]
@@ -197,7 +197,7 @@ class Optimized:
         """Names the function in the error of `jax.debug_nans` or `jax.debug_infs`."""
         try:
             yield
-        except jax_compat.InternalFloatingPointError as error:
+        except debugging_compat.InternalFloatingPointError as error:
             raise FloatingPointError(
                 f"a result of the tuned version of {self.__name__} holds an invalid value {error.args}: call the plain "
                 "function, of which JAX says which operation makes it"
