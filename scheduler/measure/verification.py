@@ -238,9 +238,12 @@ def _numbers(
         """Of real numbers, or of one part of complex ones: by what the whole allows."""
         within = jnp.isfinite(got) & jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed(size))
         # What the dtype of the result cannot hold is infinity there, or, where that has none, NaN or its largest.
-        beyond = jnp.copysign(jnp.abs(wanted) + allowed(size), wanted).astype(_part(compared.dtype)).astype(real)
-        exceeds = jnp.isfinite(wanted) & ~jnp.isfinite(beyond)
-        held = (got == beyond) | (jnp.isnan(beyond) & (jnp.isnan(got) | (got == jnp.copysign(float(own.max), wanted))))
+        # By a limit: XLA drops a conversion to a narrower dtype and back (xla_allow_excess_precision).
+        exceeds = jnp.isfinite(wanted) & (jnp.abs(wanted) + allowed(size) >= jnp.asarray(_overflows_at(own), real))
+        if _has_infinity(_part(compared.dtype)):
+            held = got == jnp.copysign(jnp.asarray(jnp.inf, real), wanted)
+        else:
+            held = jnp.isnan(got) | (got == jnp.copysign(float(own.max), wanted))
         return (got == wanted) | within | (exceeds & held)
 
     fits = near(got.real, wanted.real) & near(got.imag, wanted.imag) if is_complex else near(got, wanted)
@@ -259,6 +262,16 @@ def _numbers(
 def _part(dtype: Any) -> Any:
     """Of the parts of complex numbers, or of real ones: their dtype."""
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
+
+def _overflows_at(info: Any) -> float:
+    """The least number that is rounded beyond the largest of a dtype; infinity where a float does not hold it."""
+    largest = float(info.max)
+    return largest + float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 2)
+
+
+def _has_infinity(dtype: Any) -> bool:
+    return bool(np.isinf(np.asarray(np.inf).astype(dtype).astype(np.float64)))
 
 
 def _is_wide(dtype: Any) -> bool:

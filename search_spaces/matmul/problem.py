@@ -271,10 +271,14 @@ class MatmulProblem(Problem):
         return *special_values.altered((a,), kind), b
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        """Of errors that `tolerance` has beside results of several standard deviations, of which it names six."""
+        """Of errors that `tolerance` has beside results of several standard deviations, of which it names six.
+
+        Sums of 8-bit floats are truncated at each step (0.67 % of the largest was measured on an H100, k = 1024), which
+        adds up where all products have one sign.
+        """
         exact = self.out_dtype == "int32"
-        deviation = 1.0 if self.fused else self.k**0.5
-        one = self.tolerance() if exact else in_proportion(self.tolerance(), 4 * deviation)
+        deviation = (1.0 if self.fused else self.k**0.5) * (1 if self.dtype.startswith("float8") else 4)
+        one = self.tolerance() if exact else in_proportion(self.tolerance(), deviation)
         return (one,) * len(self.results())
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[MatmulProblem, TakeRows]:

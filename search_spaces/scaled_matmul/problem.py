@@ -136,7 +136,8 @@ class ScaledMatmulProblem(Problem):
         return *special_values.altered((a, b), kind), *scales
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        return (in_proportion(self.tolerance(), 4 * self.k**0.5),)
+        """As of a product of 8-bit floats: see `MatmulProblem.special_tolerance`."""
+        return (in_proportion(self.tolerance(), self.k**0.5),)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[ScaledMatmulProblem, TakeRows]:
         def take(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
