@@ -5,9 +5,7 @@ Anything a cache holds is text that is parsed and checked: nothing is unpickled 
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from scheduler.core.ranges import Range
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
 from scheduler.core.similar import Near
 from scheduler.store import rows, text_files
-from scheduler.store.database import Database, Select
+from scheduler.store.database import Database
 from scheduler.store.lease import Lease
 from scheduler.store.misses import Misses
 from scheduler.store.place import default_url as default_url
@@ -35,10 +33,10 @@ from scheduler.store.schema import (
     LEASES,
     MIGRATIONS,
     SCHEDULES,
-    SUM_COLUMNS,
     TRIALS,
     Step,
 )
+from scheduler.store.similar import CANDIDATES, similar
 from search_spaces import aliases
 
 
@@ -113,45 +111,14 @@ class Store:
         kinds = (0, 1) if estimated is None else (int(estimated),)
         found: list[Record] = []
         with self._database.reading() as select:
-            for within, most in (*((within, _CANDIDATES) for within in near.stages), (near.within, -1)):
-                texts, reach = self._similar(select, near, within, kinds, most)
+            for within, most in (*((within, CANDIDATES) for within in near.stages), (near.within, -1)):
+                texts, reach = similar(select, near, within, kinds, most)
                 keys = (Key(near.operation, near.hardware, text) for text in near.in_order(texts, reach))
                 lines = (tuple(row) for key in keys for row in select(_BY_KEY, _asked(key)))
                 found = list(itertools.islice(self._decoded(lines), near.most))
                 if len(found) == near.most or (within, reach) == (near.within, within):
                     break
         return found
-
-    def _similar(
-        self, select: Select, near: Near, within: float, kinds: Sequence[int], most: int
-    ) -> tuple[list[tuple[float, str]], float]:
-        """Problems that may be near enough, with their least distances, and up to which distance these are all.
-
-        Args:
-          kinds: values of `estimated`.
-          most: of each spelling and kind at most so many; a negative number sets no limit, as in SQLite.
-        """
-        texts: list[tuple[float, str]] = []
-        reach = within
-        for (place, left), kind in itertools.product(near.places(within), kinds):
-            beyond = within - left
-            rows_found = select(
-                _SIMILAR if most >= 0 else _ALL_SIMILAR,
-                {
-                    "operation_": near.operation,
-                    "hardware_": near.hardware,
-                    "pattern_": place.pattern,
-                    "estimated_": kind,
-                    "lowest": place.size - left,
-                    "highest": place.size + left,
-                    "left": left,
-                    **{f"{name}_": value for name, value in zip(SUM_COLUMNS, place.sums, strict=True)},
-                },
-            )
-            texts += [(beyond + least, text) for text, least in rows_found if isinstance(text, str)]
-            if len(rows_found) == most:
-                reach = min(reach, beyond + rows_found[-1][1])
-        return texts, reach
 
     def put(self, record: Record) -> None:
         """Store `record` in place of any of the same key; its search is then finished.
@@ -480,23 +447,7 @@ def build_shipped(records: Path, cache_db: Path) -> int:
     return len(found)
 
 
-def _similar() -> sa.Select[Any]:
-    """The problems of one pattern that may be near enough, and how far away each of them is at least."""
-    columns, given = SCHEDULES.c, sa.bindparam
-    apart = (sa.func.abs(columns[name] - given(f"{name}_", type_=sa.Double)) for name in SUM_COLUMNS)
-    least = functools.reduce(operator.add, apart)
-    return sa.select(columns.problem, least.label("doublings")).where(
-        *(columns[name] == given(f"{name}_") for name in ("operation", "hardware", "pattern", "estimated")),
-        columns.size.between(given("lowest"), given("highest")),
-        least <= given("left"),
-    )
-
-
-# So many are looked at, unless that is too few.
-_CANDIDATES = 64
 # Made once: that takes longer than to run it.
-_ALL_SIMILAR = _similar()
-_SIMILAR = _ALL_SIMILAR.order_by(sa.literal_column("doublings")).limit(_CANDIDATES)
 _BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
     *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
 )
