@@ -171,7 +171,7 @@ def test_a_store_of_before_is_gone_on_with(tmp_path):
 def test_every_record_shipped_before_is_read_and_served(old_cache, old_lines, monkeypatch):
     # As where they were measured: before JAX 0.11 ragged rows have their copies padded, and one schedule is not legal.
     monkeypatch.setattr(smem_layout, "HAS_UNTILED_SWIZZLE", True)
-    store, hardware = Store(old_cache, readonly=True), find("NVIDIA H200")
+    store, hardware = Store(old_cache), find("NVIDIA H200")
     count = dict.fromkeys(OF_OPERATIONS, 0)
     for line in old_lines:
         raw, record = json.loads(line), codec.record_from_text(line)

@@ -1,4 +1,4 @@
-"""Candidates that hang, die, fork, speak on the workers' pipe, answer otherwise than at first, or damage inputs.
+"""Candidates that hang, die, fork, speak on the workers' channel, answer otherwise than at first, or damage inputs.
 
 Each is blamed for what it did, no innocent is, every trial ends once, and the fastest right one wins.
 """
@@ -28,12 +28,12 @@ from scheduler.store.store import Store
 from search_spaces import Operation, Target
 
 
-def _pipes() -> list[int]:
-    """Every pipe that this process has open to write to: what a candidate finds that looks for it."""
+def _channels() -> list[int]:
+    """Every pipe and socket that this process has open: what a candidate finds that looks for the one to its parent."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            if "pipe:" in os.readlink(f"/proc/self/fd/{name}"):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(("pipe:", "socket:")):
                 found.append(int(name))
         except OSError:  # it was that of the listing
             continue
@@ -41,9 +41,9 @@ def _pipes() -> list[int]:
 
 
 def _speak(words: bytes) -> None:
-    for pipe in _pipes():
+    for channel in _channels():
         try:
-            os.write(pipe, words)
+            os.write(channel, words)
         except OSError:  # one to read from
             continue
 
