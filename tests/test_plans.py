@@ -84,11 +84,11 @@ def test_a_plan_prints_what_it_answers_and_what_that_gained():
     assert shown[0].startswith(f"plan {plan_of().digest} of model.py:step on cpu (")
     assert shown[2:] == [
         "1.5x XLA",
-        "   xla: 3 ms a call (+- 5 us) in 20 rounds",
-        "  plan: 2 ms a call (+- 5 us) in 20 rounds",
-        "count  alone  library  problem, and what answers it",
-        "    3   2 us     3 us  matmul m=64 n=48 k=32 dtype=float32",
-        "                       interpret minor=m tile_k=32 tile_m=64 tile_n=48: faster",
+        "   xla: 3.00 ms a call (+- 5.00 us) in 20 rounds",
+        "  plan: 2.00 ms a call (+- 5.00 us) in 20 rounds",
+        "count    alone  library  problem, and what answers it",
+        "    3  2.00 us  3.00 us  matmul m=64 n=48 k=32 dtype=float32",
+        "                         interpret minor=m tile_k=32 tile_m=64 tile_n=48: faster",
     ]
     assert max(map(len, repr(with_answer(reason="word " * 60)).splitlines())) <= 100
 
@@ -103,7 +103,7 @@ DAMAGES = [
     (lambda plan: json.dumps({**plan, "answers": [{}]}), "answers: item 0: operation is missing"),
     (lambda plan: json.dumps({**plan, "hardware": 7}), "hardware: text is wanted, found 7"),
     (lambda plan: json.dumps({**plan, "answers": plan["answers"] * 2}), "is answered twice"),
-    (lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "schedule": {"tile_m": 1.5}}]}), "tile_m: an"),
+    (lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "schedule": {"tile_m": {"of": 1}}}]}), "tile_m: "),
     (lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "version": -1}]}), "version: an integer"),
     (lambda plan: json.dumps({**plan, "figures": [{"variant": "best"}]}), "variant: one of xla, all, plan"),
     (lambda plan: json.dumps({**plan, "verdict": "10x"}), "it was changed after it was written"),

@@ -85,7 +85,7 @@ def named(text: str, kinds: Iterable[str]) -> list[str]:
 def unknown_chip(text: str, kinds: Iterable[str]) -> str:
     """The end of a sentence about a chip that is none of `kinds`: it, the one that was meant, and all others."""
     kinds = list(kinds)
-    # Of kinds that share a word the first; what follows a bracket is of cores and memory.
+    # Of kinds that share a word the first; after a bracket stand cores and memory.
     words = {
         word: kind
         for kind in reversed(kinds)

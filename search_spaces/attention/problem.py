@@ -28,7 +28,7 @@ class Lengths(NamedTuple):
 
 
 class Bounds:
-    """Which keys a query sees: what follows from extents, the window's bounds and whether there are lengths.
+    """Which keys a query sees, derived from extents, the window's bounds and whether there are lengths.
 
     Attributes:
       q_len, kv_len: queries and keys; symbols under `jax.export`.
