@@ -103,7 +103,10 @@ DAMAGES = [
     (lambda plan: json.dumps({**plan, "answers": [{}]}), "answers: item 0: operation is missing"),
     (lambda plan: json.dumps({**plan, "hardware": 7}), "hardware: text is wanted, found 7"),
     (lambda plan: json.dumps({**plan, "answers": plan["answers"] * 2}), "is answered twice"),
-    (lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "schedule": {"tile_m": {"of": 1}}}]}), "tile_m: "),
+    (
+        lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "schedule": {"tile_m": {"of": 1}}}]}),
+        "tile_m: ",
+    ),
     (lambda plan: json.dumps({**plan, "answers": [{**plan["answers"][0], "version": -1}]}), "version: an integer"),
     (lambda plan: json.dumps({**plan, "figures": [{"variant": "best"}]}), "variant: one of xla, all, plan"),
     (lambda plan: json.dumps({**plan, "verdict": "10x"}), "it was changed after it was written"),

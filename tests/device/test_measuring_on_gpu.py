@@ -1,6 +1,7 @@
 """What a bench finds on a GPU: a tile that is never written, results in place, and the state of the cache."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -144,4 +145,7 @@ def test_the_finalists_of_a_product_are_right_on_a_ragged_neighbour(pool):
 
 def test_a_process_of_our_own_is_no_stranger(pool):
     pool.measure(twice(skip=-1))
-    assert pool.others() == 0
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        assert pool.others() == 0
+    else:  # other test processes hold this GPU, too, and start and end workers meanwhile
+        assert any(pool._gpu.others(()) > pool.others() for _ in range(20))
