@@ -98,7 +98,7 @@ def test_export_sorts_and_import_restores():
             "clock: one of cupti, wall, static is wanted, found 'sundial'",
         ),
         (("entries", 0, "measurement", "clock"), ["cupti"], "clock: one of cupti, wall"),
-        (("entries", 1, "schedule"), {"tile_m": 1.5}, "entries: item 1: schedule: tile_m: an integer, true, false"),
+        (("entries", 1, "schedule"), {"tile_m": {"of": 1}}, "entries: item 1: schedule: tile_m: "),
         (("versions",), {"xla": True}, "versions: xla: an integer"),
         (("environment",), None, "environment: a JSON object is wanted, found None"),
         (("budget",), -1, "budget: an integer"),

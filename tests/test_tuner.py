@@ -82,7 +82,7 @@ def test_progress_counts_every_trial_and_keeps_the_best_so_far(searched):
 
 def test_a_budget_bounds_the_trials_and_none_is_refused():
     assert tune(SAFE_DOUBLE, PROBLEM, budget=5).tried == 5
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="budget=0 is out of range; give an integer from 1"):
         tune(SAFE_DOUBLE, PROBLEM, budget=0)
 
 

@@ -9,7 +9,7 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 # Of every extent that has no default, in the problem that backends are asked about.
-EXTENT = 1024
+EXTENT = 128  # of which four multiply to an array that 32-bit indices reach
 
 
 def example(operation: Operation[Any], extent: int) -> Problem | None:

@@ -239,7 +239,7 @@ def _numbers(
         within = jnp.isfinite(got) & jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed(size))
         # What the dtype of the result cannot hold is infinity there, or, where that has none, NaN or its largest.
         # By a limit: XLA drops a conversion to a narrower dtype and back (xla_allow_excess_precision).
-        exceeds = jnp.isfinite(wanted) & (jnp.abs(wanted) + allowed(size) >= jnp.asarray(_overflows_at(own), real))
+        exceeds = jnp.isfinite(wanted) & (jnp.abs(wanted) + allowed(size) >= jnp.asarray(_overflows_at(own, real), real))
         if _has_infinity(_part(compared.dtype)):
             held = got == jnp.copysign(jnp.asarray(jnp.inf, real), wanted)
         else:
@@ -264,10 +264,11 @@ def _part(dtype: Any) -> Any:
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
-def _overflows_at(info: Any) -> float:
-    """The least number that is rounded beyond the largest of a dtype; infinity where a float does not hold it."""
+def _overflows_at(info: Any, real: Any) -> float:
+    """The least number that is rounded beyond the largest of a dtype; infinity where `real` does not hold it."""
     largest = float(info.max)
-    return largest + float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 2)
+    least = largest + float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 2)
+    return least if least <= float(jnp.finfo(real).max) else math.inf
 
 
 def _has_infinity(dtype: Any) -> bool:
