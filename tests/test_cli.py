@@ -311,6 +311,7 @@ MADE = ".".join(next(iter(shipped().records())).environment.jax.split(".")[:2])
 def test_doctor_warns_of_stale_records_and_names_the_jax_that_makes_them_current(here, monkeypatch, store):
     installed = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: here if name == "jax" else installed(name))
+    monkeypatch.setattr("scheduler.inspect.provenance._jax_here", lambda: here)  # it is asked once a process
     monkeypatch.setattr(architectures, "HAS_MMA", True)  # whatever the JAX here has: only records are out of date
     current = here.startswith(f"{MADE}.")
     store.put(record(environment=dataclasses.replace(ENVIRONMENT, jax=f"{MADE}.0")))
