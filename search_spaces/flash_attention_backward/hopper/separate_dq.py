@@ -123,7 +123,7 @@ class Keys:
         """Of pairs ``[queries, keys]``, in wgmma's layout, those where the query sees the key."""
         p, layout, shape = self.plan.problem, plgpu.Layout.WGMMA, (WGMMA_ROWS, self.plan.block_kv)
         if p.right is None and p.left is None:
-            # Of rows that are alike no array is made: what nothing constrains, Mosaic GPU seeks a layout of for minutes.
+            # No array of rows that are alike: what nothing constrains, Mosaic GPU seeks a layout of for minutes.
             number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
             return number < self.keys - block * self.plan.block_kv
         query = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_query
