@@ -122,13 +122,14 @@ class Keys:
     def visible(self, first_query: Any, block: Any) -> Any:
         """Of pairs ``[queries, keys]``, in wgmma's layout, those where the query sees the key."""
         p, layout, shape = self.plan.problem, plgpu.Layout.WGMMA, (WGMMA_ROWS, self.plan.block_kv)
+        if p.right is None and p.left is None:
+            # No array of rows that are alike: what nothing constrains, Mosaic GPU seeks a layout of for minutes.
+            number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+            return number < self.keys - block * self.plan.block_kv
         query = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1)) + first_query
-        number, before = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout), block * self.plan.block_kv
-        key = number + before
-        if p.right is None:  # Compared with an array of one number for all rows, Mosaic GPU finds no layout in minutes.
-            seen = number < self.keys - before
-        else:
-            seen = key <= lax.broadcast_in_dim(jnp.minimum(query + p.right, self.keys - 1), shape, [0])
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + block * self.plan.block_kv
+        last = jnp.minimum(query + p.right, self.keys - 1) if p.right is not None else query * 0 + (self.keys - 1)
+        seen = key <= lax.broadcast_in_dim(last, shape, [0])
         if p.left is not None:
             seen &= key >= lax.broadcast_in_dim(query - p.left, shape, [0])
         return seen
