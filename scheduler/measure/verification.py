@@ -239,7 +239,9 @@ def _numbers(
         within = jnp.isfinite(got) & jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed(size))
         # What the dtype of the result cannot hold is infinity there, or, where that has none, NaN or its largest.
         # By a limit: XLA drops a conversion to a narrower dtype and back (xla_allow_excess_precision).
-        exceeds = jnp.isfinite(wanted) & (jnp.abs(wanted) + allowed(size) >= jnp.asarray(_overflows_at(own, real), real))
+        exceeds = jnp.isfinite(wanted) & (
+            jnp.abs(wanted) + allowed(size) >= jnp.asarray(_overflows_at(own, real), real)
+        )
         if _has_infinity(_part(compared.dtype)):
             held = got == jnp.copysign(jnp.asarray(jnp.inf, real), wanted)
         else:
