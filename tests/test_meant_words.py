@@ -258,7 +258,7 @@ def test_what_cannot_be_written_is_refused_before_any_work(tmp_path, monkeypatch
         raise AssertionError("work was begun")
 
     monkeypatch.setattr("scheduler.measure.pool.start_runner", never)
-    monkeypatch.setattr("scheduler.cli.reporting.ask_stores", never)
+    monkeypatch.setattr("scheduler.cli.reporting.chosen", never)
     job = tmp_path / "job.toml"
     job.write_text('operation = "matmul"\n[[problem]]\nm = 8\nn = 8\nk = 8\n')
     before = None

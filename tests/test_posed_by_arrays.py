@@ -136,4 +136,4 @@ def test_whatever_a_record_holds_it_is_printed_in_safe_lines(entries, changes):
     assert "\x1b" not in text
     assert len(text.splitlines()) == 5 + len(record.failed)
     assert len(text) < 1000
-    assert "1 us" in text or "2 us" in text or entries.startswith("library")
+    assert "1.00 us" in text or "2.00 us" in text or entries.startswith("library")

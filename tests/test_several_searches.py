@@ -91,7 +91,8 @@ def test_a_job_of_two_searches_at_once_builds_each_candidate_once_in_processes_s
     assert all(record.tried == 5 and len(record.entries) >= 2 for record in records)
     assert pids(pool) == before
     built = builds(log)
-    assert all(built[problem.n, str(tile)] == 1 for problem in problems for tile in (1, 2, 4, 8))
+    # A finalist is traced twice more, to see whether its program is the same each time; it is compiled once.
+    assert all(built[problem.n, str(tile)] in (1, 3) for problem in problems for tile in (1, 2, 4, 8))
     assert all(1 <= built[problem.n, "library"] <= WORKERS for problem in problems)
     assert len([line for line in told(log) if line[2] == "reference"]) <= WORKERS * len(problems)
 
@@ -115,7 +116,7 @@ def test_records_verified_at_once_build_each_rival_once_in_processes_started_onc
     assert all(verdict.state in ("holds", "slower") for verdict in verdicts.values())
     assert pids(pool) == before
     built = builds(log)
-    assert all(count == 1 for (_, name), count in built.items() if name != "library")
+    assert all(count in (1, 3) for (_, name), count in built.items() if name != "library")  # confirmed: traced again
     assert all(1 <= built[problem.n, "library"] <= WORKERS for problem in problems)
 
 
