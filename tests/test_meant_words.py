@@ -177,7 +177,9 @@ def test_words_of_others_are_known_only_where_they_mean_something():
     ],
 )
 def test_what_is_no_array_is_named_by_what_the_caller_wrote(call):
-    with pytest.raises(TypeError, match=r"must be an array, not (str|dict|object)|requires ndarray or scalar arguments") as raised:
+    with pytest.raises(
+        TypeError, match=r"must be an array, not (str|dict|object)|requires ndarray or scalar arguments"
+    ) as raised:
         call()
     assert not re.search(r"_function|<locals>|0x[0-9a-f]+", str(raised.value))
 
