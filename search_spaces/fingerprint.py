@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from search_spaces import configuration
 from search_spaces.jaxprs import is_jaxpr, opened
 
 # Fields of equations, and of what they hold, that only say where something comes from, or how to differentiate it.
@@ -46,10 +47,8 @@ def fingerprint(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeS
     with (
         jax.enable_x64(wide),
         jax.default_matmul_precision(None),
-        jax.numpy_rank_promotion("allow"),
-        jax.numpy_dtype_promotion("standard"),
+        configuration.formulas(),
         jax.disable_jit(False),
-        jax.transfer_guard("allow"),
     ):
         return digest(jax.make_jaxpr(function)(*operands))
 
