@@ -145,8 +145,9 @@ class _Asked(logging.Handler):
         self._level = self._logger.level
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == "scheduler" and isinstance(record.args, tuple) and len(record.args) == 5:
-            operation, problem, _, _, reason = record.args
+        args = getattr(record, "raw_args", record.args)
+        if record.name == "scheduler" and isinstance(args, tuple) and len(args) == 5:
+            operation, problem, _, _, reason = args
             self.problems[str(operation), problem] = str(reason)
 
     def __enter__(self) -> None:

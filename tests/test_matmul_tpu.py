@@ -165,7 +165,7 @@ SHAPES = [
     (MATMUL, MatmulProblem(5000, 3000, 7000)),
     (MATMUL, MatmulProblem(1, 1, 1)),
     (MATMUL, MatmulProblem(8192, 128256, 1024)),
-    (MATMUL, MatmulProblem(100_003, 17, 50_021, "float32")),
+    (MATMUL, MatmulProblem(20_003, 17, 50_021, "float32")),
     (GATED_MATMUL, GatedMatmulProblem(4096, 14336, 4096)),
 ]
 

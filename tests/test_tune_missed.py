@@ -136,7 +136,8 @@ def test_searches_end_with_the_time_and_it_is_known_how_many_are_left(monkeypatc
 # The commands
 
 
-def test_misses_are_listed_until_they_are_settled_and_forgotten_when_asked(store):
+def test_misses_are_listed_until_they_are_settled_and_forgotten_when_asked(store, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     tuned_matmul(A, A)
     tuned_matmul(A[:4], A)
     line = sys._getframe().f_lineno - 2
