@@ -10,8 +10,13 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import hypothesis
 import pytest
 from postgres_server import server
+
+# A busy host takes longer for an example, which is no failure.
+hypothesis.settings.register_profile("any host", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any host")
 
 # Before JAX starts a device: on as many threads as CPU devices or cores, whichever are more, the interpreter of GPU
 # kernels runs theirs, and it hangs where those that wait at barriers take all.

@@ -207,9 +207,12 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def bytes_moved(self) -> float:
-        """Of keys, values and queries those that the lengths leave."""
+        """Counts the queries, keys and values that the lengths and the mask leave."""
         q, *kv = map(nbytes, self.qkv())
-        return super().bytes_moved - (1 - self.q_share) * q - (1 - self.kv_share) * sum(kv)
+        seeing = 1.0 if self.left is None else max(0, min(self.q_len, self.kv_len + self.left)) / self.q_len
+        seen = 1.0 if self.right is None else max(0, min(self.kv_len, self.q_len + self.right)) / self.kv_len
+        unread = (1 - min(self.q_share, seeing)) * q + (1 - min(self.kv_share, seen)) * sum(kv)
+        return super().bytes_moved - unread
 
     @property
     def library_bytes_moved(self) -> float:
