@@ -542,7 +542,12 @@ def test_a_call_that_no_longer_can_be_answered_says_why(own):
 def test_a_call_with_a_record_asks_the_store_once_and_one_without_any_range_once_more(own, monkeypatch):
     asked = []
     select = Database.select
-    monkeypatch.setattr(Database, "select", lambda self, query: asked.append(str(query)) or select(self, query))
+
+    def recorded(self, query, *values):
+        asked.append(str(query))
+        return select(self, query, *values)
+
+    monkeypatch.setattr(Database, "select", recorded)
     decide(64)
     assert len(asked) == 1
     asked.clear()

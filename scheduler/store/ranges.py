@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -46,14 +47,11 @@ class Ranges:
         Raises:
           StoreError: the cache cannot be read.
         """
-        wanted = {"operation": operation, "hardware": hardware}
-        query = sa.select(*(RANGES.c[name] for name in ("operation", "hardware", "problem", "range"))).where(
-            *(RANGES.c[name] == value for name, value in wanted.items() if value is not None)
-        )
-        if problems is not None:
-            query = query.where(RANGES.c.problem.in_(problems))
+        several = None if problems is None else list(problems)
+        wanted = {"operation": operation, "hardware": hardware, "problems": several}
+        given = {name: value for name, value in wanted.items() if value is not None}
         found = []
-        for *names, line in rows.by_key(self._database.select(query), self._database.location):
+        for *names, line in rows.by_key(self._database.select(_query(*given), given), self._database.location):
             try:
                 one = range_from_text(line)
                 if [one.operation, one.hardware, one.problem] != names:
@@ -79,6 +77,19 @@ class Ranges:
         with self._database.write() as connection:
             same = (RANGES.c[name] == value for name, value in _key(of).items())
             return connection.execute(sa.delete(RANGES).where(*same)).rowcount
+
+
+# Made once for each set of names: that takes longer than to run it.
+@functools.cache
+def _query(*given: str) -> sa.Select[Any]:
+    """The rows of `Ranges.all` for values of these names."""
+    conditions = {
+        "operation": RANGES.c.operation == sa.bindparam("operation"),
+        "hardware": RANGES.c.hardware == sa.bindparam("hardware"),
+        "problems": RANGES.c.problem.in_(sa.bindparam("problems", expanding=True)),
+    }
+    columns = (RANGES.c[name] for name in ("operation", "hardware", "problem", "range"))
+    return sa.select(*columns).where(*(conditions[name] for name in given))
 
 
 def _key(of: Range) -> dict[str, Any]:

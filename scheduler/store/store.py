@@ -87,7 +87,7 @@ class Store:
           MalformedRecord: what the cache holds for `key` cannot be read.
           StoreError: the cache cannot be read at all.
         """
-        for (line,) in self._database.select(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, key))):
+        for *_, line in self._database.select(_BY_KEY, _asked(key)):
             try:
                 return rows.record_of(key, line)
             except ValueError as error:
