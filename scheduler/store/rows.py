@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler.core import codec
 from scheduler.core.identity import schedule_to_text
-from scheduler.core.records import Environment, Failure, Key, Measurement, Record, Trial
+from scheduler.core.records import Key, Record
 from scheduler.store.schema import place_columns
 
 
@@ -69,29 +69,6 @@ def of_record(record: Record) -> dict[str, Any]:
         "xla_s": library.measurement.median_s if library else None,
         "record": codec.record_to_text(record),
         **place_columns(record.key.problem, estimated=record.estimated),
-    }
-
-
-def of_trial(key: Key, trial: Trial, environment: Environment) -> dict[str, Any]:
-    """Those of a trial."""
-    return {
-        **vars(key),
-        **vars(environment),
-        "number": trial.number,
-        "backend": trial.backend,
-        "kernel_version": trial.version,
-        "schedule": schedule_to_text(trial.schedule),
-        "predicted_s": trial.predicted_s,
-        **outcome_of(trial),
-    }
-
-
-def outcome_of(trial: Trial) -> dict[str, Any]:
-    """Those that tell what became of it."""
-    return {
-        "median_s": trial.outcome.median_s if isinstance(trial.outcome, Measurement) else None,
-        "failed_stage": trial.outcome.stage if isinstance(trial.outcome, Failure) else None,
-        "trial": codec.trial_to_text(trial),
     }
 
 

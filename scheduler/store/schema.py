@@ -20,11 +20,10 @@ SCHEDULES = sa.table(
     *map(sa.column, ("jax", "jaxlib", "driver", "date", "record", "pattern", "estimated")),
     *(sa.column(name, sa.Double) for name in ("size", *SUM_COLUMNS)),
 )
-TRIALS = sa.table(
-    "trials",
-    *map(sa.column, ("id", "operation", "hardware", "problem", "number", "backend", "kernel_version", "schedule")),
-    *map(sa.column, ("predicted_s", "median_s", "failed_stage", "jax", "jaxlib", "driver", "date", "trial")),
-    sa.column("finished"),
+# A search and the name of its Optuna study, which holds the trials. `studies.py` describes Optuna's own tables.
+SEARCHES = sa.table(
+    "searches",
+    *map(sa.column, ("id", "operation", "hardware", "problem", "study", "jax", "jaxlib", "driver", "date", "finished")),
 )
 LEASES = sa.table("leases", *map(sa.column, ("operation", "hardware", "problem", "owner", "expires_s")))
 CONSTANTS = sa.table(
@@ -134,9 +133,20 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
         f"(operation, hardware, pattern, estimated, size, {', '.join(SUM_COLUMNS)})",
         "CREATE INDEX trials_unfinished ON trials (operation, hardware, problem) WHERE finished = 0",
     ),
+    (
+        # Trials are in studies of Optuna, whose tables Optuna makes itself: one of them is named `trials`, too.
+        "DROP TABLE trials",
+        """CREATE TABLE searches (
+             id {serial} PRIMARY KEY,
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL, study TEXT NOT NULL,
+             jax TEXT NOT NULL, jaxlib TEXT NOT NULL, driver TEXT NOT NULL, date TEXT NOT NULL,
+             finished BIGINT NOT NULL DEFAULT 0)""",
+        "CREATE INDEX searches_by_key ON searches (operation, hardware, problem)",
+        "CREATE INDEX searches_unfinished ON searches (operation, hardware, problem) WHERE finished = 0",
+    ),
 )
 VERSION = sa.table("schema_version", sa.column("version"))
 # Tables of every schema since the first: a database that has these is one of ours.
-OLDEST = frozenset({"schema_version", "schedules", "trials"})
+OLDEST = frozenset({"schema_version", "schedules"})
 # {serial} of a migration, by database.
 SERIAL = {"sqlite": "INTEGER", "postgresql": "BIGSERIAL"}

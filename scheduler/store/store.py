@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from scheduler.core import codec
 from scheduler.core.errors import MalformedRecord, StoreError
-from scheduler.core.identity import versioned
 from scheduler.core.ranges import Range
 from scheduler.core.records import Calibration, Environment, Key, Record, Trial
 from scheduler.core.similar import Near
@@ -33,10 +32,10 @@ from scheduler.store.schema import (
     LEASES,
     MIGRATIONS,
     SCHEDULES,
-    TRIALS,
     Step,
 )
 from scheduler.store.similar import CANDIDATES, similar
+from scheduler.store.studies import Described, Studies
 from search_spaces import aliases
 
 
@@ -71,6 +70,7 @@ class Store:
         self.location, self.in_memory = self._database.location, self._database.in_memory
         self.misses = Misses(self._database)
         self.ranges = Ranges(self._database)
+        self._studies = Studies(self._database)
 
     def require_writable(self) -> None:
         """Asks before much is spent on what is then to be written here.
@@ -151,7 +151,7 @@ class Store:
             if held is not None and rows.was_measured(record.key, held[0]):
                 return False
         connection.execute(self._database.upsert(SCHEDULES, KEY), rows.of_record(record))
-        connection.execute(_finish(record.key))
+        self._studies.finish(connection, record.key)
         return True
 
     def finish(self, key: Key) -> None:
@@ -161,7 +161,7 @@ class Store:
           StoreError: the cache cannot be written.
         """
         with self._database.write() as connection:
-            connection.execute(_finish(key))
+            self._studies.finish(connection, key)
 
     def forget(self, key: Key) -> int:
         """Delete the record of `key` and its trials.
@@ -174,17 +174,20 @@ class Store:
         """
         if self._database.empty():
             return 0
+        count = self._studies.forget(key)
         with self._database.write() as connection:
-            return sum(connection.execute(sa.delete(t).where(*_is(t, key))).rowcount for t in (SCHEDULES, TRIALS))
+            return count + connection.execute(sa.delete(SCHEDULES).where(*_is(SCHEDULES, key))).rowcount
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
         """Store a trial as it ends, so that a search that is killed loses none.
+
+        Args:
+          described: as in `Studies.add`.
 
         Raises:
           StoreError: it cannot be written.
         """
-        with self._database.write() as connection:
-            connection.execute(sa.insert(TRIALS), rows.of_trial(key, trial, environment))
+        self._studies.add(key, trial, environment, described)
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
         """Give the latest stored trial of this number another outcome: what passed for right was found wrong.
@@ -192,13 +195,7 @@ class Store:
         Raises:
           StoreError: it cannot be written.
         """
-        latest = sa.select(sa.func.max(TRIALS.c.id)).where(
-            *_is(TRIALS, key),
-            TRIALS.c.number == trial.number,
-            TRIALS.c.backend.in_(aliases.spellings(trial.backend)),
-        )
-        with self._database.write() as connection:
-            connection.execute(sa.update(TRIALS).where(TRIALS.c.id == latest.scalar_subquery()), rows.outcome_of(trial))
+        self._studies.replace(key, trial)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
         """The trials of `key` in the order they ended; malformed ones are skipped with a warning.
@@ -212,10 +209,7 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        wanted = [TRIALS.c.finished == _NO] if unfinished else []
-        if environment is not None:
-            wanted += [TRIALS.c[n] == getattr(environment, n) for n in ("jax", "jaxlib", "driver")]
-        return self._trials(key, *wanted)
+        return self._studies.trials(key, environment, unfinished=unfinished)
 
     def last_trials(self, key: Key) -> list[Trial]:
         """The trials of the last search of `key` that came to its end, or, for want of any, of the one cut short.
@@ -225,14 +219,7 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        trials = self._trials(key, TRIALS.c.finished != 0) or self._trials(key)
-        begins = max((i for i, trial in enumerate(trials) if trial.number == 0), default=0)
-        last = {versioned(trial): trial for trial in trials[begins:]}
-        return sorted(last.values(), key=lambda trial: trial.number)
-
-    def _trials(self, key: Key, *wanted: sa.ColumnElement[bool]) -> list[Trial]:
-        query = sa.select(TRIALS.c.id, TRIALS.c.trial).where(*_is(TRIALS, key), *wanted).order_by(TRIALS.c.id)
-        return [trial for _, trial in self._decoded_trials((key, *row) for row in self._database.select(query))]
+        return self._studies.last(key)
 
     def unfinished(self, operation: str | None = None, problem: str | None = None) -> dict[Key, list[Trial]]:
         """The trials of every search that goes on, or was cut short, by key in the order of their names.
@@ -243,14 +230,7 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        query = sa.select(*(TRIALS.c[name] for name in (*KEY, "id", "trial"))).where(TRIALS.c.finished == _NO)
-        wanted = {"operation": operation, "problem": problem}
-        query = query.where(*(TRIALS.c[name] == value for name, value in wanted.items() if value is not None))
-        keyed = ((Key(*row[:3]), *row[3:]) for row in rows.by_key(self._database.select(query), self.location))
-        found: dict[Key, list[Trial]] = {}
-        for key, trial in self._decoded_trials(keyed):
-            found.setdefault(key, []).append(trial)
-        return found
+        return self._studies.unfinished(operation, problem)
 
     def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
         """Takes or renews the lease of `key`: `owner` is the one that tunes it.
@@ -349,11 +329,10 @@ class Store:
         Raises:
           StoreError: the cache cannot be read.
         """
-        found: set[Key] = set()
-        for table in (SCHEDULES, TRIALS):
-            query = sa.select(*(table.c[name] for name in KEY)).distinct()
-            query = query if operation is None else query.where(table.c.operation == operation)
-            found.update(Key(*row) for row in rows.by_key(self._database.select(query), self.location))
+        query = sa.select(*(SCHEDULES.c[name] for name in KEY))
+        query = query if operation is None else query.where(SCHEDULES.c.operation == operation)
+        found = {Key(*row) for row in rows.by_key(self._database.select(query), self.location)}
+        found |= self._studies.keys(operation)
         return sorted(found, key=lambda key: (key.operation, key.hardware, key.problem))
 
     def put_calibration(self, calibration: Calibration) -> None:
@@ -399,14 +378,8 @@ class Store:
         return found
 
     def close(self) -> None:
+        self._studies.close()
         self._database.close()
-
-    def _decoded_trials(self, found: Iterable[tuple[Key, int, str]]) -> Iterator[tuple[Key, Trial]]:
-        for key, number, line in found:
-            try:
-                yield key, codec.trial_from_text(line)
-            except ValueError as error:
-                rows.say_once(f"{self.location}: trial {number} of {key} is skipped, it is malformed ({error})")
 
     def _decoded(self, found: Iterable[tuple[Any, ...]]) -> Iterator[Record]:
         for *names, line in found:
@@ -451,17 +424,11 @@ def build_shipped(records: Path, cache_db: Path) -> int:
 _BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
     *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
 )
-# As a literal: an index of some rows is used only where the statement says so itself.
-_NO: sa.ColumnElement[int] = sa.literal_column("0")
 
 
 def _asked(key: Key) -> dict[str, str]:
     """The parameters of `_BY_KEY`."""
     return {f"{name}_": value for name, value in vars(key).items()}
-
-
-def _finish(key: Key) -> sa.Update:
-    return sa.update(TRIALS).where(*_is(TRIALS, key)).values(finished=1)
 
 
 def _is(table: sa.TableClause, key: Key) -> list[sa.ColumnElement[bool]]:

@@ -1,0 +1,295 @@
+"""The trials of searches as studies of Optuna, in the tables of Optuna's own storage inside the cache's database.
+
+A study is one search of one problem on one chip. `optuna-dashboard` opens the database as it is. A trial's value is its
+median time in microseconds, its parameters are the backend and the fields of its schedule, and its attribute "trial" is
+the whole trial as text, which is what this program reads back. Optuna writes; reading needs SQL alone, so that it works
+on a file that may not be written, and without the import of Optuna.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import random
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from scheduler.core import codec
+from scheduler.core.errors import StoreError
+from scheduler.core.identity import versioned
+from scheduler.core.optuna_log import quietly
+from scheduler.core.records import Environment, Failure, Key, Measurement, Trial
+from scheduler.store import rows
+from scheduler.store.database import Database
+from scheduler.store.schema import KEY, SEARCHES
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.storages import RDBStorage
+    from optuna.trial import FrozenTrial
+
+METRIC = "median time in us"
+# Attributes of a trial: all of it as text; what the cost model predicted; why it failed.
+TRIAL, PREDICTED, FAILURE = "trial", "predicted_us", "failure"
+# The part of Optuna's tables that is read here (optuna/storages/_rdb/models.py of Optuna 5).
+_STUDIES = sa.table("studies", *map(sa.column, ("study_id", "study_name")))
+_TRIALS = sa.table("trials", *map(sa.column, ("trial_id", "number", "study_id", "state")))
+_ATTRIBUTES = sa.table("trial_user_attributes", *map(sa.column, ("trial_id", "key", "value_json")))
+_VALUES = sa.table("trial_values", *map(sa.column, ("trial_id",)))
+# A name is a column of 512 characters in Optuna's tables.
+_LONGEST_NAME = 440
+# Several processes that make the tables of a new file at once get in each other's way.
+_ATTEMPTS, _WAIT_S = 8, 0.2
+_NO: sa.ColumnElement[int] = sa.literal_column("0")  # as a literal: only then is an index of unfinished searches used
+
+Described = tuple[Mapping[str, Any], Mapping[str, "BaseDistribution"]]
+
+
+class Studies:
+    """The searches of one database and their trials. Every failure is a `StoreError`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._storage: RDBStorage | None = None
+        self._open: dict[tuple[Key, tuple[str, str, str]], int] = {}
+
+    def add(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
+        """Adds a trial to the search of `key` that goes on under these versions, or to a new search.
+
+        Args:
+          described: the parameters of the trial, and their distributions; None shows none.
+        """
+        with self._database.errors("written"):
+            frozen = _frozen(trial, described)
+        with self._lock, self._writing() as storage:
+            try:
+                storage.create_new_trial(self._search(storage, key, environment), template_trial=frozen)
+            except ValueError:  # the distributions differ from those of a search that was cut short: the kernel changed
+                self._open[key, _versions(environment)] = study = self._begin(storage, key, environment)
+                storage.create_new_trial(study, template_trial=frozen)
+
+    def replace(self, key: Key, trial: Trial) -> None:
+        """Gives the latest trial of this number and backend another outcome: what passed for right was found wrong."""
+        found = [
+            trial_id
+            for trial_id, known in self._read(_is(key))
+            if (known.number, known.backend) == (trial.number, trial.backend)
+        ]
+        if not found:
+            return
+        with self._database.write() as connection:
+            frozen = _frozen(trial, None)
+            same = _ATTRIBUTES.c.trial_id == found[-1]
+            connection.execute(
+                sa.update(_ATTRIBUTES)
+                .where(same, _ATTRIBUTES.c.key == TRIAL)
+                .values(value_json=json.dumps(codec.trial_to_text(trial)))
+            )
+            connection.execute(
+                sa.update(_TRIALS).where(_TRIALS.c.trial_id == found[-1]).values(state=frozen.state.name)
+            )
+            connection.execute(sa.delete(_ATTRIBUTES).where(same, _ATTRIBUTES.c.key == FAILURE))
+            if isinstance(trial.outcome, Failure):
+                connection.execute(sa.delete(_VALUES).where(_VALUES.c.trial_id == found[-1]))
+                said = {"trial_id": found[-1], "key": FAILURE, "value_json": json.dumps(str(trial.outcome))}
+                connection.execute(sa.insert(_ATTRIBUTES), said)
+
+    def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
+        """The trials of `key` in the order they ended; malformed ones are skipped with a warning.
+
+        Args:
+          environment: only those of searches under these versions of jax, jaxlib and the driver (at any date).
+          unfinished: only those of a search that was cut short.
+        """
+        wanted = _is(key)
+        if unfinished:
+            wanted.append(SEARCHES.c.finished == _NO)
+        if environment is not None:
+            names = ("jax", "jaxlib", "driver")
+            wanted += [SEARCHES.c[n] == v for n, v in zip(names, _versions(environment), strict=True)]
+        return [trial for _, trial in self._read(wanted)]
+
+    def last(self, key: Key) -> list[Trial]:
+        """The trials of the last search of `key` that came to its end, or, for want of any, of the one cut short.
+
+        Of a schedule that was tried again, as after a failure, the last.
+        """
+        trials = [trial for _, trial in self._read([*_is(key), SEARCHES.c.finished != 0])] or self.trials(key)
+        begins = max((i for i, trial in enumerate(trials) if trial.number == 0), default=0)
+        last = {versioned(trial): trial for trial in trials[begins:]}
+        return sorted(last.values(), key=lambda trial: trial.number)
+
+    def unfinished(self, operation: str | None, problem: str | None) -> dict[Key, list[Trial]]:
+        """The trials of every search that goes on, or was cut short, by key in the order of their names."""
+        wanted = {"operation": operation, "problem": problem}
+        conditions = [SEARCHES.c[name] == value for name, value in wanted.items() if value is not None]
+        query = sa.select(*(SEARCHES.c[name] for name in KEY)).where(SEARCHES.c.finished == _NO, *conditions).distinct()
+        keys = [Key(*row) for row in rows.by_key(self._database.select(query), self._database.location)]
+        found = {key: self.trials(key, unfinished=True) for key in keys}
+        return {key: trials for key, trials in found.items() if trials}
+
+    def keys(self, operation: str | None) -> set[Key]:
+        """Every key that has a search."""
+        query = sa.select(*(SEARCHES.c[name] for name in KEY)).distinct()
+        query = query if operation is None else query.where(SEARCHES.c.operation == operation)
+        return {Key(*row) for row in rows.by_key(self._database.select(query), self._database.location)}
+
+    def finish(self, connection: sa.Connection, key: Key) -> None:
+        """Says that the searches of `key` came to their end, within a transaction of the caller's."""
+        connection.execute(sa.update(SEARCHES).where(*_is(key)).values(finished=1))
+        self._open = {known: study for known, study in self._open.items() if known[0] != key}
+
+    def forget(self, key: Key) -> int:
+        """Deletes the searches of `key` and their studies; how many trials these had."""
+        names = [name for (name,) in self._database.select(sa.select(SEARCHES.c.study).where(*_is(key)))]
+        if not names:
+            return 0
+        count = len(self.trials(key))
+        with self._lock, self._writing() as storage:
+            for name in names:
+                with contextlib.suppress(KeyError):
+                    storage.delete_study(storage.get_study_id_from_name(name))
+        with self._database.write() as connection:
+            connection.execute(sa.delete(SEARCHES).where(*_is(key)))
+        self._open = {known: study for known, study in self._open.items() if known[0] != key}
+        return count
+
+    def close(self) -> None:
+        with self._lock:
+            if self._storage is not None:
+                self._storage.engine.dispose()
+            self._storage = None
+
+    def _read(self, wanted: Sequence[sa.ColumnElement[bool]]) -> list[tuple[int, Trial]]:
+        """Optuna's id of each trial, and the trial, in the order they ended."""
+        select = self._database.select
+        if not select(
+            sa.select(SEARCHES.c.id).where(*wanted).limit(1)
+        ):  # then Optuna's tables may not be there, either
+            return []
+        query = (
+            sa.select(*(SEARCHES.c[name] for name in KEY), _TRIALS.c.trial_id, _ATTRIBUTES.c.value_json)
+            .join_from(SEARCHES, _STUDIES, _STUDIES.c.study_name == SEARCHES.c.study)
+            .join(_TRIALS, _TRIALS.c.study_id == _STUDIES.c.study_id)
+            .join(_ATTRIBUTES, _ATTRIBUTES.c.trial_id == _TRIALS.c.trial_id)
+            .where(_ATTRIBUTES.c.key == TRIAL, *wanted)
+            .order_by(SEARCHES.c.id, _TRIALS.c.number)
+        )
+        return list(self._decoded(select(query)))
+
+    def _decoded(self, found: Iterable[Sequence[Any]]) -> Iterator[tuple[int, Trial]]:
+        for *names, number, text in found:
+            try:
+                line = json.loads(text)
+                if not isinstance(line, str):
+                    raise ValueError(f"a text is wanted, found {type(line).__name__}")
+                yield number, codec.trial_from_text(line)
+            except (ValueError, TypeError) as error:
+                rows.say_once(
+                    f"{self._database.location}: trial {number} of {Key(*names)} is skipped, it is malformed ({error})"
+                )
+
+    def _search(self, storage: RDBStorage, key: Key, environment: Environment) -> int:
+        """Optuna's id of the study of the search that goes on."""
+        place = key, _versions(environment)
+        if place not in self._open:
+            columns = (SEARCHES.c[n] == v for n, v in zip(("jax", "jaxlib", "driver"), place[1], strict=True))
+            query = sa.select(SEARCHES.c.study).where(*_is(key), SEARCHES.c.finished == _NO, *columns)
+            names = [name for (name,) in self._database.select(query.order_by(SEARCHES.c.id.desc()).limit(1))]
+            with contextlib.suppress(KeyError):
+                self._open[place] = (
+                    storage.get_study_id_from_name(*names) if names else self._begin(storage, key, environment)
+                )
+        return self._open[place]
+
+    def _begin(self, storage: RDBStorage, key: Key, environment: Environment) -> int:
+        """A new search; Optuna's id of its study, which is made first: a search without one could not be read."""
+        from optuna.study import StudyDirection
+
+        name = f"{str(key)[:_LONGEST_NAME]}, {environment.date[:16]}, {uuid.uuid4().hex[:6]}"
+        study = storage.create_new_study([StudyDirection.MINIMIZE], study_name=name)
+        storage.set_study_system_attr(study, "study:metric_names", [METRIC])
+        for attribute, value in (vars(key) | vars(environment)).items():
+            storage.set_study_user_attr(study, attribute, value)
+        with self._database.write() as connection:
+            connection.execute(sa.insert(SEARCHES), {**vars(key), "study": name, **vars(environment), "finished": 0})
+        return study
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[RDBStorage]:
+        """Optuna's storage, for one write. What it raises becomes a `StoreError`."""
+        from optuna.exceptions import StorageInternalError
+
+        self._database.require_writable()
+        with quietly(), self._database.turn(), self._database.errors("written"):
+            if self._storage is None or self._database.missing():
+                self._open.clear()
+                self._storage = self._opened()
+            try:
+                yield self._storage
+            except StorageInternalError as error:
+                raise error.__cause__ or StoreError(str(error)) from error
+            finally:
+                self._storage.remove_session()
+
+    def _opened(self) -> RDBStorage:
+        """Optuna's storage in this database, whose tables are made where they are not there."""
+        import optuna
+        from optuna.storages import RDBStorage
+
+        with self._database.write():  # makes the file, its directory and our own tables
+            pass
+        url, options = self._database.for_optuna()
+        for attempt in range(_ATTEMPTS):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                    storage = RDBStorage(url, engine_kwargs=options)
+                self._database.listen(storage.engine)
+                return storage
+            except (sa.exc.DBAPIError, optuna.exceptions.StorageInternalError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_WAIT_S * (1 + random.random()))
+        raise AssertionError
+
+
+def _versions(environment: Environment) -> tuple[str, str, str]:
+    return environment.jax, environment.jaxlib, environment.driver
+
+
+def _is(key: Key) -> list[sa.ColumnElement[bool]]:
+    return [SEARCHES.c[name] == getattr(key, name) for name in KEY]
+
+
+def _frozen(trial: Trial, described: Described | None) -> FrozenTrial:
+    """A trial as Optuna has it."""
+    from optuna.trial import TrialState, create_trial
+
+    parameters, distributions = described or ({}, {})
+    attributes = {TRIAL: codec.trial_to_text(trial), PREDICTED: _us(trial.predicted_s)}
+    if isinstance(trial.outcome, Failure):
+        attributes[FAILURE] = str(trial.outcome)
+    measured = isinstance(trial.outcome, Measurement)
+    frozen = create_trial(
+        state=TrialState.COMPLETE if measured else TrialState.FAIL,
+        value=_us(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else None,
+        params=dict(parameters),
+        distributions={name: distributions[name] for name in parameters},
+        user_attrs=attributes,
+    )
+    frozen.datetime_start = frozen.datetime_complete = datetime.datetime.now()
+    return frozen
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to a tenth of a nanosecond: 2.625, and not 2.6250000000000004."""
+    return round(seconds * 1e6, 4)
