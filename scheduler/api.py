@@ -227,9 +227,10 @@ def tune(
       backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
       hardware: a chip, by a part of its name; "" is the one that is here. Times of another are what its compiler, which
         the extra `tpu` installs, estimates (`Record.estimated`).
-      named: `force`, `first_error`, `budget`, `seconds`, `seed`, `l2`, `runner`, `options`, `progress`: as in
-        `search.tuner.tune`. Beside arrays, what else the call takes by name. A parameter that is named as one of
-        these, or as an argument above, is given by its problem: ``tune(f, f.problem(x, seed=3), seed=0)``.
+      named: `force`, `first_error`, `budget`, `effort`, `seconds`, `seed`, `sampler`, `l2`, `runner`, `options`,
+        `progress`: as in `search.tuner.tune`. Beside arrays, what else the call takes by name. A parameter that is
+        named as one of these, or as an argument above, is given by its problem: ``tune(f, f.problem(x, seed=3),
+        seed=0)``.
 
     Raises:
       ValueError: an unknown operation, field, backend or chip; the call poses no problem.

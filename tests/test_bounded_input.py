@@ -29,7 +29,6 @@ COMMANDS = [
     "verify --plan FILE",
     "import FILE",
     "plot best-so-far --recording FILE",
-    "export --optuna sqlite:///study.db --recording FILE",
 ]
 
 
@@ -61,7 +60,7 @@ def test_what_has_no_end_or_is_no_file_is_refused(command, small_limit, tmp_path
         ("nothing", "No such file"),
     ]:
         said = run(command.replace("FILE", file))
-        unzips = any(word in command for word in ("--replay", "--recording", "calibrate"))
+        unzips = any(word in command for word in ("--replay", "calibrate"))
         assert why.lower() in said.lower() or (file == "bomb" and not unzips)
 
 

@@ -10,7 +10,6 @@ import typer
 
 from scheduler.cli.arguments import Chips, file_errors, problem_of, range_of, usage_errors, wanted_by
 from scheduler.cli.stores import ranges_of, records_of, user_store
-from scheduler.cli.studies import export_studies
 from scheduler.cli.terminal import say
 from scheduler.core.errors import SchedulerError
 from scheduler.core.files import read_stream, read_text, replace_text
@@ -26,22 +25,8 @@ def export(
     ] = None,
     operation: Annotated[str | None, typer.Option(help="Only this operation.")] = None,
     hardware: Chips = None,
-    optuna: Annotated[
-        str | None, typer.Option(help="In place of records, trials as studies of Optuna: sqlite:///study.db.")
-    ] = None,
-    recording: Annotated[
-        list[Path] | None, typer.Option(help="A recorded sweep whose trials become a study; may be given again.")
-    ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Make studies anew that hold other trials.")] = False,
 ) -> None:
     """Write the user's own records as text, a JSON object a line; into a directory, a file per chip and operation."""
-    if optuna is not None:
-        if file is not None:
-            raise typer.BadParameter("a file and --optuna exclude each other: name one of them")
-        export_studies(optuna, recording or [], operation, hardware, replace=replace)
-        return
-    if recording or replace:
-        raise typer.BadParameter("--recording and --replace go with --optuna")
     from scheduler.store import text_files
 
     store = user_store()

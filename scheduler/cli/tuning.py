@@ -61,6 +61,10 @@ def tune(
         bool, typer.Option("--all", help="With --missed: also where next to no gain is expected.")
     ] = False,
     budget: Annotated[int | None, typer.Option(min=1, max=MOST, help="Trials.  [default: 64]")] = None,
+    effort: Annotated[
+        str | None,
+        typer.Option(help="In place of a budget: quick (8 trials), default (64) or full (until nothing improves)."),
+    ] = None,
     seconds: Annotated[
         float | None, typer.Option(min=0.001, callback=finite, help="Propose no trial after so many seconds.")
     ] = None,
@@ -70,6 +74,13 @@ def tune(
     device: Device = 0,
     devices: Devices = None,
     seed: Seed = 0,
+    sampler: Annotated[
+        str,
+        typer.Option(
+            help="What proposes schedules: model (the cost model, then a surrogate), a sampler of Optuna (tpe, gp, "
+            "cmaes, nsgaii, qmc, random), or module:NAME."
+        ),
+    ] = "model",
     replay: Annotated[Path | None, typer.Option(help="Search a recorded sweep; no device is needed.")] = None,
     keep: Annotated[bool, typer.Option("--store", help="Keep what a recorded sweep gave in the cache.")] = False,
     l2: Annotated[
@@ -114,16 +125,17 @@ def tune(
         raise typer.BadParameter("--missed tries every backend, cold, for calls may allow any, and stops at no error")
     if keep and replay is None:
         raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
-    if job is not None and (budget, seconds, backends) != (None, None, None):
-        raise typer.BadParameter("budget, seconds and backends of a job are written in its file")
+    if job is not None and (budget, effort, seconds, backends) != (None, None, None, None):
+        raise typer.BadParameter("budget, effort, seconds and backends of a job are written in its file")
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
     from scheduler.measure.replay import Replay
     from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs, places
+    from scheduler.search.named_samplers import sampler_of
     from scheduler.search.range_text import is_range
     from scheduler.search.ranges import plan_text
-    from scheduler.search.task import BUDGET, Malformed, RangeTask, Task
+    from scheduler.search.task import Malformed, RangeTask, Task, trials
     from search_spaces import OPERATIONS, load, load_known
 
     if part is not None and job is None and not missed:
@@ -143,17 +155,20 @@ def tune(
         raise typer.BadParameter("--engine goes with --job, and not with --device, --devices or --first-error")
     if l2 not in ("cold", "warm"):
         raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
+    with usage_errors():
+        sampler_of(sampler, seed)  # refuses what is none, before anything is started
+        wanted = trials(budget, effort)
     recording = None if replay is None else Replay(replay)
     store = user_store() if recording is None or keep else no_store()
     with usage_errors():
         chip = "" if hardware is None or engine is not None else find(hardware).kind
     options = RunnerOptions(device, workers, compile_timeout, run_timeout, hardware=chip)
     if missed:
-        search = functools.partial(Task, budget=budget or BUDGET, seconds=seconds)
+        search = functools.partial(Task, budget=wanted, seconds=seconds)
         choose = functools.partial(tasks_missed, store, search=search, everything=everything, part=part, own=own or ())
         some = load(OPERATIONS[0])
         here = [places.Device.for_(some, options)] if devices is None else chosen(devices, some, options)
-        _tune_missed(choose, store, here, minutes, seed=seed, force=force, as_json=as_json)
+        _tune_missed(choose, store, here, minutes, seed=seed, sampler=sampler, force=force, as_json=as_json)
         return
     tasks: Sequence[Task | RangeTask | Malformed]
     with usage_errors():
@@ -164,7 +179,7 @@ def tune(
                 operation = operation or load_known(recording.sweep.operation).name
                 fields = fields or [f"{name}={value}" for name, value in recording.fields.items()]
             op = load(str(operation))
-            how = {"budget": budget or BUDGET, "seconds": seconds, "backends": jobs.parse_backends(op, backends)}
+            how = {"budget": wanted, "seconds": seconds, "backends": jobs.parse_backends(op, backends)}
             tasks = [named_task(op, fields or [], how)]
     first = next((task.operation for task in tasks if not isinstance(task, Malformed)), None)
     for task in tasks:
@@ -184,6 +199,7 @@ def tune(
             options=options,
             alone=job is None and not ranged,
             seed=seed,
+            sampler=sampler,
             l2="warm" if l2 == "warm" else "cold",
             force=force,
             first_error=first_error,

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.core import codec
 from scheduler.core.errors import PlaceLost, SchedulerError
@@ -34,6 +34,9 @@ from scheduler.store.lease import Lease
 from search_spaces import load
 from search_spaces.errors import DeclarationError
 from search_spaces.operation import Operation
+
+if TYPE_CHECKING:
+    from scheduler.store.studies import Described
 
 Say = Callable[[Message], None]
 
@@ -102,7 +105,7 @@ class Agent:
             backends = frozenset(order.backends) or None
             first, brief = order.first, order.brief
             task = Task(operation, problem, order.budget, order.seconds, backends, first=first, brief=brief)
-            how = How(order.seed, order.l2)
+            how = How(order.seed, order.l2, sampler=order.sampler)
             self._device.open()
             record = self._device.search(task, how, relay, lambda step: say(_reached(step)))
         except PlaceLost as error:
@@ -140,7 +143,7 @@ class Relay:
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]:
         return [codec.trial_from_text(line) for line in self._order.known]
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
         self._say(Tried(codec.trial_to_text(trial)))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from scheduler.core import codec
 from scheduler.core.errors import PlaceLost, SchedulerError
@@ -17,6 +18,9 @@ from scheduler.search.task import How, Task
 from scheduler.search.trials import Keeper, Keeping
 from search_spaces import locate
 
+if TYPE_CHECKING:
+    from scheduler.store.studies import Described
+
 
 def order(task: Task, how: How, hardware: Hardware, environment: Environment, store: Keeper) -> Order:
     """What an agent on such a chip needs to search a problem as this process would.
@@ -29,6 +33,8 @@ def order(task: Task, how: How, hardware: Hardware, environment: Environment, st
     name = locate(operation)
     if name is None:
         raise SchedulerError(f"no other process can load {operation.name}: define it at the top level of a module")
+    if not isinstance(how.sampler, str):
+        raise SchedulerError("no other process can take a sampler that is an object: name it as module:NAME")
     key = key_of(operation, task.problem, hardware)
     similar = store.nearest(near(operation, task.problem, hardware, within=WORTH_A_TRIAL))
     return Order(
@@ -44,6 +50,7 @@ def order(task: Task, how: How, hardware: Hardware, environment: Environment, st
         known=tuple(map(codec.trial_to_text, store.trials(key, environment, unfinished=True))),
         first=task.first,
         brief=task.brief,
+        sampler=how.sampler,
     )
 
 
@@ -53,36 +60,44 @@ def received(
     environment: Environment,
     store: Keeper,
     progress: Callable[[Progress], None],
+    described: Callable[[Trial], Described] | None = None,
 ) -> Record:
     """The record that a search elsewhere ends with; `store` gets every trial as it comes, and the record.
+
+    Args:
+      described: the parameters of a trial, for Optuna's dashboard.
 
     Raises:
       PlaceLost: the device went away, or the messages end before the search does.
       SchedulerError: the search ended without a record; why.
     """
-    keeping = Keeping(store)
-    for message in messages:
-        match message:
-            case Tried(text, refuted):
-                keeping.write(functools.partial(_keep, key, codec.trial_from_text(text), environment, refuted))
-            case Reached():
-                progress(_progress(message))
-            case Found(text):
-                record = codec.record_from_text(text)
-                keeping.write(functools.partial(_put, record))
-                return record
-            case Failed(reason, finished, device):
-                if finished:
-                    keeping.write(lambda store: store.finish(key))
-                raise (PlaceLost if device else SchedulerError)(reason)
+    with Keeping(store) as keeping:
+        for message in messages:
+            match message:
+                case Tried(text, refuted):
+                    trial = codec.trial_from_text(text)
+                    shown = described(trial) if described is not None else None
+                    keeping.soon(functools.partial(_keep, key, trial, environment, refuted, shown))
+                case Reached():
+                    progress(_progress(message))
+                case Found(text):
+                    record = codec.record_from_text(text)
+                    keeping.write(functools.partial(_put, record))
+                    return record
+                case Failed(reason, finished, device):
+                    if finished:
+                        keeping.write(lambda store: store.finish(key))
+                    raise (PlaceLost if device else SchedulerError)(reason)
     raise PlaceLost("the search ended without a word")
 
 
-def _keep(key: Key, trial: Trial, environment: Environment, refuted: bool, store: Keeper) -> None:
+def _keep(
+    key: Key, trial: Trial, environment: Environment, refuted: bool, described: Described | None, store: Keeper
+) -> None:
     if refuted:
         store.replace_trial(key, trial)
     else:
-        store.add_trial(key, trial, environment)
+        store.add_trial(key, trial, environment, described)
 
 
 def _put(record: Record, store: Keeper) -> None:

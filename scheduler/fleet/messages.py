@@ -12,6 +12,7 @@ from typing import Any
 import tile_scheduler
 from scheduler.core.identity import Point
 from scheduler.core.records import L2
+from scheduler.search.named_samplers import MODEL
 from search_spaces import OPERATIONS, load
 from search_spaces.operation import Operation
 
@@ -23,7 +24,7 @@ class Order:
     Attributes:
       operation: the name under which an agent can `load` it.
       problem: `Problem.canonical()`.
-      budget, seconds, seed, l2: as in `tuner.tune`.
+      budget, seconds, seed, l2, sampler: as in `tuner.tune`.
       backends: kernels to try beside the library; none stand for all.
       versions: backend -> kernel version, as the driver has them.
       near: records of similar problems.
@@ -43,6 +44,7 @@ class Order:
     known: tuple[str, ...]
     first: tuple[Point, ...] = ()
     brief: bool = False
+    sampler: str = MODEL
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from scheduler.fleet.agent import Agent
 from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import differences, versions
 from scheduler.measure.runner import RunnerOptions
+from scheduler.search.describing import Describing
 from scheduler.search.task import How, Task
 from scheduler.search.trials import Keeper
 from search_spaces.kernel import Target
@@ -90,7 +91,8 @@ class RayPlace:
         try:
             ordered = order(task, how, self.hardware, self._environment, store)
             stream = self._actor.search.options(num_returns="streaming").remote(ordered)
-            return received(map(ray.get, stream), key, self._environment, store, progress)
+            described = Describing(task.operation, task.problem, self.hardware.target)
+            return received(map(ray.get, stream), key, self._environment, store, progress, described)
         except PlaceLost:
             self._lost = True
             raise

@@ -19,9 +19,10 @@ from scheduler.core.records import L2
 from scheduler.core.threads import Threads
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.job_run import JobRun, Lost, Step
+from scheduler.search.named_samplers import MODEL, Sampler
 from scheduler.search.places import Device, Place
 from scheduler.search.range_text import ends_of, value_text
-from scheduler.search.task import BUDGET, How, Malformed, RangeTask, Result, Task
+from scheduler.search.task import How, Malformed, RangeTask, Result, Task, trials
 from scheduler.store.store import Store
 from search_spaces import load, load_known
 from search_spaces.operation import Operation
@@ -34,10 +35,10 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
     """The tasks of a job written in TOML.
 
     At the top: `operation` (its name; ``package.module:NAME`` or ``file.py:NAME`` only where `own` names it, too) and
-    what all problems share: `budget`, `seconds`, `backends` (names with commas, or "pallas"), and a table `[fields]`.
-    Then one table `[[problem]]` each, with its fields and, where it differs, its own `operation`, `budget`, `seconds`
-    or `backends`; and `count`, which says how often a function poses it, where that is no field of the problem. One
-    extent may be a range, ``m = [1, 8192]``.
+    what all problems share: `budget` or `effort`, `seconds`, `backends` (names with commas, or "pallas"), and a table
+    `[fields]`. Then one table `[[problem]]` each, with its fields and, where it differs, its own `operation`, `budget`,
+    `effort`, `seconds` or `backends`; and `count`, which says how often a function poses it, where that is no field of
+    the problem. One extent may be a range, ``m = [1, 8192]``.
 
     Raises:
       ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
@@ -71,7 +72,7 @@ def _require_shared(
       ValueError: a budget, seconds, backends, an operation or a field that no problem could have.
     """
     try:
-        checked.whole("budget", job.get("budget", BUDGET))
+        checked.whole("budget", trials(job.get("budget"), job.get("effort")))
         checked.positive_or_none("seconds", job.get("seconds"))
     except TypeError as error:
         raise ValueError(str(error)) from None
@@ -141,6 +142,7 @@ def run(
     runner: Runner | None = None,
     options: RunnerOptions | None = None,
     seed: int = 0,
+    sampler: Sampler = MODEL,
     l2: L2 = "cold",
     force: bool = False,
     first_error: bool = False,
@@ -165,6 +167,7 @@ def run(
       store: knows what is tuned, and gets every trial and record, from this process alone.
       runner: in place of `places`, the only one, where candidates run; it is not closed.
       options: in place of both, of a runner that is started for all tasks and closed at the end.
+      sampler: as in `tuner.tune`. An object keeps what it learned from one search to the next: a name does not.
       l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
       force: tune again what is tuned already.
       first_error: as in `tuner.tune`; it ends the job.
@@ -185,7 +188,7 @@ def run(
             [Device.of(runner)] if runner is not None else [Device.for_(task.operation, options) for task in wanted[:1]]
         )
     pace = JobPace(len(wanted))
-    how = How(seed, l2, force, first_error)
+    how = How(seed, l2, force, first_error, sampler)
     job = JobRun(wanted, places, store, how, pace, in_order=in_order, bound=bound or (lambda task: task))
 
     def stop() -> None:
@@ -231,7 +234,7 @@ def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) ->
                 serving -= 1
 
 
-_SETTINGS = ("operation", "budget", "seconds", "backends")
+_SETTINGS = ("operation", "budget", "effort", "seconds", "backends")
 
 
 def _task(
@@ -255,13 +258,19 @@ def _task(
         return task_of(
             operation,
             {field: value_text(field, value) for field, value in both.items()},
-            budget=settings.get("budget", BUDGET),
+            budget=trials(*_how_many(job, table)),
             seconds=settings.get("seconds"),
             backends=parse_backends(operation, settings.get("backends")),
             count=count,
         )
     except (TypeError, ValueError) as error:
         return Malformed(text, str(error))
+
+
+def _how_many(job: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Budget and effort of one problem: its own, or else those that all share."""
+    own = table if {"budget", "effort"} & set(table) else job
+    return own.get("budget"), own.get("effort")
 
 
 def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) -> Task | RangeTask:

@@ -8,9 +8,6 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from search_spaces.kernel import Target
-from search_spaces.operation import Operation
-from search_spaces.problem import Problem
 from search_spaces.space import Choice
 
 BACKEND = "backend"
@@ -18,7 +15,7 @@ BACKEND = "backend"
 
 def parameters(backend: str, schedule: Mapping[str, Choice]) -> dict[str, Choice]:
     """The parameters of one candidate. A field that is itself named "backend" becomes "schedule.backend"."""
-    return {BACKEND: backend} | {_name(field): value for field, value in schedule.items()}
+    return {BACKEND: backend} | {name_of(field): value for field, value in schedule.items()}
 
 
 def distributions_of(candidates: Iterable[Mapping[str, Choice]]) -> dict[str, BaseDistribution]:
@@ -32,19 +29,6 @@ def distributions_of(candidates: Iterable[Mapping[str, Choice]]) -> dict[str, Ba
         for name, value in candidate.items():
             found.setdefault(name, {})[type(value), value] = value  # by type, too: 1 == True
     return {name: _distribution(list(values.values())) for name, values in found.items()}
-
-
-def distributions_of_problem(
-    operation: Operation[Any], problem: Problem, target: Target
-) -> dict[str, BaseDistribution]:
-    """A distribution for each parameter of the kernels that support `problem`, over every choice of their spaces."""
-    values: list[Mapping[str, Choice]] = []
-    for kernel in operation.kernels:
-        if kernel.supports(problem, target) is None:
-            values.append({BACKEND: kernel.backend})
-            choices = kernel.space(problem, target).choices
-            values += [{_name(field): value} for field, several in choices.items() for value in several]
-    return distributions_of(values)
 
 
 def suggested(distribution: BaseDistribution, value: Choice) -> Any:
@@ -68,7 +52,8 @@ def middle(distribution: BaseDistribution) -> Any:
     raise TypeError(f"no middle of {distribution}")
 
 
-def _name(field: str) -> str:
+def name_of(field: str) -> str:
+    """The parameter of a field of a schedule."""
     return f"schedule.{field}" if field == BACKEND else field
 
 

@@ -120,6 +120,7 @@ class Device:
                 budget=task.budget,
                 seconds=task.seconds,
                 seed=how.seed,
+                sampler=how.sampler,
                 l2=how.l2,
                 store=store,
                 progress=progress,

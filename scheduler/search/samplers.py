@@ -9,8 +9,6 @@ improvement. `LegalSampler` asks any sampler of Optuna and takes the nearest leg
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +21,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from scheduler.search import parameters
 from scheduler.search.gaussian_process import expected_improvement, predict
-from search_spaces import value_of
 from search_spaces.space import Choice
 
 Array = npt.NDArray[np.float64]
@@ -219,52 +216,6 @@ class LegalSampler(BaseSampler):
 
     def reseed_rng(self) -> None:
         self._proposing.reseed_rng()
-
-
-# Optuna's samplers by the names of the command line, with the package that each needs besides.
-SAMPLERS: Mapping[str, tuple[str, str]] = {
-    "tpe": ("TPESampler", "optuna"),
-    "gp": ("GPSampler", "torch"),
-    "cmaes": ("CmaEsSampler", "cmaes"),
-    "nsgaii": ("NSGAIISampler", "optuna"),
-    "qmc": ("QMCSampler", "scipy"),
-    "random": ("RandomSampler", "optuna"),
-}
-MODEL = "model"
-
-
-def sampler_of(named: str | BaseSampler, seed: int) -> BaseSampler | None:
-    """The sampler of a search; None stands for `ModelSampler`.
-
-    Args:
-      named: a sampler of Optuna; "model"; a key of `SAMPLERS`; or ``module:NAME``, which is a sampler, a class of
-        samplers or a function that returns one. A class or a function is called with ``seed=seed``.
-
-    Raises:
-      TypeError, ValueError: that names no sampler, or the sampler needs a package that is not installed.
-    """
-    if isinstance(named, BaseSampler):
-        return named
-    if not isinstance(named, str):
-        raise TypeError(f"sampler={named!r} is neither a sampler of Optuna nor a name of one")
-    if named == MODEL:
-        return None
-    if ":" in named:
-        made = value_of(named)
-        made = made(seed=seed) if callable(made) else made
-        if not isinstance(made, BaseSampler):
-            raise ValueError(f"{named} is no sampler of Optuna, nor does it return one, but {type(made).__name__}")
-        return made
-    if named not in SAMPLERS:
-        raise ValueError(f"no sampler {named!r}: there are {', '.join([MODEL, *SAMPLERS])}, and module:NAME")
-    name, package = SAMPLERS[named]
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"the sampler {named} needs a package that is not installed: pip install {package}")
-    options = {"warn_independent_sampling": False} if named in ("cmaes", "qmc") else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler: BaseSampler = getattr(optuna.samplers, name)(seed=seed, **options)
-    return sampler
 
 
 @dataclasses.dataclass(frozen=True)

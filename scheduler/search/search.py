@@ -12,14 +12,12 @@ from optuna.trial import TrialState
 from scheduler.core.optuna_log import quietly
 from scheduler.search.samplers import (
     CANDIDATE,
-    MODEL,
     Candidate,
     CandidateSpace,
     Known,
     LegalSampler,
     Mask,
     ModelSampler,
-    sampler_of,
 )
 
 _NOTHING = 1e-3  # an expected improvement, as a share of the time, that is not worth a trial
@@ -40,10 +38,7 @@ class Search:
         counts against the budget.
       patience: stop after so many trials in a row that brought nothing, where nothing is expected of the next; None
         goes on.
-      sampler: what proposes candidates, as `samplers.sampler_of` takes it.
-
-    Raises:
-      ValueError, ImportError: no such sampler, or a package that it needs is missing.
+      sampler: what proposes candidates; None is `ModelSampler`.
     """
 
     def __init__(
@@ -55,7 +50,7 @@ class Search:
         first: Sequence[int] = (),
         known: Mapping[int, float | None] | None = None,
         patience: int | None = None,
-        sampler: str | BaseSampler = MODEL,
+        sampler: BaseSampler | None = None,
     ) -> None:
         self._count, self._budget, self._patience = len(candidates), budget, patience
         self._floors = np.array([c.floor_s for c in candidates], dtype=np.float64)
@@ -63,7 +58,7 @@ class Search:
             raise ValueError(f"first={outside} are no indices of {self._count} candidates")
         self._space = CandidateSpace(candidates)
         self._model = ModelSampler(self._space, seed)
-        self._sampler = LegalSampler(sampler_of(sampler, seed) or self._model, self._space, first)
+        self._sampler = LegalSampler(sampler or self._model, self._space, first)
         with quietly():
             self._study = optuna.create_study(sampler=self._sampler)
         self._running: dict[int, optuna.Trial] = {}

@@ -10,10 +10,26 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import Point
 from scheduler.core.ranges import Range, with_range
 from scheduler.core.records import L2, L2S, AllFailed, Entry, Record, Schedule
+from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-BUDGET = 64
+# Trials of a search, by effort: the model's first choices; enough for most spaces; until nothing improves.
+EFFORTS = {"quick": 8, "default": 64, "full": 4096}
+BUDGET = EFFORTS["default"]
+
+
+def trials(budget: int | None, effort: str | None) -> int:
+    """The budget of a search: `budget` itself, or that of `effort`.
+
+    Raises:
+      ValueError: both are given, or there is no such effort.
+    """
+    if effort is None:
+        return BUDGET if budget is None else budget
+    if budget is not None:
+        raise ValueError(f"budget={budget} and effort={effort!r} both say how many trials: give one of them")
+    return EFFORTS[checked.one_of("effort", effort, tuple(EFFORTS))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,16 +109,18 @@ class RangeTask:
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What all searches of a job have in common: `seed`, `l2`, `force` and `first_error` of `tuner.tune`."""
+    """What all searches of a job have in common: arguments of `tuner.tune`."""
 
     seed: int = 0
     l2: L2 = "cold"
     force: bool = False
     first_error: bool = False
+    sampler: Sampler = MODEL
 
     def __post_init__(self) -> None:
         checked.seed(self.seed)
         checked.one_of("l2", self.l2, L2S)
+        sampler_of(self.sampler, self.seed)  # refuses what is none
 
     @property
     def searches_known(self) -> bool:

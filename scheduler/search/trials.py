@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
 
 from scheduler.core import safe_text
 from scheduler.core.errors import CandidateFailed, StoreError
@@ -14,6 +16,9 @@ from scheduler.core.similar import Near
 from scheduler.model.pruning import Candidate
 from scheduler.store.lease import Leases
 
+if TYPE_CHECKING:
+    from scheduler.store.studies import Described
+
 
 class Keeper(Leases, Protocol):
     """What keeps a search while it runs and what it found: a `Store`, or the cache as calls see it."""
@@ -21,7 +26,9 @@ class Keeper(Leases, Protocol):
     def put(self, record: Record) -> None: ...
     def nearest(self, near: Near) -> list[Record]: ...
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]: ...
-    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None: ...
+    def add_trial(
+        self, key: Key, trial: Trial, environment: Environment, described: Described | None = None
+    ) -> None: ...
     def replace_trial(self, key: Key, trial: Trial) -> None: ...
     def finish(self, key: Key) -> None: ...
 
@@ -30,19 +37,56 @@ class Keeping:
     """A store that a search writes to; None keeps nothing. One that refuses is done without from then on.
 
     The search costs more than its trace: a warning says so, and it goes on.
+
+    Optuna takes some 20 ms to write a trial, and no measurement waits for that: `soon` leaves it to a thread. Writes
+    happen in the order in which they were asked for. `close`, or the end of a ``with``, waits for all of them.
     """
 
     def __init__(self, store: Keeper | None) -> None:
         self.store = store
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: collections.deque[Future[None]] = collections.deque()
+
+    def soon(self, write: Callable[[Keeper], None]) -> None:
+        """Writes in the background, after what was asked for before."""
+        while self._under_way and self._under_way[0].done():
+            self._ended(self._under_way.popleft())
+        if (store := self.store) is not None:
+            self._thread = self._thread or ThreadPoolExecutor(1, "scheduler-trials")
+            self._under_way.append(self._thread.submit(write, store))
 
     def write(self, write: Callable[[Keeper], None]) -> None:
+        """Writes now, after what was asked for before."""
+        while self._under_way:
+            self._ended(self._under_way.popleft())
         if self.store is None:
             return
         try:
             write(self.store)
         except StoreError as error:
-            self.store = None
+            self._refused(error)
+
+    def close(self) -> None:
+        self.write(lambda store: None)
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Keeping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ended(self, writing: Future[None]) -> None:
+        try:
+            writing.result()
+        except StoreError as error:
+            self._refused(error)
+
+    def _refused(self, error: StoreError) -> None:
+        if self.store is not None:
             safe_text.warn(f"{error} (the search goes on without it)")
+        self.store = None
 
 
 class Trials:
@@ -55,6 +99,7 @@ class Trials:
       keeping: gets every trial as it ends.
       first_error: raise the first failure of a candidate, the library's aside.
       fingerprint: of a candidate that was measured, as in `Trial`.
+      described: the parameters of a candidate and their distributions, for Optuna's dashboard.
 
     Attributes:
       ended: candidate -> its trial, in the order they ended.
@@ -72,8 +117,9 @@ class Trials:
         *,
         first_error: bool,
         fingerprint: Callable[[Candidate], str],
+        described: Callable[[Candidate], Described] | None = None,
     ) -> None:
-        self._fingerprint = fingerprint
+        self._fingerprint, self._described = fingerprint, described
         self._key, self._environment, self._candidates = key, environment, candidates
         self._keeping, self._first_error = keeping, first_error
         place = {versioned(candidate): i for i, candidate in enumerate(candidates)}
@@ -100,7 +146,8 @@ class Trials:
         self.ended[index] = trial
         if isinstance(outcome, Measurement):
             self.fastest_s = min(outcome.median_s, self.fastest_s or outcome.median_s)
-        self._keeping.write(lambda store: store.add_trial(self._key, trial, self._environment))
+        described = self._described(c) if self._described is not None and self._keeping.store is not None else None
+        self._keeping.soon(lambda store: store.add_trial(self._key, trial, self._environment, described))
         return trial
 
     def refute(self, index: int, failure: Failure) -> None:
@@ -111,7 +158,7 @@ class Trials:
         """
         self._raise_first(index, failure)
         trial = self.ended[index] = dataclasses.replace(self.ended[index], outcome=failure)
-        self._keeping.write(lambda store: store.replace_trial(self._key, trial))
+        self._keeping.soon(lambda store: store.replace_trial(self._key, trial))
 
     def _raise_first(self, index: int, outcome: Outcome) -> None:
         c = self._candidates[index]

@@ -8,7 +8,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from scheduler.core import checked
 from scheduler.core.backends import allowed_backends
@@ -30,15 +30,21 @@ from scheduler.search.candidates import Candidates, Recorded, collect, fingerpri
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Rival, decided_by_one
 from scheduler.search.finalists import FINALISTS, KEPT, all_failed, fastest, finalists, run_off
 from scheduler.search.interpreter_time import search_seconds
+from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
 from scheduler.search.settled import settled, useless
+from scheduler.search.task import BUDGET, trials
 from scheduler.search.trials import Keeper, Keeping, Trials
 from scheduler.search.trials import seconds as time_of
 from scheduler.store.lease import leased
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# A search gives up after so many trials in a row that brought nothing, where nothing more is expected.
-PATIENCE = 24
+if TYPE_CHECKING:
+    from scheduler.search.describing import Describing
+
+# A search gives up after so many trials in a row that brought nothing, where nothing more is expected: the second
+# number where its budget is larger than the default.
+PATIENCE, MORE_PATIENCE = 24, 64
 # A search that is longer where kernels are interpreted, in seconds, is wanted by nobody who has not bounded it.
 LONGEST_INTERPRETED_S = 600.0
 
@@ -51,9 +57,11 @@ def tune(
     backends: frozenset[str] | None = None,
     force: bool = False,
     first_error: bool = False,
-    budget: int = 64,
+    budget: int | None = None,
+    effort: str | None = None,
     seconds: float | None = None,
     seed: int = 0,
+    sampler: Sampler = MODEL,
     l2: L2 = "cold",
     store: Keeper | None = None,
     runner: Runner | None = None,
@@ -73,10 +81,13 @@ def tune(
       force: search whatever `store` holds.
       first_error: search, and raise the first failure of a candidate, the library's aside, rather than go on.
       budget: trials at most, the library's included. Fewer are made where nothing untried can win, or nothing has come
-        of the last ones and nothing is expected: the record says which.
+        of the last ones and nothing is expected: the record says which. None: what `effort` says.
+      effort: "quick" (8 trials), "default" (64) or "full" (until nothing improves), in place of a `budget`.
       seconds: stop proposing trials after so many seconds. Where kernels are interpreted (on a CPU), a search without
         this bound that would take more than `LONGEST_INTERPRETED_S` is refused.
       seed: of the search; the inputs are always the same.
+      sampler: what proposes schedules: "model" (the cost model's order, then a surrogate), one of Optuna's samplers
+        ("tpe", "gp", "cmaes", "nsgaii", "qmc", "random"), ``module:NAME``, or an object: any sampler of Optuna.
       l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
       store: gets every trial as it ends, and the record; where it refuses one, a warning says so, and it gets no more.
       runner: where candidates run; by default one is started and closed at the end. A `replay.Replay` needs no device:
@@ -93,7 +104,8 @@ def tune(
       WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
       UnknownChip: nothing is known of the chip that is here, so that no candidate can be chosen.
     """
-    checked.whole("budget", budget)
+    budget = checked.whole("budget", trials(budget, effort))
+    sampler_of(sampler, seed)  # refuses what is none, before anything is started
     checked.positive_or_none("seconds", seconds)
     checked.seed(seed)
     checked.one_of("l2", l2, L2S)
@@ -123,6 +135,7 @@ def tune(
             budget=budget,
             seconds=seconds,
             seed=seed,
+            sampler=sampler,
             l2=l2,
             store=store,
             progress=progress,
@@ -150,6 +163,7 @@ def search(
     l2: L2,
     store: Keeper | None,
     progress: Callable[[Progress], None] | None,
+    sampler: Sampler = MODEL,
     first: Sequence[Point] = (),
     brief: bool = False,
 ) -> Record:
@@ -158,7 +172,7 @@ def search(
     Args:
       first, brief: as in `task.Task`.
     """
-    tuning = _Tuning(operation, problem, runner, budget, l2, store, first_error)
+    tuning = _Tuning(operation, problem, runner, budget, l2, store, first_error, sampler)
     return tuning.run(allowed_backends(operation, backends), seconds, seed, progress, first, brief)
 
 
@@ -174,8 +188,9 @@ class _Tuning:
         l2: L2,
         store: Keeper | None,
         first_error: bool,
+        sampler: Sampler,
     ) -> None:
-        self.operation, self.problem, self.runner = operation, problem, runner
+        self.operation, self.problem, self.runner, self.sampler = operation, problem, runner, sampler
         self.budget, self.l2, self.first_error = budget, l2, first_error
         self.key = key_of(operation, problem, runner.hardware)
         self.keeping = Keeping(store)
@@ -214,13 +229,21 @@ class _Tuning:
             )
             of, here, keeping = self.candidates.of, self.runner.environment, self.keeping
             self.trials = Trials(
-                self.key, here, of, known, keeping, first_error=self.first_error, fingerprint=self.fingerprint
+                self.key,
+                here,
+                of,
+                known,
+                keeping,
+                first_error=self.first_error,
+                fingerprint=self.fingerprint,
+                described=self._describing(),
             )
-            self._search(seconds, seed, progress)
-            chosen = finalists(self.trials, self._confirm, self.runner)
-            if not chosen:
-                self._end_without_answer()
-            entries, verdict = self._run_off(chosen, seed)
+            with keeping:
+                self._search(seconds, seed, progress)
+                chosen = finalists(self.trials, self._confirm, self.runner)
+                if not chosen:
+                    self._end_without_answer()
+                entries, verdict = self._run_off(chosen, seed)
         record = Record(
             key=self.key,
             entries=entries,
@@ -310,6 +333,13 @@ class _Tuning:
         )
         return nearest(self.operation, self.problem, records, within=WORTH_A_TRIAL)
 
+    def _describing(self) -> Describing | None:
+        if self.keeping.store is None:
+            return None
+        from scheduler.search.describing import Describing
+
+        return Describing(self.operation, self.problem, self.runner.hardware.target)
+
     def _search(self, seconds: float | None, seed: int, progress: Callable[[Progress], None] | None) -> None:
         from scheduler.search.search import Search  # Optuna takes 0.4 s to import, and a cached answer needs none of it
 
@@ -319,7 +349,15 @@ class _Tuning:
         budget = max(self.budget, len(known) + any(index not in known for index in programs[:1]))
         first = list(dict.fromkeys([*programs, *self.candidates.seeds]))
         whole = [candidate.whole() for candidate in candidates]
-        search = Search(whole, budget=budget, seed=seed, first=first, known=known, patience=PATIENCE)
+        search = Search(
+            whole,
+            budget=budget,
+            seed=seed,
+            first=first,
+            known=known,
+            patience=PATIENCE if budget <= BUDGET else MORE_PATIENCE,
+            sampler=sampler_of(self.sampler, seed),
+        )
         started = time.perf_counter()
         total = min(budget, len(candidates))
         best = next((trials[index] for index in self.trials.measured()), None)

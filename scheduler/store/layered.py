@@ -16,6 +16,7 @@ from scheduler.store.lease import Lease
 
 if TYPE_CHECKING:
     from scheduler.store.store import Store
+    from scheduler.store.studies import Described
 
 T = TypeVar("T")
 
@@ -81,9 +82,9 @@ class Cache:
     def release(self, key: Key, owner: str) -> None:
         self._write(lambda store: store.release(key, owner))
 
-    def add_trial(self, key: Key, trial: Trial, environment: Environment) -> None:
+    def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
         self._open()
-        self._write(lambda store: store.add_trial(key, trial, environment))
+        self._write(lambda store: store.add_trial(key, trial, environment, described))
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
         self._write(lambda store: store.replace_trial(key, trial))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import random
 import threading
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 METRIC = "median time in us"
-# Attributes of a trial: all of it as text; what the cost model predicted; why it failed.
-TRIAL, PREDICTED, FAILURE = "trial", "predicted_us", "failure"
+# Attributes of a trial: all of it as text; what the cost model predicted; how far its samples scatter; why it failed.
+TRIAL, PREDICTED, SPREAD, FAILURE = "trial", "predicted_us", "spread_us", "failure"
 # The part of Optuna's tables that is read here (optuna/storages/_rdb/models.py of Optuna 5).
 _STUDIES = sa.table("studies", *map(sa.column, ("study_id", "study_name")))
 _TRIALS = sa.table("trials", *map(sa.column, ("trial_id", "number", "study_id", "state")))
@@ -274,18 +275,20 @@ def _frozen(trial: Trial, described: Described | None) -> FrozenTrial:
     """A trial as Optuna has it."""
     from optuna.trial import TrialState, create_trial
 
-    parameters, distributions = described or ({}, {})
     attributes = {TRIAL: codec.trial_to_text(trial), PREDICTED: _us(trial.predicted_s)}
-    if isinstance(trial.outcome, Failure):
-        attributes[FAILURE] = str(trial.outcome)
-    measured = isinstance(trial.outcome, Measurement)
-    frozen = create_trial(
-        state=TrialState.COMPLETE if measured else TrialState.FAIL,
-        value=_us(trial.outcome.median_s) if isinstance(trial.outcome, Measurement) else None,
-        params=dict(parameters),
-        distributions={name: distributions[name] for name in parameters},
-        user_attrs=attributes,
-    )
+    state, value = TrialState.FAIL, None
+    match trial.outcome:
+        case Measurement() as measured:
+            state, value = TrialState.COMPLETE, _us(measured.median_s)
+            attributes[SPREAD] = _us(measured.spread_s)
+        case Failure() as failure:
+            attributes[FAILURE] = str(failure)
+    create = functools.partial(create_trial, state=state, value=value, user_attrs=attributes)
+    parameters, distributions = described or ({}, {})
+    try:
+        frozen = create(params=dict(parameters), distributions={name: distributions[name] for name in parameters})
+    except ValueError:  # a value outside its distribution: a schedule of another version of the kernel
+        frozen = create(params={}, distributions={})
     frozen.datetime_start = frozen.datetime_complete = datetime.datetime.now()
     return frozen
 

@@ -1,0 +1,67 @@
+"""Samplers of Optuna by name, as the command line and jobs write them."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Union
+
+from search_spaces import value_of
+
+if TYPE_CHECKING:
+    from optuna.samplers import BaseSampler
+
+# The cost model's order, then a surrogate: `samplers.ModelSampler`.
+MODEL = "model"
+# The others, with the class of each and the package that it needs besides Optuna.
+SAMPLERS: Mapping[str, tuple[str, str]] = {
+    "tpe": ("TPESampler", "optuna"),
+    "gp": ("GPSampler", "torch"),
+    "cmaes": ("CmaEsSampler", "cmaes"),
+    "nsgaii": ("NSGAIISampler", "optuna"),
+    "qmc": ("QMCSampler", "scipy"),
+    "random": ("RandomSampler", "optuna"),
+}
+Sampler = Union[str, "BaseSampler"]
+
+
+def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
+    """The sampler of a search; None stands for `samplers.ModelSampler`.
+
+    Args:
+      named: a sampler of Optuna; "model"; a key of `SAMPLERS`; or ``module:NAME``, which is a sampler, a class of
+        samplers or a function that returns one. A class or a function is called with ``seed=seed``.
+
+    Raises:
+      TypeError, ValueError: that names no sampler, or the sampler needs a package that is not installed.
+    """
+    if named == MODEL:
+        return None
+    import optuna
+
+    if isinstance(named, optuna.samplers.BaseSampler):
+        return named
+    if not isinstance(named, str):
+        raise TypeError(f"sampler={named!r} is neither a sampler of Optuna nor a name of one")
+    if ":" in named:
+        try:
+            made = value_of(named)
+        except (ImportError, AttributeError, OSError) as error:
+            raise ValueError(f"the sampler {named} cannot be loaded: {error}") from error
+        made = made(seed=seed) if callable(made) else made
+        if not isinstance(made, optuna.samplers.BaseSampler):
+            raise ValueError(f"{named} is no sampler of Optuna, nor does it return one, but {type(made).__name__}")
+        return made
+    if named not in SAMPLERS:
+        raise ValueError(f"no sampler {named!r}: there are {', '.join([MODEL, *SAMPLERS])}, and module:NAME")
+    name, package = SAMPLERS[named]
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"the sampler {named} needs a package that is not installed: pip install {package}")
+    options = {"warn_independent_sampling": False} if named in ("cmaes", "qmc") else {}
+    if named == "qmc":
+        options["scramble"] = True  # without, the points are the same for every seed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler: BaseSampler = getattr(optuna.samplers, name)(seed=seed, **options)
+    return sampler
