@@ -7,9 +7,10 @@ race is won by the one that the recording's first pass shows fastest. Where a re
 nothing, times are those of that pass; where it has none, they are those of the only pass, which flatters whoever
 chose by it.
 
-The search is also given wrong models: upside down, and shuffled. Rivals: schedules drawn at random; Optuna's TPE as it
-comes, begun with ten legal schedules drawn at random; the model's ranking alone; and nvMatmulHeuristics where it is
-installed (nearest schedule of the space; where several are equally near, their median time).
+The search is also given wrong models: upside down, and shuffled. Rivals: schedules drawn at random; Optuna's TPE,
+CMA-ES and, where PyTorch is installed, GP, which know no model, and whose proposals become the nearest legal schedule
+that was not tried; the model's ranking alone; and nvMatmulHeuristics where it is installed (nearest schedule of the
+space; where several are equally near, their median time).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import random
 import statistics
@@ -29,18 +31,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from harness import RESULTS, ROOT, environment, write_result
+from optuna.samplers import BaseSampler
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import fields_of, point_of
+from scheduler.core.identity import point_of
 from scheduler.core.records import Measurement, Sweep, Trial
 from scheduler.measure import replay
 from scheduler.model.calibration import Observed, observed
 from scheduler.model.cost import CostModel
 from scheduler.model.overheads import Constants
+from scheduler.search.named_samplers import SAMPLERS, sampler_of
 from scheduler.search.search import Search
 from search_spaces import load
 from search_spaces.kernel import Kernel
@@ -48,11 +52,11 @@ from search_spaces.kernel import Kernel
 Array = npt.NDArray[np.float64]
 Curve = list[int]  # whom a search would choose after each of its trials
 
-SEEDS, TRIALS, FINALISTS = 30, 32, 4
-STOPS = (8, 16, 32)
+SEEDS, TRIALS, FINALISTS = 30, 64, 4
+STOPS = (4, 8, 16, 32, 64)
 KEPT = 0.2
-# TPE is begun with so many, its own default, and asked so often for each of its trials: few of its points are legal.
-PLAIN_START, PLAIN_ASKS = 10, 20
+# Samplers of Optuna, with the most searches of each shape: those of GP take minutes.
+RIVALS = {"tpe": 10, "cmaes": 10, "gp": 1}
 # What the model would say without a term.
 ABLATIONS: Mapping[str, Constants] = {
     "as it is": Constants(),
@@ -201,10 +205,16 @@ def judge(shape: Shape, seeds: int) -> tuple[dict[str, Any], dict[str, list[Curv
         },
         "model alone": lambda seed: ranked[:TRIALS].tolist(),
         "random": lambda seed: random.Random(seed).sample(range(len(measured)), min(TRIALS, len(measured))),
-        "Optuna TPE": lambda seed: plain_tpe(shape, seed),
+        **{
+            f"Optuna {name}": lambda seed, name=name: proposed(shape, name, seed)
+            for name in RIVALS
+            if importlib.util.find_spec(SAMPLERS[name][1]) is not None
+        },
     }
+    most = {f"Optuna {name}": count for name, count in RIVALS.items()}
     curves = {
-        name: [chosen_after(shape, asked(seed), seed) for seed in range(seeds)] for name, asked in strategies.items()
+        name: [chosen_after(shape, asked(seed), seed) for seed in range(min(seeds, most.get(name, seeds)))]
+        for name, asked in strategies.items()
     }
     picks = heuristics(shape)
     best = int(np.argmin(measured))
@@ -248,43 +258,24 @@ def kept(ranked: Array) -> int:
     return max(1, int(np.ceil(KEPT * len(ranked))))
 
 
-def searched(shape: Shape, predicted: Array, floor: Array, seed: int) -> list[int]:
-    """Whom the search of this package asks for, of a model that predicts so."""
+def searched(shape: Shape, predicted: Array, floor: Array, seed: int, sampler: BaseSampler | None = None) -> list[int]:
+    """The schedules that the search of this package asks for, given a model that predicts so."""
     candidates = [
         Candidate(shape.kernel.backend, schedule, float(p), float(f))
         for schedule, p, f in zip(shape.schedules, predicted, floor, strict=True)
     ]
-    search, draw, asked = Search(candidates, budget=TRIALS, seed=seed), random.Random(seed), []
+    search = Search(candidates, budget=TRIALS, seed=seed, sampler=sampler)
+    draw, asked = random.Random(seed), []
     while (index := search.ask()) is not None:
         asked.append(index)
         search.tell(index, resampled(shape, index, draw))
     return asked
 
 
-def plain_tpe(shape: Shape, seed: int) -> list[int]:
-    """Whom Optuna's TPE asks for among categories: what is illegal or was asked before is pruned and costs no trial."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    index_of = {fields_of(schedule): index for index, schedule in enumerate(shape.schedules)}
-    names = sorted(shape.schedules[0])
-    choices = {name: sorted({schedule[name] for schedule in shape.schedules}) for name in names}
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
-    draw, asked = random.Random(seed), []
-    for index in draw.sample(range(len(shape.trials)), min(PLAIN_START, len(shape.trials))):
-        study.enqueue_trial(shape.schedules[index])
-    for _ in range(PLAIN_ASKS * TRIALS):
-        if len(asked) == min(TRIALS, len(shape.trials)):
-            break
-        trial = study.ask()
-        point = tuple((name, trial.suggest_categorical(name, choices[name])) for name in names)
-        index = index_of.get(point)
-        if index is None or index in asked:
-            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            continue
-        asked.append(index)
-        study.tell(trial, resampled(shape, index, draw))
-    return asked
+def proposed(shape: Shape, name: str, seed: int) -> list[int]:
+    """The schedules that a sampler of Optuna asks for: its proposals become the nearest legal schedule, untried."""
+    nothing = np.ones(len(shape.trials))  # the sampler knows no model
+    return searched(shape, nothing, np.zeros_like(nothing), seed, sampler=sampler_of(name, seed))
 
 
 def chosen_after(shape: Shape, asked: Sequence[int], seed: int) -> Curve:
@@ -381,10 +372,18 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "first_choice_median": statistics.median(first),
         "first_choice_worst": min(first),
+        **{
+            f"{name.removeprefix('Optuna ')}_after{trials}_{what}": of(after(trials, name))
+            for name in rows[0]["search"]
+            if name.startswith("Optuna ")
+            for trials in (16, 64)
+            for what, of in (("median", statistics.median), ("worst", min))
+        },
         "after8_median": statistics.median(after(8)),
         "after16_median": statistics.median(after(16)),
         "after16_worst": min(after(16)),
         "after32_worst": min(after(32)),
+        "after64_worst": min(after(64)),
         **{
             f"{name.replace(' ', '_')}_after32_{what}": of(after(32, f"search, model {name}"))
             for name in WRONG
@@ -473,7 +472,9 @@ def draw(curves: Mapping[str, Mapping[str, list[list[float]]]], path: Path) -> N
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for color, strategy in zip(("C0", "C1", "C4", "C2", "C7", "C3"), next(iter(curves.values())), strict=False):
+    for color, strategy in zip(
+        ("C0", "C1", "C4", "C2", "C7", "C3", "C5", "C6"), next(iter(curves.values())), strict=False
+    ):
         shapes = np.array([np.median([padded(c) for c in found[strategy]], axis=0) for found in curves.values()])
         trials = np.arange(1, TRIALS + 1)
         axes.plot(trials, np.median(shapes, axis=0), color=color, label=f"{strategy}: median shape")

@@ -81,8 +81,9 @@ def test_a_shape_is_judged_by_every_strategy_and_summed_up(shape):
 
 
 def test_drawn_and_searched_schedules_are_never_repeated(shape):
-    tpe = search_quality.plain_tpe(shape, 3)
-    assert len(tpe) == len(set(tpe)) <= search_quality.TRIALS
+    for name in ("tpe", "cmaes"):
+        proposed = search_quality.proposed(shape, name, 3)
+        assert len(proposed) == len(set(proposed)) == search_quality.TRIALS
     footprint = shape.kernel.footprint(shape.seen.problem, shape.seen.schedules, shape.hardware.target)
     predicted = search_quality.CostModel(shape.hardware, Constants()).seconds(footprint)
     asked = search_quality.searched(shape, predicted, np.zeros_like(predicted), 3)

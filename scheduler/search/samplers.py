@@ -199,6 +199,7 @@ class LegalSampler(BaseSampler):
         return {
             name: found[name] if name in found else self._proposing.sample_independent(study, trial, name, distribution)
             for name, distribution in self._space.distributions.items()
+            if not distribution.single()  # these no sampler is asked for, by Optuna's own custom
         }
 
     def sample_independent(
