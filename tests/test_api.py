@@ -1089,3 +1089,15 @@ def test_arrays_may_be_given_by_name_to_any_tuned_function():
     assert (matmul(a, b, bias=bias) == 8 + bias).all()
     assert (jax.jit(lambda bias: matmul(a, b, bias=bias, activation="relu"))(bias) == 8 + bias).all()
     assert (matmul(a, b, bias=np.asarray(bias)) == 8 + bias).all()
+
+
+def test_an_option_that_is_nan_compiles_once(caplog):
+    """NaN equals nothing, itself included, so that a plain key of a cache would never be found again."""
+    q, counts = jnp.ones((1, 24, 1, 8)), []
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for _ in range(3):
+            caplog.clear()
+            scheduler.tuned_flash_attention(q, q, q, scale=float("nan"))
+            counts.append(sum("Finished XLA compilation" in message for message in caplog.messages))
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]

@@ -236,10 +236,10 @@ def test_similar_problems_and_searches_cut_short_are_found_by_an_index(tmp_path)
             plans = [
                 " ".join(row[-1] for row in connection.execute(f"EXPLAIN QUERY PLAN {text}", given))
                 for text, given in statements
-                if "schedules" in text or "trials" in text
+                if "schedules" in text or "searches" in text
             ]
     assert any("INDEX schedules_by_place (operation=? AND hardware=? AND pattern=?" in each for each in plans)
-    assert any("INDEX trials_unfinished" in each for each in plans)
+    assert any("INDEX searches_unfinished" in each for each in plans)
     assert not any(each.startswith("SCAN schedules") for each in plans)
 
 

@@ -77,7 +77,7 @@ def received(
                 case Tried(text, refuted):
                     trial = codec.trial_from_text(text)
                     shown = described(trial) if described is not None else None
-                    keeping.soon(functools.partial(_keep, key, trial, environment, refuted, shown))
+                    keeping.write(functools.partial(_keep, key, trial, environment, refuted, shown))
                 case Reached():
                     progress(_progress(message))
                 case Found(text):

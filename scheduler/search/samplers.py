@@ -28,6 +28,7 @@ Mask = npt.NDArray[np.bool_]
 
 # A trial's attribute: the index of its candidate.
 CANDIDATE = "candidate"
+_MISSING = object()
 _PROBE = 5  # of so many trials one is a probe, drawn from all candidates
 # Standard deviation of the model's residuals, the logarithms of measured over predicted time, above which measurements
 # contradict the model: its own error on the shapes that were swept.
@@ -88,7 +89,7 @@ class CandidateSpace:
         apart = np.zeros(len(self))
         for name, value in wanted.items():
             column, distribution = self._columns[name], self.distributions[name]
-            place = _place(distribution, value)
+            (place,) = _places(distribution, [value])
             categories = isinstance(distribution, CategoricalDistribution)
             differs = (column != place).astype(np.float64) if categories else (column - place) ** 2
             weight = len(self._columns) if name == parameters.BACKEND else 1.0
@@ -97,14 +98,9 @@ class CandidateSpace:
         return int(free[np.lexsort((self.log_predicted[free], apart[free]))[0]])
 
     def _column(self, name: str) -> Array:
-        """The values of one parameter as numbers: places in its range, or numbers of categories; NaN where it lacks."""
-        distribution = self.distributions[name]
-        return np.array(
-            [
-                _place(distribution, parameters.suggested(distribution, label[name])) if name in label else np.nan
-                for label in self._labels
-            ]
-        )
+        """The values of one parameter as `_places` has them; NaN where a candidate lacks it."""
+        values = [label.get(name, _MISSING) for label in self._labels]
+        return _places(self.distributions[name], values)
 
 
 class ModelSampler(BaseSampler):
@@ -242,15 +238,19 @@ class Known:
         return cls(log_s, failed, running)
 
 
-def _place(distribution: BaseDistribution, value: Any) -> float:
-    """Where a value lies in its range, from 0 to 1; of categories, the number of the value."""
+def _places(distribution: BaseDistribution, values: Sequence[Any]) -> Array:
+    """Where values lie in their range, from 0 to 1, or the numbers of their categories; NaN for `_MISSING`."""
     if isinstance(distribution, CategoricalDistribution):
-        return float(distribution.to_internal_repr(value))
+        numbers = {(type(choice), choice): number for number, choice in enumerate(distribution.choices)}
+        known = (value if (type(value), value) in numbers else str(value) for value in values)
+        return np.array([numbers.get((type(value), value), np.nan) for value in known])
     assert isinstance(distribution, IntDistribution | FloatDistribution)
-    low, high, at = distribution.low, distribution.high, value
+    at = np.array([np.nan if value is _MISSING else value for value in values], dtype=np.float64)
+    low, high = float(distribution.low), float(distribution.high)
     if distribution.log:
         low, high, at = np.log(low), np.log(high), np.log(at)
-    return float((at - low) / (high - low)) if high > low else 0.0
+    places: Array = (at - low) / ((high - low) or 1.0)
+    return places
 
 
 def _with_probes(ranked: npt.NDArray[np.intp], random: np.random.Generator) -> list[int]:

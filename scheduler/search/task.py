@@ -14,7 +14,7 @@ from scheduler.search.named_samplers import MODEL, Sampler, sampler_of
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Trials of a search, by effort: the model's first choices; enough for most spaces; until nothing improves.
+# Trials of a search, by effort: the model's top predictions; enough for most spaces; until nothing improves.
 EFFORTS = {"quick": 8, "default": 64, "full": 4096}
 BUDGET = EFFORTS["default"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from scheduler.core import safe_text
@@ -38,55 +37,40 @@ class Keeping:
 
     The search costs more than its trace: a warning says so, and it goes on.
 
-    Optuna takes some 20 ms to write a trial, and no measurement waits for that: `soon` leaves it to a thread. Writes
-    happen in the order in which they were asked for. `close`, or the end of a ``with``, waits for all of them.
+    Optuna takes some 20 ms to write a trial. So a search leaves trials to `later`, has the device begin with the next
+    candidates, and then calls `flush`. The end of a ``with`` flushes, too.
     """
 
     def __init__(self, store: Keeper | None) -> None:
         self.store = store
-        self._thread: ThreadPoolExecutor | None = None
-        self._under_way: collections.deque[Future[None]] = collections.deque()
+        self._left: collections.deque[Callable[[Keeper], None]] = collections.deque()
 
-    def soon(self, write: Callable[[Keeper], None]) -> None:
-        """Writes in the background, after what was asked for before."""
-        while self._under_way and self._under_way[0].done():
-            self._ended(self._under_way.popleft())
-        if (store := self.store) is not None:
-            self._thread = self._thread or ThreadPoolExecutor(1, "scheduler-trials")
-            self._under_way.append(self._thread.submit(write, store))
+    def later(self, write: Callable[[Keeper], None]) -> None:
+        """Leaves a write to the next `flush`."""
+        self._left.append(write)
+
+    def flush(self) -> None:
+        """Writes what was left, in order."""
+        while self._left:
+            write = self._left.popleft()
+            if self.store is None:
+                continue
+            try:
+                write(self.store)
+            except StoreError as error:
+                self.store = None
+                safe_text.warn(f"{error} (the search goes on without it)")
 
     def write(self, write: Callable[[Keeper], None]) -> None:
-        """Writes now, after what was asked for before."""
-        while self._under_way:
-            self._ended(self._under_way.popleft())
-        if self.store is None:
-            return
-        try:
-            write(self.store)
-        except StoreError as error:
-            self._refused(error)
-
-    def close(self) -> None:
-        self.write(lambda store: None)
-        if self._thread is not None:
-            self._thread.shutdown()
+        """Writes now, after what was left."""
+        self.later(write)
+        self.flush()
 
     def __enter__(self) -> Keeping:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _ended(self, writing: Future[None]) -> None:
-        try:
-            writing.result()
-        except StoreError as error:
-            self._refused(error)
-
-    def _refused(self, error: StoreError) -> None:
-        if self.store is not None:
-            safe_text.warn(f"{error} (the search goes on without it)")
-        self.store = None
+        self.flush()
 
 
 class Trials:
@@ -147,7 +131,7 @@ class Trials:
         if isinstance(outcome, Measurement):
             self.fastest_s = min(outcome.median_s, self.fastest_s or outcome.median_s)
         described = self._described(c) if self._described is not None and self._keeping.store is not None else None
-        self._keeping.soon(lambda store: store.add_trial(self._key, trial, self._environment, described))
+        self._keeping.later(lambda store: store.add_trial(self._key, trial, self._environment, described))
         return trial
 
     def refute(self, index: int, failure: Failure) -> None:
@@ -158,7 +142,7 @@ class Trials:
         """
         self._raise_first(index, failure)
         trial = self.ended[index] = dataclasses.replace(self.ended[index], outcome=failure)
-        self._keeping.soon(lambda store: store.replace_trial(self._key, trial))
+        self._keeping.later(lambda store: store.replace_trial(self._key, trial))
 
     def _raise_first(self, index: int, outcome: Outcome) -> None:
         c = self._candidates[index]

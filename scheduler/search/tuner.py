@@ -372,6 +372,7 @@ class _Tuning:
                 progress(Progress(done, total, best, last, elapsed, left, self.trials.resumed))
 
         tell(next(reversed(trials.values()), None))
+        last: Trial | None = None
         with Threads[int, Outcome](self.runner.slots, self.runner.close) as threads:
             while True:
                 # The first trial, of a library's program where one takes part, is taken in any case: there must be an
@@ -380,15 +381,17 @@ class _Tuning:
                 late = seconds is not None and bool(begun) and time.perf_counter() - started > seconds
                 while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
+                if last is not None:  # the device has begun with the next ones
+                    self.keeping.flush()
+                    tell(last)
                 if not threads.running:
                     self.stopped = f"the {seconds:g} s are over" if late else search.reason
                     self.excluded = search.excluded
                     return
                 index, outcome = threads.next()
-                trial = self.trials.end(index, outcome)
-                search.tell(index, time_of(trial))
+                last = self.trials.end(index, outcome)
+                search.tell(index, time_of(last))
                 best = trials[self.trials.measured()[0]] if self.trials.fastest_s is not None else None
-                tell(trial)
 
     def _capacity(self) -> int:
         return self.runner.capacity(self.operation, self.problem, self.l2)
