@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import io
+import json
 import sqlite3
 import types
 from collections.abc import Mapping
@@ -252,6 +254,23 @@ def test_a_search_whose_kernel_changed_while_it_was_cut_short_goes_on_in_a_study
         store.add_trial(values.KEY, values.trial(number), values.ENVIRONMENT, described(*orders))
     assert [len(study.trials) for study in studies(path)] == [2, 1]
     assert store.trials(values.KEY, unfinished=True) == [values.trial(number) for number in range(3)]
+
+
+def test_optunas_dashboard_opens_the_cache_as_it_is(store, path):
+    import optuna_dashboard
+
+    record = tune(MATMUL, PROBLEM, runner=Replay(RECORDING), budget=8, store=store)
+    serve = optuna_dashboard.wsgi(f"sqlite:///{path}")
+
+    def get(place):
+        request = {"REQUEST_METHOD": "GET", "PATH_INFO": place, "QUERY_STRING": "", "wsgi.input": io.BytesIO()}
+        return json.loads(b"".join(serve(request, lambda *_: None)))
+
+    (summary,) = get("/api/studies")["study_summaries"]
+    assert summary["study_name"].startswith(str(record.key))
+    shown = get(f"/api/studies/{summary['study_id']}")
+    assert len(shown["trials"]) == 8
+    assert {parameter["name"] for parameter in shown["trials"][-1]["params"]} > {"backend", "tile_m", "stages"}
 
 
 def test_reading_trials_imports_no_optuna(path):

@@ -280,7 +280,8 @@ def _frozen(trial: Trial, described: Described | None) -> FrozenTrial:
     match trial.outcome:
         case Measurement() as measured:
             state, value = TrialState.COMPLETE, _us(measured.median_s)
-            attributes[SPREAD] = _us(measured.spread_s)
+            if measured.samples_s:
+                attributes[SPREAD] = _us(measured.spread_s)
         case Failure() as failure:
             attributes[FAILURE] = str(failure)
     create = functools.partial(create_trial, state=state, value=value, user_attrs=attributes)

@@ -39,6 +39,7 @@ def tries(seed: int, tries: int) -> Tried:
     return tried
 
 
+TRIALS = "trial_user_attributes"  # of Optuna: the attribute "trial" is the whole trial as text
 NUMBERS = (
     "NaN",
     "-1",
@@ -64,13 +65,16 @@ def _poisoned(path: Path, draw: random.Random) -> str:
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         match kind:
             case "value" | "schedule":
-                table, column = draw.choice((("schedules", "record"), ("schedules", "record"), ("trials", "trial"),
+                table, column = draw.choice((("schedules", "record"), ("schedules", "record"), (TRIALS, "value_json"),
                                              ("constants", "calibration")))  # fmt: skip
                 if kind == "schedule":
                     table, column = "schedules", "record"
-                rows = connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall()
+                only = "WHERE key = 'trial'" if table == TRIALS else ""
+                rows = connection.execute(f"SELECT rowid, {column} FROM {table} {only}").fetchall()
                 rowid, text = draw.choice(rows)
+                text = json.loads(text) if table == TRIALS else text
                 changed, words = (_other_schedule if kind == "schedule" else _other_value)(text, draw)
+                changed = json.dumps(changed) if table == TRIALS else changed
                 connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (changed, rowid))
                 return f"{table}: {words}"
             case "record":
@@ -81,9 +85,11 @@ def _poisoned(path: Path, draw: random.Random) -> str:
                 connection.execute("UPDATE schedules SET record = ?", (draw.choice((text, text.encode(), 3)),))
                 return f"records are {text[:20]!r}"
             case "column":
-                table, column = draw.choice((("schedules", "problem"), ("schedules", "median_s"), ("trials", "problem"),
-                                             ("trials", "finished"), ("schedules", "operation"), ("trials", "number"),
-                                             ("trials", "hardware"), ("constants", "backend")))  # fmt: skip
+                table, column = draw.choice(
+                    (("schedules", "problem"), ("schedules", "median_s"), ("schedules", "operation"),
+                     ("searches", "problem"), ("searches", "finished"), ("searches", "hardware"), ("searches", "study"),
+                     ("trials", "number"), ("trials", "state"), (TRIALS, "value_json"), ("constants", "backend"))
+                )  # fmt: skip
                 value = draw.choice((-1, 2**63 - 1, "x", b"\xff\xfe", "", "[" * 10_000, "{}", 1e308))
                 key = column if table != "schedules" or column not in ("problem", "operation") else f"{column}"
                 sql = f"UPDATE {table} SET {key} = ? WHERE rowid = (SELECT min(rowid) FROM {table})"
