@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from scheduler.core.safe_text import encodable, one_line
 from search_spaces import spelled
@@ -344,9 +344,21 @@ class Record:
         return str(importlib.import_module("scheduler.inspect.notebook").record_html(self))
 
 
-def preferred(records: Iterable[Record]) -> dict[Key, Record]:
+class Keyed(Protocol):
+    """A record, or what its columns tell of it."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def estimated(self) -> bool: ...
+
+
+K = TypeVar("K", bound=Keyed)
+
+
+def preferred(records: Iterable[K]) -> dict[Key, K]:
     """One of each key: the first of them that was measured, or, for want of any, the first estimate."""
-    found: dict[Key, Record] = {}
+    found: dict[Key, K] = {}
     for record in records:
         if record.key not in found or (found[record.key].estimated and not record.estimated):
             found[record.key] = record

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from scheduler.core.hardware import TABLE, Hardware
-from scheduler.core.records import Record, preferred
+from scheduler.core.records import Keyed, preferred
 from scheduler.inspect.example import EXTENT, example
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import NEEDS_JAX
@@ -57,7 +57,7 @@ class Coverage:
         return f"{self.kernels_text}; {self.records_text or 'no record'}; without a record, {self.unasked_text} answers"
 
 
-def coverage(records: Iterable[Record]) -> list[Coverage]:
+def coverage(records: Iterable[Keyed]) -> list[Coverage]:
     """Of each chip of the table, a row; of a problem that several of `records` are of, one counts.
 
     Kernels are those of the operations that come with this package, asked about one problem each of no special kind.

@@ -17,15 +17,15 @@ from typing import Any, Literal
 import tile_scheduler
 from scheduler.core.errors import SchedulerError, StoreError, UnknownChip
 from scheduler.core.hardware import GIB, Hardware
-from scheduler.core.records import Record
 from scheduler.dispatch import missed
 from scheduler.dispatch.dispatch import ENVIRONMENT, ON_MISS, options
 from scheduler.inspect.coverage import coverage
 from scheduler.inspect.example import EXTENT, example
-from scheduler.inspect.provenance import stale
+from scheduler.inspect.provenance import stale_version
 from scheduler.measure.ahead_of_time import unable
 from scheduler.measure.gpu import Gpu
 from scheduler.store.database import CACHE_VARIABLE
+from scheduler.store.rows import Head
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import OPERATIONS, load
 from search_spaces.jax_compat import PYTHON_OF_JAX, cuda_wanted
@@ -90,8 +90,8 @@ def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding
 def _caches() -> Iterator[Finding]:
     try:
         store = Store(default_url())
-        records = list(store.records())
-        count, old = len(records), _stale(records, "tile-scheduler verify --update")
+        heads = store.heads()
+        count, old = len(heads), _stale(heads, "tile-scheduler verify --update")
         if reason := _unwritable(store.location):
             kept = f"{store.location} cannot be written ({reason}); set {CACHE_VARIABLE} to keep what is tuned here"
             yield Finding("cache", "note" if count else "broken", f"{count} records; {kept}")
@@ -103,16 +103,16 @@ def _caches() -> Iterator[Finding]:
         if (other := shipped()) is None:
             yield Finding("shipped cache", "broken", "cache.db did not come with this installation; install it again")
         else:
-            records = list(other.records())
-            old = _stale(records, "tile-scheduler verify --shipped --update")
-            yield Finding("shipped cache", "warning" if old else "ok", f"{other.location}: {len(records)} records{old}")
+            heads = other.heads()
+            old = _stale(heads, "tile-scheduler verify --shipped --update")
+            yield Finding("shipped cache", "warning" if old else "ok", f"{other.location}: {len(heads)} records{old}")
     except StoreError as error:
         yield Finding("shipped cache", "broken", str(error))
 
 
-def _stale(records: Sequence[Record], again: str) -> str:
+def _stale(records: Sequence[Head], again: str) -> str:
     """How many were made with another minor version of JAX, and which versions or which command make them current."""
-    made = collections.Counter(record.environment.jax for record in records if stale(record))
+    made = collections.Counter(record.jax for record in records if stale_version(record.jax))
     if not made:
         return ""
     ((most, _),) = made.most_common(1)
@@ -137,12 +137,12 @@ def upgrade(jax_version: str) -> str:
 
 def _chips() -> Iterator[Finding]:
     """What there is for each chip of the table, wherever it is."""
-    records: list[Record] = []
+    heads: list[Head] = []
     for opened in (lambda: Store(default_url()), shipped):
         with contextlib.suppress(StoreError):  # it was said of the caches
             store = opened()
-            records += store.records() if store is not None else ()
-    for row in coverage(records):
+            heads += store.heads() if store is not None else ()
+    for row in coverage(heads):
         able = ""
         if row.compiled:
             able = unable(row.hardware) or "its compiler is here, and estimates times (tune --hardware)"

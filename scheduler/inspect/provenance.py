@@ -14,7 +14,12 @@ from scheduler.inspect.wording import first_line
 
 def stale(record: Record) -> bool:
     """Whether it was measured with another minor version of JAX than the one installed here."""
-    return record.environment.jax.split(".")[:2] != _jax_here().split(".")[:2]
+    return stale_version(record.environment.jax)
+
+
+def stale_version(jax: str) -> bool:
+    """Whether this is another minor version of JAX than the one installed here."""
+    return jax.split(".")[:2] != _jax_here().split(".")[:2]
 
 
 @functools.cache
