@@ -219,14 +219,14 @@ def test_eight_processes_that_make_a_cache_together_lose_nothing(kind, path, req
         with psycopg.connect(url) as connection:
             connection.execute("DROP SCHEMA public CASCADE")
             connection.execute("CREATE SCHEMA public")
-    with writers(url, 8, 50) as processes:
+    with writers(url, 8, 15) as processes:
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
         assert [process.stdout.read() for process in processes] == ["done\n"] * 8
     with contextlib.closing(Store(url)) as store:
-        assert len(list(store.records())) == 400
-        assert len(store.trials(values.KEY)) == 400
+        assert len(list(store.records())) == 120
+        assert len(store.trials(values.KEY)) == 120
         for record in list(store.records()):
             store.forget(record.key)
         store.forget(values.KEY)
