@@ -293,7 +293,7 @@ def _quality(result: Result) -> Iterator[str]:
     for title, name in columns.items():
         yield line(title, *spread(row[name] for row in rows))
     for strategy in rows[0]["search"]:
-        for trials in ("4", "8", "16", "32", "64"):
+        for trials in rows[0]["search"][strategy]:
             found = [row["search"][strategy][trials]["median"] for row in rows]
             yield line(f"{trials} trials, {strategy}", *spread(found))
     picks = [row["nvmatmulheuristics"] for row in rows if row["nvmatmulheuristics"]]
