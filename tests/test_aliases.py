@@ -156,7 +156,9 @@ def test_a_store_of_before_is_gone_on_with(tmp_path):
     )
     old_constants = codec.calibration_to_text(constants).replace('"interpret"', '"portable"')
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE trials SET backend = 'portable', trial = ?", (old_trial,))
+        connection.execute(
+            "UPDATE trial_user_attributes SET value_json = ? WHERE key = 'trial'", (json.dumps(old_trial),)
+        )
         connection.execute("UPDATE constants SET backend = 'portable', calibration = ?", (old_constants,))
     assert store.trials(key) == [trial]
     assert store.calibrations() == [constants]

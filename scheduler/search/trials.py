@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +25,7 @@ class Keeper(Leases, Protocol):
     """What keeps a search while it runs and what it found: a `Store`, or the cache as calls see it."""
 
     def put(self, record: Record) -> None: ...
+    def prepare_trials(self) -> None: ...
     def nearest(self, near: Near) -> list[Record]: ...
     def trials(self, key: Key, environment: Environment, *, unfinished: bool) -> list[Trial]: ...
     def add_trial(
@@ -45,6 +48,11 @@ class Keeping:
         self.store = store
         self._left: collections.deque[Callable[[Keeper], None]] = collections.deque()
 
+    def prepare(self) -> None:
+        """Has a thread make what trials are stored in, which takes some 0.3 s, while the first candidate compiles."""
+        if (store := self.store) is not None:
+            threading.Thread(target=_prepared, args=(store,), name="scheduler-trials", daemon=True).start()
+
     def later(self, write: Callable[[Keeper], None]) -> None:
         """Leaves a write to the next `flush`."""
         self._left.append(write)
@@ -52,14 +60,13 @@ class Keeping:
     def flush(self) -> None:
         """Writes what was left, in order."""
         while self._left:
-            write = self._left.popleft()
-            if self.store is None:
-                continue
             try:
-                write(self.store)
+                if self.store is not None:
+                    self._left[0](self.store)
             except StoreError as error:
                 self.store = None
                 safe_text.warn(f"{error} (the search goes on without it)")
+            self._left.popleft()  # not before: Ctrl-C may have come, and the end of the ``with`` writes it
 
     def write(self, write: Callable[[Keeper], None]) -> None:
         """Writes now, after what was left."""
@@ -71,6 +78,11 @@ class Keeping:
 
     def __exit__(self, *_: object) -> None:
         self.flush()
+
+
+def _prepared(store: Keeper) -> None:
+    with contextlib.suppress(StoreError):  # the first trial meets it again
+        store.prepare_trials()
 
 
 class Trials:

@@ -238,6 +238,7 @@ class _Tuning:
                 fingerprint=self.fingerprint,
                 described=self._describing(),
             )
+            keeping.prepare()
             with keeping:
                 self._search(seconds, seed, progress)
                 chosen = finalists(self.trials, self._confirm, self.runner)

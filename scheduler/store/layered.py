@@ -82,6 +82,11 @@ class Cache:
     def release(self, key: Key, owner: str) -> None:
         self._write(lambda store: store.release(key, owner))
 
+    def prepare_trials(self) -> None:
+        self._open()
+        if self._user is not None and not self._unwritable:
+            self._user.prepare_trials()
+
     def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
         self._open()
         self._write(lambda store: store.add_trial(key, trial, environment, described))

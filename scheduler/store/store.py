@@ -178,6 +178,14 @@ class Store:
         with self._database.write() as connection:
             return count + connection.execute(sa.delete(SCHEDULES).where(*_is(SCHEDULES, key))).rowcount
 
+    def prepare_trials(self) -> None:
+        """Make what trials are stored in, ahead of the first.
+
+        Raises:
+          StoreError: it cannot be written.
+        """
+        self._studies.prepare()
+
     def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
         """Store a trial as it ends, so that a search that is killed loses none.
 

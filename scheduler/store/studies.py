@@ -62,6 +62,11 @@ class Studies:
         self._storage: RDBStorage | None = None
         self._open: dict[tuple[Key, tuple[str, str, str]], int] = {}
 
+    def prepare(self) -> None:
+        """Makes Optuna's tables, where they are not there, ahead of the first trial."""
+        with self._lock, self._writing():
+            pass
+
     def add(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
         """Adds a trial to the search of `key` that goes on under these versions, or to a new search.
 
@@ -256,9 +261,9 @@ class Studies:
                     storage = RDBStorage(url, engine_kwargs=options)
                 self._database.listen(storage.engine)
                 return storage
-            except (sa.exc.DBAPIError, optuna.exceptions.StorageInternalError):
+            except (sa.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
                 if attempt == _ATTEMPTS - 1:
-                    raise
+                    raise error.__cause__ or error from None
                 time.sleep(_WAIT_S * (1 + random.random()))
         raise AssertionError
 
