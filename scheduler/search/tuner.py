@@ -364,16 +364,16 @@ class _Tuning:
         best = next((trials[index] for index in self.trials.measured()), None)
         pace = Pace(self.runner.slots)
 
-        def tell(last: Trial | None) -> None:
-            if progress is not None:
-                elapsed, done = time.perf_counter() - started, len(trials)
-                left = pace.left_s(total - done)
-                if seconds is not None and left is not None:
-                    left = min(left, max(0.0, seconds - elapsed))
-                progress(Progress(done, total, best, last, elapsed, left, self.trials.resumed))
+        def step(last: Trial | None) -> Progress:
+            elapsed, done = time.perf_counter() - started, len(trials)
+            left = pace.left_s(total - done)
+            if seconds is not None and left is not None:
+                left = min(left, max(0.0, seconds - elapsed))
+            return Progress(done, total, best, last, elapsed, left, self.trials.resumed)
 
-        tell(next(reversed(trials.values()), None))
-        last: Trial | None = None
+        if progress is not None:
+            progress(step(next(reversed(trials.values()), None)))
+        told: Progress | None = None
         with Threads[int, Outcome](self.runner.slots, self.runner.close) as threads:
             while True:
                 # The first trial, of a library's program where one takes part, is taken in any case: there must be an
@@ -382,17 +382,18 @@ class _Tuning:
                 late = seconds is not None and bool(begun) and time.perf_counter() - started > seconds
                 while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
-                if last is not None:  # the device has begun with the next ones
-                    self.keeping.flush()
-                    tell(last)
+                self.keeping.flush()  # while the device is at the next ones
+                if told is not None and progress is not None:
+                    progress(told)
                 if not threads.running:
                     self.stopped = f"the {seconds:g} s are over" if late else search.reason
                     self.excluded = search.excluded
                     return
                 index, outcome = threads.next()
-                last = self.trials.end(index, outcome)
-                search.tell(index, time_of(last))
+                trial = self.trials.end(index, outcome)
+                search.tell(index, time_of(trial))
                 best = trials[self.trials.measured()[0]] if self.trials.fastest_s is not None else None
+                told = step(trial)
 
     def _capacity(self) -> int:
         return self.runner.capacity(self.operation, self.problem, self.l2)

@@ -263,7 +263,8 @@ class Studies:
                 return storage
             except (sa.exc.DBAPIError, optuna.exceptions.StorageInternalError) as error:
                 if attempt == _ATTEMPTS - 1:
-                    raise error.__cause__ or error from None
+                    optunas = isinstance(error, optuna.exceptions.StorageInternalError)
+                    raise (error.__cause__ if optunas and error.__cause__ else error) from None
                 time.sleep(_WAIT_S * (1 + random.random()))
         raise AssertionError
 
