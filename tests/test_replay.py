@@ -307,7 +307,7 @@ def test_a_search_ends_where_nothing_more_is_to_be_found_and_its_record_says_so(
     replay = Replay(invented.recording(tmp_path / "a.jsonl.gz", (2048, 5120, 5120), sample=400))
     record = tune(MATMUL, MatmulProblem(2048, 5120, 5120), budget=200, runner=replay)
     assert record.tried < 100
-    assert record.stopped.startswith("the last 24 trials brought nothing")
+    assert record.stopped.startswith("the last 64 trials brought nothing")
     assert record.excluded > 0, "what cannot beat the fastest by its lower bound"
     best_s = min(t.outcome.median_s for t in read(replay.path)[1] if isinstance(t.outcome, Measurement))
     assert record.winner.measurement.median_s <= 1.01 * best_s
