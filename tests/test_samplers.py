@@ -5,6 +5,8 @@ import dataclasses
 import io
 import json
 import sqlite3
+import subprocess
+import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,7 +131,7 @@ def test_a_name_a_class_a_function_and_an_object_are_samplers_and_all_else_is_re
     module.made = lambda seed: optuna.samplers.RandomSampler(seed=seed)
     module.ready = optuna.samplers.RandomSampler()
     module.wrong = lambda seed: 7
-    monkeypatch.setitem(__import__("sys").modules, "own_samplers", module)
+    monkeypatch.setitem(sys.modules, "own_samplers", module)
     assert sampler_of("model", 0) is None
     assert isinstance(sampler_of("own_samplers:Tpe", 0), optuna.samplers.TPESampler)
     assert isinstance(sampler_of("own_samplers:made", 0), optuna.samplers.RandomSampler)
@@ -274,9 +276,6 @@ def test_optunas_dashboard_opens_the_cache_as_it_is(store, path):
 
 
 def test_reading_trials_imports_no_optuna(path):
-    import subprocess
-    import sys
-
     with contextlib.closing(Store(path)) as store:
         store.add_trial(values.KEY, values.trial(), values.ENVIRONMENT)
     program = (

@@ -58,7 +58,7 @@ def warn(message: object, stacklevel: int = 2) -> None:
 
 class _Safe(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.raw_args = record.args
+        record.raw_args = record.args  # for a handler that wants values, not text
         record.msg, record.args = one_line(record.getMessage()), None
         return True
 

@@ -27,28 +27,16 @@ class Describing:
     """The parameters of candidates of one problem, with their distributions, as Optuna's dashboard shows them."""
 
     def __init__(self, operation: Operation[Any], problem: Problem, target: Target) -> None:
-        self._distributions = distributions_of_problem(operation, problem, target)
-        self._defaults = {
-            kernel.backend: dict(kernel.space(problem, target).defaults)
-            for kernel in operation.kernels
-            if kernel.supports(problem, target) is None
-        }
+        kernels = [kernel for kernel in operation.kernels if kernel.supports(problem, target) is None]
+        spaces = {kernel.backend: kernel.space(problem, target) for kernel in kernels}
+        choices: list[Mapping[str, Choice]] = [{BACKEND: backend} for backend in spaces]
+        for space in spaces.values():
+            choices += [{name_of(field): value} for field, several in space.choices.items() for value in several]
+        self._distributions = distributions_of(choices)
+        self._defaults = {backend: dict(space.defaults) for backend, space in spaces.items()}
 
     def __call__(self, which: Tried) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-        """Those of a candidate or trial, with the fields that records leave out, as they have their default."""
+        """The parameters of a candidate or trial. Fields that records leave out have their defaults."""
         found = parameters(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
         named = {name: value for name, value in found.items() if name in self._distributions}
         return {n: suggested(self._distributions[n], value) for n, value in named.items()}, self._distributions
-
-
-def distributions_of_problem(
-    operation: Operation[Any], problem: Problem, target: Target
-) -> dict[str, BaseDistribution]:
-    """A distribution for each parameter of the kernels that support `problem`, over every choice of their spaces."""
-    values: list[Mapping[str, Choice]] = []
-    for kernel in operation.kernels:
-        if kernel.supports(problem, target) is None:
-            values.append({BACKEND: kernel.backend})
-            choices = kernel.space(problem, target).choices
-            values += [{name_of(field): value} for field, several in choices.items() for value in several]
-    return distributions_of(values)

@@ -103,7 +103,21 @@ class CandidateSpace:
         return _places(self.distributions[name], values)
 
 
-class ModelSampler(BaseSampler):
+class _OfCandidates(BaseSampler):
+    """A sampler that proposes all parameters of a candidate together."""
+
+    _space: CandidateSpace
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._space.distributions
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        raise ValueError(f"the parameter {param_name!r} is none of {', '.join(self._space.distributions)}")
+
+
+class ModelSampler(_OfCandidates):
     """The model's order first, then, where measurements contradict the model, a surrogate.
 
     Args:
@@ -116,9 +130,6 @@ class ModelSampler(BaseSampler):
         ranked = np.argsort(space.log_predicted, kind="stable")
         self._order = _with_probes(ranked, np.random.default_rng(seed))
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return self._space.distributions
-
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
@@ -126,11 +137,6 @@ class ModelSampler(BaseSampler):
         if self.contradicted(known):
             return self._space.parameters(int(np.argmax(self.improvement(known))))
         return self._space.parameters(next(index for index in self._order if self._space.free[index]))
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        raise ValueError(f"the parameter {param_name!r} is none of {', '.join(self._space.distributions)}")
 
     def contradicted(self, known: Known) -> bool:
         """Whether the model, but for one factor, misses the known times by more than its usual error."""
@@ -162,7 +168,7 @@ class ModelSampler(BaseSampler):
         return expected
 
 
-class LegalSampler(BaseSampler):
+class LegalSampler(_OfCandidates):
     """Asks another sampler, and proposes the nearest legal schedule that was not tried.
 
     Args:
@@ -177,9 +183,6 @@ class LegalSampler(BaseSampler):
     def __init__(self, proposing: BaseSampler, space: CandidateSpace, first: Sequence[int]) -> None:
         self.chosen: int | None = None
         self._proposing, self._space, self._first = proposing, space, first
-
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return self._space.distributions
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
@@ -197,11 +200,6 @@ class LegalSampler(BaseSampler):
             for name, distribution in self._space.distributions.items()
             if not distribution.single()  # these no sampler is asked for, by Optuna's own custom
         }
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        raise ValueError(f"the parameter {param_name!r} is none of {', '.join(self._space.distributions)}")
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         self._proposing.before_trial(study, trial)

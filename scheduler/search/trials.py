@@ -40,8 +40,8 @@ class Keeping:
 
     The search costs more than its trace: a warning says so, and it goes on.
 
-    Optuna takes some 20 ms to write a trial. So a search leaves trials to `later`, has the device begin with the next
-    candidates, and then calls `flush`. The end of a ``with`` flushes, too.
+    Optuna takes tens of milliseconds to write a trial. So a search leaves trials to `later`, has the device begin with
+    the next candidates, and then calls `flush`. The end of a ``with`` flushes, too.
     """
 
     def __init__(self, store: Keeper | None) -> None:
@@ -49,7 +49,7 @@ class Keeping:
         self._left: collections.deque[Callable[[Keeper], None]] = collections.deque()
 
     def prepare(self) -> None:
-        """Has a thread make what trials are stored in, which takes some 0.3 s, while the first candidate compiles."""
+        """Starts a thread that makes Optuna's tables while the first candidate compiles."""
         if (store := self.store) is not None:
             threading.Thread(target=_prepared, args=(store,), name="scheduler-trials", daemon=True).start()
 
