@@ -248,6 +248,16 @@ def test_each_search_is_a_study_and_forgetting_deletes_them(store, path):
     assert (studies(path), store.trials(values.KEY), store.keys()) == ([], [], [])
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["in this process", "in the next"])
+def test_a_search_goes_on_though_a_dashboard_deleted_its_study(store, path, again):
+    store.add_trial(values.KEY, values.trial(0), values.ENVIRONMENT)
+    (study,) = studies(path)
+    optuna.delete_study(study_name=study.study_name, storage=f"sqlite:///{path}")
+    with contextlib.closing(Store(path)) as other:
+        (other if again else store).add_trial(values.KEY, values.trial(1), values.ENVIRONMENT)
+    assert store.trials(values.KEY) == [values.trial(1)]
+
+
 def test_a_search_whose_kernel_changed_while_it_was_cut_short_goes_on_in_a_study_of_its_own(store, path):
     def described(*orders):
         return {"order": orders[0]}, {"order": optuna.distributions.CategoricalDistribution(orders)}

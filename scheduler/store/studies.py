@@ -78,7 +78,7 @@ class Studies:
         with self._lock, self._writing() as storage:
             try:
                 storage.create_new_trial(self._search(storage, key, environment), template_trial=frozen)
-            except ValueError:  # the distributions differ from those of a search that was cut short: the kernel changed
+            except (KeyError, ValueError):  # a dashboard deleted the study; or the kernel, and so its choices, changed
                 self._open[key, _versions(environment)] = study = self._begin(storage, key, environment)
                 storage.create_new_trial(study, template_trial=frozen)
 
@@ -91,17 +91,15 @@ class Studies:
         ]
         if not found:
             return
+        state = "COMPLETE" if isinstance(trial.outcome, Measurement) else "FAIL"
         with self._database.write() as connection:
-            frozen = _frozen(trial, None)
             same = _ATTRIBUTES.c.trial_id == found[-1]
             connection.execute(
                 sa.update(_ATTRIBUTES)
                 .where(same, _ATTRIBUTES.c.key == TRIAL)
                 .values(value_json=json.dumps(codec.trial_to_text(trial)))
             )
-            connection.execute(
-                sa.update(_TRIALS).where(_TRIALS.c.trial_id == found[-1]).values(state=frozen.state.name)
-            )
+            connection.execute(sa.update(_TRIALS).where(_TRIALS.c.trial_id == found[-1]).values(state=state))
             connection.execute(sa.delete(_ATTRIBUTES).where(same, _ATTRIBUTES.c.key == FAILURE))
             if isinstance(trial.outcome, Failure):
                 connection.execute(sa.delete(_VALUES).where(_VALUES.c.trial_id == found[-1]))
@@ -119,8 +117,7 @@ class Studies:
         if unfinished:
             wanted.append(SEARCHES.c.finished == _NO)
         if environment is not None:
-            names = ("jax", "jaxlib", "driver")
-            wanted += [SEARCHES.c[n] == v for n, v in zip(names, _versions(environment), strict=True)]
+            wanted += _under(environment)
         return [trial for _, trial in self._read(wanted)]
 
     def last(self, key: Key) -> list[Trial]:
@@ -151,7 +148,7 @@ class Studies:
     def finish(self, connection: sa.Connection, key: Key) -> None:
         """Says that the searches of `key` came to their end, within a transaction of the caller's."""
         connection.execute(sa.update(SEARCHES).where(*_is(key)).values(finished=1))
-        self._open = {known: study for known, study in self._open.items() if known[0] != key}
+        self._end(key)
 
     def forget(self, key: Key) -> int:
         """Deletes the searches of `key` and their studies; how many trials these had."""
@@ -165,8 +162,12 @@ class Studies:
                     storage.delete_study(storage.get_study_id_from_name(name))
         with self._database.write() as connection:
             connection.execute(sa.delete(SEARCHES).where(*_is(key)))
-        self._open = {known: study for known, study in self._open.items() if known[0] != key}
+        self._end(key)
         return count
+
+    def _end(self, key: Key) -> None:
+        """The next trial of `key` begins a search."""
+        self._open = {known: study for known, study in self._open.items() if known[0] != key}
 
     def close(self) -> None:
         with self._lock:
@@ -177,9 +178,8 @@ class Studies:
     def _read(self, wanted: Sequence[sa.ColumnElement[bool]]) -> list[tuple[int, Trial]]:
         """Optuna's id of each trial, and the trial, in the order they ended."""
         select = self._database.select
-        if not select(
-            sa.select(SEARCHES.c.id).where(*wanted).limit(1)
-        ):  # then Optuna's tables may not be there, either
+        # Where there is no search, Optuna's tables may not be there, either.
+        if not select(sa.select(SEARCHES.c.id).where(*wanted).limit(1)):
             return []
         query = (
             sa.select(*(SEARCHES.c[name] for name in KEY), _TRIALS.c.trial_id, _ATTRIBUTES.c.value_json)
@@ -207,13 +207,12 @@ class Studies:
         """Optuna's id of the study of the search that goes on."""
         place = key, _versions(environment)
         if place not in self._open:
-            columns = (SEARCHES.c[n] == v for n, v in zip(("jax", "jaxlib", "driver"), place[1], strict=True))
-            query = sa.select(SEARCHES.c.study).where(*_is(key), SEARCHES.c.finished == _NO, *columns)
-            names = [name for (name,) in self._database.select(query.order_by(SEARCHES.c.id.desc()).limit(1))]
-            with contextlib.suppress(KeyError):
-                self._open[place] = (
-                    storage.get_study_id_from_name(*names) if names else self._begin(storage, key, environment)
-                )
+            query = sa.select(SEARCHES.c.study).where(*_is(key), SEARCHES.c.finished == _NO, *_under(environment))
+            for (name,) in self._database.select(query.order_by(SEARCHES.c.id.desc()).limit(1)):
+                with contextlib.suppress(KeyError):  # a dashboard deleted the study
+                    self._open[place] = storage.get_study_id_from_name(name)
+        if place not in self._open:
+            self._open[place] = self._begin(storage, key, environment)
         return self._open[place]
 
     def _begin(self, storage: RDBStorage, key: Key, environment: Environment) -> int:
@@ -271,6 +270,12 @@ class Studies:
 
 def _versions(environment: Environment) -> tuple[str, str, str]:
     return environment.jax, environment.jaxlib, environment.driver
+
+
+def _under(environment: Environment) -> list[sa.ColumnElement[bool]]:
+    """Of searches under these versions."""
+    columns = SEARCHES.c.jax, SEARCHES.c.jaxlib, SEARCHES.c.driver
+    return [column == value for column, value in zip(columns, _versions(environment), strict=True)]
 
 
 def _is(key: Key) -> list[sa.ColumnElement[bool]]:
