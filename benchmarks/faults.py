@@ -2,8 +2,8 @@
 
 The candidates run through real worker processes: on the GPU where there is one, else on the CPU. Most are scripted
 (`tests/operations.py`); on a GPU Pallas kernels that break it are among them (`tests/device/faulty_kernels.py`).
-Besides candidates, what surrounds them fails: problems that only some of the workers can hold, workers that are killed
-from outside, and a device whose memory another process has taken. A trial is lost that did not end as a measurement or
+Besides candidates, what surrounds them fails: problems that take much of the memory, processes that are killed from
+outside, and a device whose memory another process has taken. A trial is lost that did not end as a measurement or
 a failure; an innocent is blamed where a right candidate failed, or a fault was taken for another one.
 """
 
@@ -41,9 +41,9 @@ from scheduler.store.store import Store
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from operations import CPU_FAULTS, FAULTS, FAULTY, RIGHT, FaultyProblem
 
-# Left of a device whose memory another process has taken: enough for the contexts of workers that are replaced.
+# Left of a device whose memory another process has taken: enough for the context of a process that is replaced.
 LEFT_BYTES = 4 * GIB
-CPU_BYTES = 2 * GIB  # of a pool without a GPU, so that there are problems which not all workers can hold
+CPU_BYTES = 2 * GIB  # of a pool without a GPU
 COMPILE_TIMEOUT_S = 15.0 + ALLOCATOR_RETRY_S  # operands are allocated within it
 # In pieces, each as large as it is asked for.
 PIECE_BYTES = GIB
@@ -60,7 +60,7 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=7, help="how often each fault is injected")
-    parser.add_argument("--workers", type=int, default=None, help="worker processes  [default: 4, on a CPU 2]")
+    parser.add_argument("--workers", type=int, default=None, help="compile processes  [default: 4, on a CPU 2]")
     parser.add_argument(
         "--run-timeout",
         type=float,
@@ -80,7 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scripted = FAULTS.keys() - (CPU_FAULTS if gpu else ())
         searches: dict[str, Callable[[str, int, Pool], list[Row]]] = {
             **{fault: _scripted for fault in FAULTS if fault in scripted},
-            "crowded": _scripted,
             "large": _large,
             "killed": _killed,
             **({"full": _full, "kernels": _kernels} if gpu else {}),  # no CPU's memory can be taken away
@@ -123,11 +122,11 @@ def _scripted(fault: str, times: int, runner: Pool) -> list[Row]:
 
 
 def _large(fault: str, times: int, runner: Pool) -> list[Row]:
-    """A problem that not all workers can hold, and a small one after it: neither takes the other's memory."""
+    """A problem that takes half of the memory, and a small one after it: neither takes the other's memory."""
     n = next(
         n
         for n in itertools.count(2**22, 2**22)
-        if needed_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._shares.bytes(runner.slots)
+        if needed_bytes(FaultyProblem(n, "ok"), runner.hardware) > runner._memory_bytes // 2
     )
     rows = [
         _searched(fault, 1, problem, runner)
@@ -138,14 +137,14 @@ def _large(fault: str, times: int, runner: Pool) -> list[Row]:
 
 
 def _killed(fault: str, times: int, runner: Pool) -> list[Row]:
-    """A worker is killed from outside each time that a candidate ended, as by a system that is short of memory."""
+    """A process is killed from outside each time that a candidate ended, as by a system that is short of memory."""
     left = times
 
     def kill(step: Progress) -> None:
         nonlocal left
         if left:
             left -= 1
-            process = random.choice([worker.pid for worker in runner._workers if worker.pid is not None])
+            process = random.choice([runner._measuring.pid, *runner._compilers.pids])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
@@ -154,7 +153,7 @@ def _killed(fault: str, times: int, runner: Pool) -> list[Row]:
 
 
 def _full(fault: str, times: int, runner: Pool) -> list[Row]:
-    """Another process takes the device's memory: workers that end are replaced beside it."""
+    """Another process takes the device's memory: a process that ends is replaced beside it."""
     script = " ".join(word for i in range(times) for word in ("exit", RIGHT[i % len(RIGHT)]))
     with _taken():
         return [_searched(fault, times, FaultyProblem(8, script), runner)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +15,15 @@ from scheduler.core.records import Entry, Failure, Measurement, Outcome, Trial
 from scheduler.core.threads import Threads
 from scheduler.measure import timer
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.pool import LIBRARY_COMPILATIONS, Pool
+from scheduler.measure.pool import Pool
 from scheduler.measure.runner import InProcess, Runner, RunnerOptions, Task
 from search_spaces import Operation, Problem
 
 # Of each candidate in each round.
 REPETITIONS = 10
+# XLA tries algorithms out while it compiles, and picks one in this process and another in the next: a library's time is
+# that of so many compilations, each in a process of its own.
+LIBRARY_COMPILATIONS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +52,51 @@ def times_of(name: str, measured: Measurement | None) -> dict[str, Any]:
     }
 
 
+class FreshProcesses:
+    """A runner of several measuring processes on one GPU: libraries are measured by each in turn, others by the first.
+
+    Args:
+      gpu: whose memory the processes share equally.
+      count: of measuring processes.
+    """
+
+    searches = 1
+
+    def __init__(self, gpu: Gpu, count: int = LIBRARY_COMPILATIONS) -> None:
+        each = dataclasses.replace(gpu, free_bytes=gpu.free_bytes // count)
+        self._pools: list[Pool] = []
+        try:
+            for _ in range(count):
+                self._pools.append(Pool(each, RunnerOptions(workers=1)))
+        except BaseException:
+            self.close()
+            raise
+        first = self._pools[0]
+        self.hardware, self.environment, self.slots = first.hardware, first.environment, first.slots
+        self.capacity, self.holding, self.confirm = first.capacity, first.holding, first.confirm
+        self._libraries = itertools.cycle(self._pools)
+
+    def measure(self, task: Task, *, again: bool = False) -> Outcome:
+        library = task.operation.kernel(task.backend).library
+        return (next(self._libraries) if library else self._pools[0]).measure(task, again=again)
+
+    def others(self) -> int:
+        return max(0, self._pools[0].others() - len(self._pools) + 1)
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.close()
+
+
 def start_fresh() -> Runner:
     """Fresh processes: as many as a library is compiled in, or this one where there is no GPU.
 
     Raises:
       WorkerError: the processes cannot start.
     """
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # each compiles for itself
     gpu = Gpu.wanted()
-    return InProcess() if gpu is None else Pool(gpu, RunnerOptions(workers=LIBRARY_COMPILATIONS))
+    return InProcess() if gpu is None else FreshProcesses(gpu)
 
 
 def conditions(

@@ -2,7 +2,7 @@
 
     python benchmarks/sizes.py --seconds 540     # as often as it says that problems are left
 
-A row says how many workers held the problem, what its bench was expected to need, and what became of each trial.
+A row says what the bench of the problem was expected to need, and what became of each trial.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from search_spaces.matmul import MATMUL, MatmulProblem
 from search_spaces.problem import nbytes
 
 JOB = Path(__file__).with_suffix(".toml")
-# Where the interpreter rehearses: two workers, of which one at a time can hold the larger problems.
+# Where the interpreter rehearses.
 CPU_BYTES = 2 * GIB
 CPU_SUITE = [
     jobs.Task(MATMUL, MatmulProblem(m, n, 16, dtype="float32"), budget=2)
@@ -100,7 +100,6 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
         "result_gb": nbytes(task.problem.result()) / 1e9,
         "least_gb": least_bytes(task.problem) / 1e9,
         "needed_gb": needed_bytes(task.problem, runner.hardware) / 1e9,
-        "workers": runner.capacity(task.operation, task.problem),
         "state": result.state,
         "reason": result.reason,
         "trials": len(trials),
@@ -114,14 +113,13 @@ def _row(task: jobs.Task | jobs.Malformed, runner: Runner) -> dict[str, Any]:
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title="Problems of all sizes in one job", title_justify="left")
-    for column in ("problem", "result GB", "needs GB", "workers", "", "trials", "failed", "seconds"):
+    for column in ("problem", "result GB", "needs GB", "", "trials", "failed", "seconds"):
         table.add_column(column, justify="left" if column in ("problem", "") else "right")
     for row in rows:
         table.add_row(
             row["problem"],
             f"{row['result_gb']:.3f}",
             f"{row['needed_gb']:.2f}",
-            str(row["workers"]),
             row["state"],
             str(row["trials"]),
             str(sum(row["failures"].values())),

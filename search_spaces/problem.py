@@ -216,7 +216,8 @@ class Problem(abc.ABC):
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
         each = list(zip(keys, self.operands(), strict=True))
-        reference_programs.together([functools.partial(_draws, key, s) for key, s in each], lambda: None)
+        for key, s in each:
+            _draws(key, s)
         with reference_programs.turn():
             return tuple(_operand(key, s) for key, s in each)
 

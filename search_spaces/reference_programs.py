@@ -11,10 +11,12 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+
+from search_spaces.fingerprint import digest
 
 Program = Callable[..., Any]
 
@@ -22,14 +24,8 @@ Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 _DIRECTORY: ContextVar[Path | None] = ContextVar("directory", default=None)
 _TURN: ContextVar[Turn] = ContextVar("turn", default=contextlib.nullcontext)
-_WAITS: ContextVar[bool] = ContextVar("waits", default=True)
+_ELSEWHERE: ContextVar[jax.sharding.Sharding | None] = ContextVar("elsewhere", default=None)
 _RAN: dict[Any, Program] = {}
-
-T = TypeVar("T")
-
-
-class _Busy(BaseException):
-    """Another process is compiling this program now."""
 
 
 @contextlib.contextmanager
@@ -58,6 +54,19 @@ def in_turns(turn: Turn) -> Iterator[None]:
         _TURN.reset(token)
 
 
+@contextlib.contextmanager
+def compiled_for(device: jax.Device) -> Iterator[None]:
+    """Within this context, programs are compiled for a device that need not be here, stored, and not run.
+
+    Results of `run` are then arrays without content (`jax.ShapeDtypeStruct`).
+    """
+    token = _ELSEWHERE.set(jax.sharding.SingleDeviceSharding(device))
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
+
+
 def turn() -> contextlib.AbstractContextManager[None]:
     """One for several runs, of programs that are compiled."""
     return _TURN.get()()
@@ -66,6 +75,8 @@ def turn() -> contextlib.AbstractContextManager[None]:
 def run(function: Any, *args: jax.Array, **statics: Any) -> Any:
     """`function` of these, jitted and with `statics` by name, once it is ready: so operands are drawn."""
     run = program(function, *args, **statics)
+    if _ELSEWHERE.get() is not None:
+        return jax.eval_shape(functools.partial(function, **statics), *args)
     with turn():
         return jax.block_until_ready(run(*args))
 
@@ -79,10 +90,19 @@ def program(function: Any, *args: Any, **statics: Any) -> Program:
     if _DIRECTORY.get() is None:
         return functools.partial(function, **statics)
     which = function, tuple(map(_shape_of, args)), tuple(sorted(statics.items()))
+    name = f"{function.__module__}.{function.__qualname__} {which[1:]}"
+    if _ELSEWHERE.get() is not None:
+        return _shared(name, lambda: function.lower(*map(_placed, args), **statics))
     if which not in _RAN:
-        name = f"{function.__module__}.{function.__qualname__} {which[1:]}"
         _RAN[which] = _shared(name, lambda: function.lower(*args, **statics))
     return _RAN[which]
+
+
+def _placed(x: Any) -> Any:
+    """An argument of a program that is compiled for another device."""
+    if not hasattr(x, "dtype"):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_ELSEWHERE.get())
 
 
 def _shape_of(x: Any) -> Any:
@@ -90,33 +110,15 @@ def _shape_of(x: Any) -> Any:
     return (x.shape, str(x.dtype)) if hasattr(x, "dtype") else type(x).__name__
 
 
-def together(wanted: Sequence[Callable[[], Any]], meanwhile: Callable[[], T]) -> tuple[list[Any], T]:
-    """What each of `wanted` makes by `compiled` or `program`, and what `meanwhile` returns.
+def compiled(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """`function` for such operands. XLA takes the first algorithm that is right: it tries none on a GPU.
 
-    Processes that come here at the same time compile a program each: what another one is at is passed over, and waited
-    for when all else is done, `meanwhile` too.
+    The gradients of attention in float32 take XLA 5 s on an H200's host, and loading takes a hundredth.
     """
-    made: dict[int, Any] = {}
-    token = _WAITS.set(False)
-    try:
-        for number, make in enumerate(wanted):
-            with contextlib.suppress(_Busy):
-                made[number] = make()
-    finally:
-        _WAITS.reset(token)
-    result = meanwhile()
-    return [made[number] if number in made else make() for number, make in enumerate(wanted)], result
-
-
-def compiled(lowered: Any) -> Program:
-    """The program of a `jax.stages.Lowered`. XLA takes the first algorithm that is right: it tries none on a GPU.
-
-    The gradients of attention in float32 take XLA 5 s on an H200's host; 15 workers that compile them beside each other
-    took 9 to 13 s, and loading takes a hundredth.
-    """
+    traced = jax.jit(function).trace(*(operands if _ELSEWHERE.get() is None else map(_placed, operands)))
     if _DIRECTORY.get() is None:
-        return _compile(lowered)
-    return _shared(lowered.as_text(), lambda: lowered)
+        return _compile(traced.lower())
+    return _shared(f"{digest(traced.jaxpr)} {tuple(map(_shape_of, operands))}", traced.lower)
 
 
 def _shared(name: str, lower: Callable[[], Any]) -> Program:
@@ -125,7 +127,7 @@ def _shared(name: str, lower: Callable[[], Any]) -> Program:
     assert directory is not None
     path = directory / hashlib.sha256(name.encode()).hexdigest()
     with open(path.with_suffix(".lock"), "w") as lock:
-        _lock(lock.fileno())  # who comes second waits for the first, and then loads
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)  # who comes second waits for the first, and then loads
         if not path.exists():
             program = _compile(lower())
             # Not every backend of XLA can: then each process compiles for itself.
@@ -134,6 +136,8 @@ def _shared(name: str, lower: Callable[[], Any]) -> Program:
                 written.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
                 os.replace(written, path)
             return program
+    if _ELSEWHERE.get() is not None:
+        return _not_here
     try:
         stored, in_tree, out_tree = pickle.loads(path.read_bytes())
         here = jax.local_devices()[:1]
@@ -142,14 +146,12 @@ def _shared(name: str, lower: Callable[[], Any]) -> Program:
         return _compile(lower())
 
 
-def _lock(file: int) -> None:
-    """Raises `_Busy` where another process has it, and that is not to be waited for."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if _WAITS.get() else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise _Busy from None
+def _not_here(*args: Any) -> Any:
+    raise RuntimeError("this program was compiled for a device that is not here")
 
 
 def _compile(lowered: Any) -> Any:
-    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+    elsewhere = _ELSEWHERE.get()
+    devices: list[Any] = list(elsewhere.device_set) if elsewhere is not None else jax.devices()
+    options = {"xla_gpu_autotune_level": 0} if devices[0].platform in ("gpu", "cuda") else None
     return lowered.compile(compiler_options=options)

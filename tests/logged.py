@@ -74,9 +74,4 @@ class LoggedLibrary(DoubleLibrary):
         return jax.pure_callback(wait, problem.result(), args[0] + args[0])
 
 
-class SlowLibrary(LoggedLibrary):
-    seconds: ClassVar = 0.02
-
-
 LOGGED = Operation("logged", LoggedProblem, (Logged(), LoggedLibrary()))
-OUT_OF_REACH = Operation("out_of_reach", LoggedProblem, (Logged(), SlowLibrary()))

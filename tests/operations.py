@@ -122,9 +122,6 @@ FAULTS = {
 }
 # Which a device's own clock does not have, and what needs an address of the host to be one of the device.
 CPU_FAULTS = frozenset({"zero", "vandal"})
-# What is no failure of its candidate: it needs more memory than its share of a device that is divided, and less than
-# all of it.
-HARMLESS = ("crowded",)
 # What is right, each with its own time.
 RIGHT = ("ok", "slow", "noise", "drift")
 STEP_S = 0.005
@@ -143,7 +140,7 @@ class FaultyProblem(DoubleProblem):
     @property
     def fastest(self) -> int | None:
         """The right candidate that takes the least time, or None where all are faulty."""
-        times = {i: i + 20 * (b == "slow") for i, b in enumerate(self.behaviours) if b in (*RIGHT, *HARMLESS)}
+        times = {i: i + 20 * (b == "slow") for i, b in enumerate(self.behaviours) if b in RIGHT}
         return min(times, key=times.__getitem__, default=None)
 
 
@@ -183,8 +180,6 @@ class Faulty(Kernel[FaultyProblem, FaultySchedule]):
                 return result[:-1]
             case "assertion":
                 raise AssertionError
-            case "crowded":
-                _require_to_be_alone()
             case "unpicklable":
                 raise Unpicklable
             case "stuck":
@@ -236,17 +231,6 @@ class Unpicklable(ValueError):
 
     def __str__(self) -> str:
         raise RuntimeError("it cannot even say what it is")
-
-
-def _require_to_be_alone() -> None:
-    """As a candidate fails that needs more memory than its share of a device that is divided among workers."""
-    company = [
-        path
-        for path in Path("/proc").glob("[0-9]*")
-        if int(path.name) != os.getpid() and _parent(path) == os.getppid() and _serves(path)
-    ]
-    if company:
-        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory beside {len(company)} others")
 
 
 def _parent(process: Path) -> int:
@@ -342,33 +326,26 @@ NOTED = Operation("noted", NotedProblem, (Noted(), NotedLibrary()))
 
 
 @dataclasses.dataclass(frozen=True)
-class CrowdedProblem(NotedProblem):
-    """Its kernels leave the ids of their processes in the directory `place`, and run only alone on the device."""
+class GreedyProblem(DoubleProblem):
+    """Its kernel finds no memory while it runs, and says so after `waits_s` seconds, as XLA's allocator."""
 
-    greedy: bool = False  # or not at all
-    autotuned: bool = False  # its library's compilation, which goes on while another process is there
-    waits_s: int = 0  # for memory, while they run, before they say that there is none
+    n: int = 8
+    waits_s: int = 0
 
-    def reserve(self) -> None:
-        if self.greedy or self.others():
-            time.sleep(self.waits_s)
+
+class Greedy(LibraryKernel[GreedyProblem]):
+    """Has one schedule, as a library kernel has, but is not one."""
+
+    backend = "scripted"
+    library = False
+
+    def run(self, problem: GreedyProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:
+        def allocate() -> None:
+            time.sleep(problem.waits_s)
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
 
-    def others(self) -> bool:
-        """Whether another process that traced a kernel of this problem is there."""
-        self.note()
-        others = {path.name for path in Path(self.place).iterdir() if path.name.isdecimal()} - {str(os.getpid())}
-        return any(Path(f"/proc/{pid}").exists() for pid in others)
-
-
-class Crowded(Noted):
-    def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
-        if problem.waits_s:
-            problem.note()
-            _before_next_call(jax.stages.Compiled, "__call__", problem.reserve)
-        else:
-            problem.reserve()
-        return args[0] * 2
+        _before_next_call(jax.stages.Compiled, "__call__", allocate)
+        return _call_on_host(lambda _: None, args[0] * 2)  # which is compiled where it runs
 
 
 def _before_next_call(cls: type, name: str, function: Callable[[], None]) -> None:
@@ -383,11 +360,31 @@ def _before_next_call(cls: type, name: str, function: Callable[[], None]) -> Non
     setattr(cls, name, once)
 
 
-class CrowdedLibrary(NotedLibrary):
-    def run(self, problem: CrowdedProblem, schedule: Any, target: Target, /, *args: Any, **params: Any) -> jax.Array:  # type: ignore[override]
-        if problem.others() and problem.autotuned:
-            _before_next_call(jax.stages.Lowered, "compile", _sleep_forever)
-        return args[0] + args[0]
+GREEDY = Operation("greedy", GreedyProblem, (Greedy(), DoubleLibrary()))
 
 
-CROWDED = Operation("crowded", CrowdedProblem, (Crowded(), CrowdedLibrary()))
+@dataclasses.dataclass(frozen=True)
+class RepeatedSchedule:
+    repeat: int
+
+
+class Repeated(Kernel[DoubleProblem, RepeatedSchedule]):
+    """Takes the longer, the more often it repeats its work; its program can be moved between processes."""
+
+    backend = "scripted"
+
+    def space(self, problem: DoubleProblem, target: Target) -> Space[RepeatedSchedule]:
+        return Space(RepeatedSchedule, {"repeat": (1, 30, 300)})
+
+    def footprint(self, problem: DoubleProblem, schedules: Columns, target: Target) -> None:
+        return None
+
+    def run(
+        self, problem: DoubleProblem, schedule: RepeatedSchedule, target: Target, /, *args: Any, **params: Any
+    ) -> jax.Array:
+        (x,) = args
+        steps = jax.lax.fori_loop(0, 10 * schedule.repeat, lambda _, y: jnp.sin(y) + 1, x)
+        return x * 2 + 0 * steps
+
+
+REPEATED = Operation("repeated", DoubleProblem, (Repeated(), DoubleLibrary()))

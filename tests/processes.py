@@ -16,3 +16,12 @@ def _runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def started(pool):
+    """The pool, once all its compile processes have started."""
+    while len(pool._compilers.pids) < len(pool._compilers._processes) or any(
+        process.target is None for process in pool._compilers._processes
+    ):
+        time.sleep(0.02)
+    return pool

@@ -16,7 +16,8 @@ from operations import DoubleLibrary, DoubleProblem
 
 from scheduler.core.hardware import CPU, describe
 from scheduler.core.records import Failure, Measurement
-from scheduler.measure.bench import RETRACED, RUNS, SLOW, Bench
+from scheduler.measure.bench import RUNS, SLOW, Bench
+from scheduler.measure.build import RETRACED
 from scheduler.search.tuner import tune
 from scheduler.store.store import Store
 from search_spaces import Columns, Footprint, Kernel, Operand, Operation, Phase, Space, Target
@@ -176,14 +177,13 @@ def test_the_library_is_not_asked_about_the_neighbour():
     assert bench.confirm("xla", {}) is None
 
 
-def test_the_library_compiles_in_its_turn_and_has_as_long_as_a_compilation_may_take():
+def test_a_library_is_compiled_while_the_bench_holds_the_lock_of_the_device():
     steps = []
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, announce=steps.append)
     assert isinstance(measure(bench, "right"), Measurement)
     steps.clear()
     assert isinstance(bench.measure("xla", {}, 3), Measurement)
-    assert steps[:4] == ["lower", "wait", "run", "compile"]
-    assert steps[4:] == ["wait", "run"], "to verify it, and to time it"
+    assert steps == ["wait", "run", "lower", "compile", "wait", "run"]
 
 
 def test_a_candidate_that_is_confirmed_has_as_long_as_a_run_may_take_also_after_operands_were_drawn():
@@ -200,61 +200,33 @@ def test_a_candidate_that_is_confirmed_has_as_long_as_a_run_may_take_also_after_
     assert steps.count("run") == RUNS + 1 + len(ShiftedProblem(LENGTH).special()) + 1, "each call has as long as one"
 
 
-@pytest.mark.parametrize(
-    ("backend", "schedule", "order"),
-    [("xla", {}, ["prepare", "lower", "compile"]), ("deceiver", {"behave": "right"}, ["lower", "compile", "prepare"])],
-)
-def test_operands_are_drawn_before_a_library_is_built_and_after_another_candidate_is(backend, schedule, order):
-    steps = []
-    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, announce=steps.append)
-    assert steps == []
-    assert isinstance(bench.measure(backend, schedule, 3), Measurement)
-    assert sorted(order, key=steps.index) == order
-
-
-def test_turns_are_few_as_each_may_wait_for_xlas_compilations_of_others():
+def test_the_lock_is_taken_once_for_all_that_runs_of_a_request():
     entered = []
 
     @contextlib.contextmanager
-    def exclusive(when):
-        entered.append(when)
+    def exclusive():
+        entered.append(1)
         yield
 
-    def turns(ask):
+    def count(ask):
         entered.clear()
         assert not isinstance(ask(), Failure)
         return len(entered)
 
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU, exclusive=exclusive)
-    assert turns(lambda: measure(bench, "right")) == 2, "operands; what they come to, its answer and its times"
-    assert turns(lambda: measure(bench, "slow")) == 1
-    # Of special operands and of the neighbour, too, what draws and checks them is compiled before the last turn.
-    assert turns(lambda: confirm(bench, "right")) == 1 + 5 + 3
-    assert turns(lambda: confirm(bench, "slow")) == 1 + 1 + 1
-    assert {*entered} == {"usual"}
-    assert turns(lambda: bench.again("deceiver", {"behave": "right"}, 3)) == 1
-    assert entered == ["soon"], "for which a whole problem waits"
-    assert turns(lambda: bench.measure("xla", {}, 3)) == 2
-    assert entered == ["last", "usual"], "as it takes longest"
+    assert count(lambda: measure(bench, "right")) == 2, "operands are drawn; then it is verified and timed"
+    assert count(lambda: measure(bench, "slow")) == 1
+    # Programs that check special operands and the neighbour are compiled before the last context.
+    assert count(lambda: confirm(bench, "right")) == 1 + 5 + 3
+    assert count(lambda: confirm(bench, "slow")) == 1 + 1 + 1
+    assert count(lambda: bench.again("deceiver", {"behave": "right"}, 3)) == 1
+    assert count(lambda: bench.measure("xla", {}, 3)) == 2
 
 
 def test_a_candidate_that_cannot_be_built_needs_no_operands():
     bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU)
     assert measure(bench, "narrow").stage == "verify"
     assert "_draw" not in vars(bench)
-
-
-def test_a_librarys_program_is_told_by_its_text_and_no_other_candidates():
-    bench = Bench(DECEIVING, ShiftedProblem(LENGTH), CPU)
-    assert bench.program("xla", {}) == ""
-    assert isinstance(bench.measure("xla", {}, 3), Measurement)
-    assert isinstance(measure(bench, "right"), Measurement)
-    again, other = (Bench(DECEIVING, ShiftedProblem(length), CPU) for length in (LENGTH, LENGTH + 2))
-    for each in (again, other):
-        assert isinstance(each.measure("xla", {}, 3), Measurement)
-    assert bench.program("xla", {}) == again.program("xla", {}) != ""
-    assert bench.program("xla", {}) != other.program("xla", {})
-    assert bench.program("deceiver", {"behave": "right"}) == ""
 
 
 def test_a_result_of_another_dtype_is_wrong_and_told_before_it_is_compiled(bench):

@@ -1,5 +1,6 @@
 """The matmul benchmark without a device: its suite, its rival, its steps on an H200 that takes the model's times."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -11,10 +12,12 @@ import hopper
 import numpy as np
 import pytest
 from invented import Alone
+from operations import NOTED, NotedProblem
 
 from scheduler.core.errors import RecordingError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Environment, Failure, Measurement
+from scheduler.measure.gpu import Gpu
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import Task
 from scheduler.measure.worker_process import CONTEXT_BYTES
@@ -32,7 +35,7 @@ import comparison
 import fused
 import matmul
 from harness import paced, posed
-from independent import time_in_rounds
+from independent import FreshProcesses, time_in_rounds
 from jax_hopper import JAX_HOPPER, RIVALS, JaxHopperSchedule
 from problems import FUSED, MATMULS, REPEATED
 
@@ -320,3 +323,16 @@ def test_a_part_of_the_suite_is_rehearsed_by_the_command_and_writes_no_result(tm
 def test_a_text_that_no_problem_contains_is_told_with_those_there_are():
     with pytest.raises(SystemExit, match="no problem contains that; there are:\n  m=4096"):
         matmul.chosen(H200, ["no such model"])
+
+
+def test_a_library_is_timed_in_several_fresh_processes_in_turn_and_a_kernel_in_one(tmp_path):
+    gpu = Gpu(index="", uuid="fresh", driver="", free_bytes=4 * GIB)
+    tasks = {}
+    for backend in ("xla", "scripted"):
+        (tmp_path / backend).mkdir()
+        tasks[backend] = Task(NOTED, NotedProblem(place=str(tmp_path / backend)), backend, {}, 2)
+    with contextlib.closing(FreshProcesses(gpu, count=2)) as fresh:
+        timed = time_in_rounds(fresh, tasks, rounds=3)
+    assert timed.rounds.keys() == {"xla", "scripted"}
+    assert len(list((tmp_path / "xla").iterdir())) == 2
+    assert len(list((tmp_path / "scripted").iterdir())) == 1

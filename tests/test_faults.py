@@ -27,7 +27,6 @@ CHEAP = ("wrong", "nan", "unpicklable", "defect", "zero", "forgetful", "vandal",
 def pool():
     gpu = Gpu(index="", uuid="faults", driver="", free_bytes=4 * GIB)
     with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=600, run_timeout_s=5)) as pool:
-        pool._division.settle()
         yield pool
 
 

@@ -1,4 +1,4 @@
-"""What a bench takes of a device's memory: known before it is made, and divided among the workers that hold it."""
+"""What a bench takes of a device's memory: known before it is made, and enough for the problems that are held."""
 
 import dataclasses
 import os
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operations import CROWDED, DOUBLE, CrowdedProblem, DoubleProblem
+from operations import DOUBLE, GREEDY, DoubleProblem, GreedyProblem
 
-from scheduler.core.errors import NoCandidate, WorkerError
+from scheduler.core.errors import DeviceLost, NoCandidate, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure import verification
@@ -123,43 +123,28 @@ def test_what_a_bench_holds_is_less_than_was_estimated_and_not_by_much(problem):
     assert least_bytes(problem) < held < needed
 
 
-def test_several_workers_of_an_h200_hold_a_product_whose_references_alone_were_once_too_much():
-    """8192 x 152064 x 1024: a result of 2.5 GB, whose whole reference took 5 GB in each of 15 workers."""
-    assert 2 * least_bytes(QWEN) < needed_bytes(QWEN, H200) < 140 * GIB / 10 - CONTEXT_BYTES
-
-
 @pytest.mark.parametrize("problem", [QWEN, MatmulProblem(131072, 131072, 128), MatmulProblem(16384, 53248, 16384)])
-def test_what_memory_holds_once_fits_at_least_one_worker(problem):
+def test_what_memory_holds_once_fits_the_measuring_process(problem):
     assert least_bytes(problem) < needed_bytes(problem, H200) < 140 * GIB - CONTEXT_BYTES
 
 
-def test_one_worker_holds_a_product_whose_results_each_need_the_next_power_of_two_where_xla_autotunes():
+def test_results_that_each_need_the_next_power_of_two_where_xla_autotunes_are_counted_so():
     """65536 x 65536 x 4096 in int8: results of 2^34 bytes, in regions of 2^35."""
-    share = 140 * GIB // 2 - CONTEXT_BYTES
     exact = MatmulProblem(65536, 65536, 4096, dtype="int8", out_dtype="int32")
     assert nbytes(exact.result()) == 2**34
-    assert needed_bytes(exact, H200) > share
+    assert needed_bytes(exact, H200) > 2**36
     smaller = dataclasses.replace(exact, m=65024)
     assert 2 * needed_bytes(smaller, H200) < 1.2 * needed_bytes(exact, H200)
 
 
-def noted(place, **fields):
-    place.mkdir(exist_ok=True)
-    return Task(CROWDED, CrowdedProblem(place=str(place), **fields), "scripted", {}, 2)
+def greedy(**fields):
+    return Task(GREEDY, GreedyProblem(**fields), "scripted", {}, 2)
 
 
 @pytest.fixture(scope="module")
 def pool():
     with Pool(Gpu(index="", uuid="memory", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
-        pool._division.settle()
         yield pool
-
-
-def large(pool):
-    """A problem that two workers of `pool` cannot hold at once, and one can."""
-    problem = DoubleProblem(2**24)
-    assert pool._shares.bytes(2) < needed_bytes(problem, CPU) < pool._shares.bytes(1)
-    return Task(DOUBLE, problem, "scripted", {"tile": 1, "behave": "ok"}, 2)
 
 
 def small(tile):
@@ -167,92 +152,47 @@ def small(tile):
 
 
 @pytest.mark.one_jax
-def test_as_many_workers_hold_a_problem_as_fit_and_the_next_problem_has_them_all_again(pool):
-    for _ in range(2):
-        with ThreadPoolExecutor(2) as threads:
-            assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
-            assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [small(1), small(2)]))
-            pool._division.settle()
-            assert sum(worker.pid is not None for worker in pool._workers) == 2
-            task = large(pool)
-            assert pool.capacity(task.operation, task.problem) == 1
-            library = dataclasses.replace(task, backend="xla", schedule={})
-            assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [task, library]))
-            pool._division.settle()
-            assert sum(worker.pid is not None for worker in pool._workers) == 1
-            assert pool.confirm(task) is None
-            assert isinstance(pool.measure(task, again=True), Measurement)
+def test_a_problem_joins_those_held_where_memory_holds_all_their_benches():
+    least, some, large = DoubleProblem(8), DoubleProblem(5 * 2**22), DoubleProblem(2**25)
+    with Pool(Gpu(index="", uuid="joining", driver="", free_bytes=3 * GIB), RunnerOptions(workers=1)) as pool:
+        memory = pool._memory_bytes
+        assert needed_bytes(some, CPU) + needed_bytes(least, CPU) <= memory < 2 * needed_bytes(some, CPU)
+        assert pool._joins((DOUBLE, large, "cold"), False), "nothing is held"
+        with pool.holding(DOUBLE, some):
+            assert pool._joins((DOUBLE, least, "cold"), False)
+            assert not pool._joins((DOUBLE, DoubleProblem(5 * 2**22 + 8), "cold"), False)
+            assert not pool._joins((DOUBLE, least, "cold"), True), "it is to be held by itself"
+        with pool.holding(DOUBLE, least, to_itself=True):
+            assert not pool._joins((DOUBLE, some, "cold"), False)
+        with pytest.raises(NoCandidate), pool.holding(DOUBLE, DoubleProblem(2**32)):
+            pass
 
 
 @pytest.mark.one_jax
-def test_problems_of_two_sizes_at_once_wait_for_each_other(pool):
-    tasks = [small(1), large(pool), small(2), small(4), large(pool)]
+def test_problems_of_two_sizes_at_once_are_measured(pool):
+    large = Task(DOUBLE, DoubleProblem(2**24), "scripted", {"tile": 1, "behave": "ok"}, 2)
+    tasks = [small(1), large, small(2), small(4), large]
     with ThreadPoolExecutor(5) as threads:
         assert all(isinstance(outcome, Measurement) for outcome in threads.map(pool.measure, tasks))
 
 
 @pytest.mark.one_jax
-def test_a_problem_joins_those_held_where_as_many_workers_hold_it_and_a_share_has_the_memory():
-    least, some, large = DoubleProblem(8), DoubleProblem(5 * 2**21), DoubleProblem(2**25)
-    with Pool(Gpu(index="", uuid="joining", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
-        pool._division.settle()
-        share = pool._shares.bytes(2)
-        assert needed_bytes(some, CPU) + needed_bytes(least, CPU) <= share < 2 * needed_bytes(some, CPU)
-        assert pool.capacity(DOUBLE, large) == 1
-        assert pool.joins(DOUBLE, large), "nothing is held"
-        with pool.holding(DOUBLE, some):
-            assert pool.joins(DOUBLE, least)
-            assert pool.joins(DOUBLE, some), "it is held"
-            assert not pool.joins(DOUBLE, DoubleProblem(5 * 2**21 + 8)), "a share has not the memory for both"
-            assert not pool.joins(DOUBLE, large), "fewer workers hold it"
-        with pool.holding(DOUBLE, large):
-            assert not pool.joins(DOUBLE, least)
-        with pytest.raises(NoCandidate):
-            pool.joins(DOUBLE, DoubleProblem(2**32))
+def test_what_finds_no_memory_is_tried_again_in_a_fresh_process_and_then_has_failed(pool):
+    before = pool._measuring.pid
+    outcome = pool.measure(greedy())
+    assert isinstance(outcome, Failure)
+    assert outcome.stage == "memory"
+    assert pool._measuring.pid != before
+    assert isinstance(pool.measure(dataclasses.replace(greedy(), backend="xla")), Measurement)
 
 
-@pytest.mark.one_jax
-def test_what_finds_no_memory_beside_others_is_tried_alone(pool, tmp_path):
-    with ThreadPoolExecutor(2) as threads:
-        library = dataclasses.replace(noted(tmp_path), backend="xla")
-        assert isinstance(pool.measure(library), Measurement)
-        assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [noted(tmp_path)] * 2))
-    assert pool.capacity(CROWDED, noted(tmp_path).problem) == 1, "it needs more than was estimated"
-    assert pool.capacity(DOUBLE, DoubleProblem(8)) == 2
-
-
-@pytest.mark.one_jax
-def test_what_finds_no_memory_even_alone_has_failed_and_the_others_go_on(pool, tmp_path):
-    greedy = noted(tmp_path, greedy=True)
-    for _ in range(2):
-        outcome = pool.measure(greedy)
-        assert isinstance(outcome, Failure)
-        assert outcome.stage == "memory"
-    assert pool.capacity(CROWDED, greedy.problem) == 2
-    assert isinstance(pool.measure(dataclasses.replace(greedy, backend="xla")), Measurement)
-
-
-def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(pool, tmp_path, monkeypatch):
+def test_what_waits_for_memory_before_it_says_that_there_is_none_does_not_hang(pool, monkeypatch):
     """As XLA's allocator on a GPU: in a run, whose limit follows from what ran before."""
     monkeypatch.setattr("scheduler.measure.limits.RUN_LIMIT_S", 1.0)
     monkeypatch.setattr("scheduler.measure.limits.ALLOCATOR_RETRY_S", 2.0)
-    waiting = noted(tmp_path, waits_s=2)
+    waiting = greedy(waits_s=2)
     assert isinstance(pool.measure(dataclasses.replace(waiting, backend="xla")), Measurement)
-    with ThreadPoolExecutor(2) as threads:
-        assert all(isinstance(m, Measurement) for m in threads.map(pool.measure, [waiting] * 2))
-    assert pool.capacity(CROWDED, waiting.problem) == 1
-
-
-def test_a_librarys_compilation_that_does_not_end_beside_others_is_tried_alone(tmp_path):
-    """As XLA's autotuner, which waits for memory for each algorithm."""
-    gpu = Gpu(index="", uuid="autotuned", driver="", free_bytes=2 * GIB)
-    with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=10)) as pool:
-        pool._division.settle()
-        library = dataclasses.replace(noted(tmp_path, autotuned=True), backend="xla")
-        for worker in pool._workers:
-            (tmp_path / str(worker.pid)).touch()
-        assert isinstance(pool.measure(library), Measurement)
-        assert pool.capacity(CROWDED, library.problem) == 1, "it needs more than was estimated"
+    assert pool.measure(waiting).stage == "memory"
 
 
 def test_what_no_memory_holds_is_said_before_anything_runs(pool):
@@ -263,35 +203,24 @@ def test_what_no_memory_holds_is_said_before_anything_runs(pool):
 
 
 @pytest.mark.one_jax
-def test_a_worker_that_cannot_be_replaced_is_done_without_and_the_last_one_is_an_error(monkeypatch):
-    with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
-        pool._division.settle()
-        first, second = pool._workers
+def test_a_measuring_process_that_cannot_be_replaced_is_an_error_until_one_starts_again(monkeypatch):
+    with Pool(Gpu(index="", uuid="lost", driver="", free_bytes=2 * GIB), RunnerOptions(workers=1)) as pool:
         monkeypatch.setattr("scheduler.measure.worker_process.RESTART_PAUSES_S", (0.0,))
-
-        def refused(share_bytes):
-            return WorkerError("the device is full")
-
-        monkeypatch.setattr(first, "begin", refused)
-        first._child.kill()
-        outcomes = [pool.measure(small(tile)) for tile in (1, 2, 4)]
-        assert all(isinstance(outcome, Measurement) for outcome in outcomes)
-        assert pool._division.living == {second}
         with monkeypatch.context() as patch:
-            patch.setattr(second, "begin", refused)
-            second._child.kill()
-            with pytest.raises(WorkerError, match="were lost, and the device takes no new ones"):
-                pool.measure(small(1))
+            patch.setattr(pool._measuring, "begin", lambda: WorkerError("the device is full"))
+            pool._measuring._child.kill()
+            for _ in range(2):
+                with pytest.raises(DeviceLost, match=r"the device takes no new one: .*the device is full"):
+                    pool.measure(small(1))
         assert isinstance(pool.measure(small(1)), Measurement), "the next one finds what can be started"
 
 
-def test_the_memory_that_a_worker_may_take_is_its_share(monkeypatch):
+def test_the_memory_that_the_measuring_process_may_take_is_what_is_free(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # for the user's programs
-    with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), RunnerOptions(workers=2)) as pool:
-        pool._division.settle()
-        with open(f"/proc/{pool._workers[0].pid}/environ", "rb") as file:
+    with Pool(Gpu("", "shares", "", 8 * GIB, total_bytes=16 * GIB), RunnerOptions(workers=1)) as pool:
+        with open(f"/proc/{pool._measuring.pid}/environ", "rb") as file:
             told = dict(line.split(b"=", 1) for line in file.read().split(b"\0") if b"=" in line)
-        assert float(told[b"XLA_CLIENT_MEM_FRACTION"]) == pytest.approx((4 - 0.5) / 16, abs=1e-4)
+        assert float(told[b"XLA_CLIENT_MEM_FRACTION"]) == pytest.approx((8 - 0.5) / 16, abs=1e-4)
         assert b"XLA_PYTHON_CLIENT_MEM_FRACTION" not in told
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.9"
 

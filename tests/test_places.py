@@ -16,6 +16,7 @@ from scheduler.core.errors import CandidateFailed, DeviceLost, UnknownChip, Work
 from scheduler.core.hardware import CPU
 from scheduler.core.progress import JobPace, Progress
 from scheduler.core.records import Failure
+from scheduler.measure import compilers
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search import job_queue, jobs, places
@@ -297,23 +298,28 @@ def test_a_device_that_is_closed_while_it_starts_leaves_no_runner():
     assert runner.closed
 
 
-def test_gpus_share_the_cores_and_keep_what_was_asked_for(monkeypatch):
+def test_gpus_share_compile_processes_and_keep_what_was_asked_for(monkeypatch):
     started = []
 
-    def start(operation, options):
-        started.append(options)
+    def start(operation, options, compilers=None):
+        started.append((options.device, options.workers, compilers and compilers.count, compilers))
         raise WorkerError("there is none")
 
     monkeypatch.setattr(places, "start_runner", start)
-    monkeypatch.setattr(places, "cores", lambda: 64)
+    monkeypatch.setattr(compilers, "cores", lambda: 64)
+    monkeypatch.setattr(compilers, "PROCESS_BYTES", 1)
     for indices, options in (([0, 2, 3, 5], None), ([1], None), ([0, 1], RunnerOptions(workers=3, run_timeout_s=9))):
-        for device in places.gpus(DOUBLE, indices, options):
+        devices = places.gpus(DOUBLE, indices, options)
+        for device in devices:
             with pytest.raises(WorkerError):
                 device.open()
-    assert [(one.device, one.workers) for one in started] == [
-        (0, 15), (2, 15), (3, 15), (5, 15), (1, None), (0, 3), (1, 3)
+        for device in devices:
+            device.close()
+    assert [one[:3] for one in started] == [
+        (0, 15, 60), (2, 15, 60), (3, 15, 60), (5, 15, 60), (1, None, None), (0, 3, 6), (1, 3, 6)
     ]  # fmt: skip
-    assert started[-1].run_timeout_s == 9
+    assert len({id(one[3]) for one in started[:4]}) == 1
+    assert started[0][3]._closed, "once all of its users are closed"
 
 
 def test_worker_processes_of_two_places_tune_a_job_together(tmp_path):
@@ -388,7 +394,7 @@ def open_place(searches=2):
 def taken_at_once(queue, where):
     """What it takes without waiting for anybody; None where it leaves the next one to others."""
     with queue._changed:
-        found = queue._next(queue._at[id(where)], lambda _: True)
+        found = queue._next(queue._at[id(where)])
     return found if found is None else queue.take(where)
 
 
@@ -424,12 +430,9 @@ class Shared(Noting):
 
     searches = 2
 
-    def __init__(self, large=()):
+    def __init__(self):
         super().__init__()
-        self.held, self.go, self.large = [], threading.Event(), large
-
-    def joins(self, operation, problem, l2="cold"):
-        return problem.n not in self.large
+        self.held, self.go = [], threading.Event()
 
     @contextlib.contextmanager
     def holding(self, operation, problem, l2="cold", *, to_itself=False):
@@ -448,29 +451,6 @@ def test_lanes_of_a_place_take_problems_one_after_the_other_as_these_are_held():
         shared.go.set()
         assert [result.state for result in results.result()] == ["tuned", "tuned"]
     assert shared.held == [8, 16]
-
-
-def test_what_would_wait_for_memory_is_passed_over_but_not_forever_nor_where_the_order_is_the_users(monkeypatch):
-    def order(**how):
-        shared = Shared(large=(64, 32))
-        shared.go.set()
-        results = run(tasks(64, 32, 16, 8), place(shared), **how)
-        assert {result.state for result in results} == {"tuned"}
-        return shared.held
-
-    first, *others = order()
-    assert first == 64, "nothing is held yet"
-    assert others[0] == 16
-    assert sorted(others) == [8, 16, 32]
-    assert order(in_order=True) == [64, 32, 16, 8]
-
-    monkeypatch.setattr(job_queue, "MOST_PASSED_OVER", 8)
-    queue, here = opened(1, open_place(20))
-    large, *small = [queued(number) for number in range(13)]
-    queue.put([small[0], large, *small[1:]])
-    taken = [queue.take(here, lambda task: task is not large.task) for _ in range(13)]
-    assert taken == [*small[:9], large, *small[9:]]
-    assert large.passed_over == 8
 
 
 def test_nothing_is_left_to_a_place_whose_lanes_are_all_at_work():

@@ -1,22 +1,27 @@
 """Programs that only check kernels: who compiles them, and who loads them."""
 
 import contextlib
+import dataclasses
 import functools
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from operations import DoubleProblem
 
 from scheduler.core.hardware import CPU
+from scheduler.core.records import Measurement
 from scheduler.measure import buffers
 from scheduler.measure.bench import Bench
+from scheduler.measure.checks import PARTS, prepare
 from search_spaces import reference_programs
+from search_spaces.configuration import measurements
+from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
 from search_spaces.flash_attention_backward import FlashAttentionBackwardProblem
 from search_spaces.matmul import MATMUL, MatmulProblem
-from search_spaces.reference_programs import compiled, program, shared_in, together
+from search_spaces.reference_programs import compiled, program, shared_in
+from search_spaces.softmax import SOFTMAX, SoftmaxProblem
 
 PROBLEM = FlashAttentionBackwardProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
 
@@ -29,18 +34,20 @@ def compilations(monkeypatch):
     return made
 
 
-def lowered(function, *operands):
-    return jax.jit(function).lower(*operands)
+FORWARD = FlashAttentionProblem(1, 32, 24, 2, 1, 16, causal=True, dtype="float32")
 
 
 def test_what_one_has_compiled_the_others_load_and_get_the_same_results(tmp_path, compilations):
     rows = np.arange(0, 32, 3)
-    reference = lowered(lambda *args: [x[:, :24][:, rows % 24] for x in PROBLEM.reference(*args)], *PROBLEM.operands())
+
+    def reference(*args):
+        return [x[:, :24][:, rows % 24] for x in PROBLEM.reference(*args)]
+
     inputs = PROBLEM.inputs(0)
-    alone = compiled(reference)(*inputs)
+    alone = compiled(reference, PROBLEM.operands())(*inputs)
     del compilations[:]
     with shared_in(str(tmp_path)):
-        results = [compiled(reference)(*inputs) for _ in range(3)]
+        results = [compiled(reference, PROBLEM.operands())(*inputs) for _ in range(3)]
     assert len(compilations) == 1
     for result in results:
         assert all(jnp.array_equal(one, other) for one, other in zip(result, alone, strict=True))
@@ -49,21 +56,21 @@ def test_what_one_has_compiled_the_others_load_and_get_the_same_results(tmp_path
 def test_another_program_is_compiled_and_without_a_directory_each_is(tmp_path, compilations):
     x = jax.ShapeDtypeStruct((8,), "float32")
     with shared_in(str(tmp_path)):
-        assert compiled(lowered(jnp.sin, x))(jnp.zeros(8))[0] == 0
-        assert compiled(lowered(jnp.cos, x))(jnp.zeros(8))[0] == 1
+        assert compiled(jnp.sin, [x])(jnp.zeros(8))[0] == 0
+        assert compiled(jnp.cos, [x])(jnp.zeros(8))[0] == 1
     for _ in range(2):
-        compiled(lowered(jnp.sin, x))
+        compiled(jnp.sin, [x])
     assert len(compilations) == 4
 
 
 @pytest.mark.parametrize("content", [b"", b"not a program"])
 def test_what_cannot_be_loaded_is_compiled(tmp_path, compilations, content):
-    sine = lowered(jnp.sin, jax.ShapeDtypeStruct((8,), "float32"))
+    sine = jnp.sin, [jax.ShapeDtypeStruct((8,), "float32")]
     with shared_in(str(tmp_path)):
-        compiled(sine)
+        compiled(*sine)
         (kept,) = (path for path in tmp_path.iterdir() if not path.suffix)
         kept.write_bytes(content)
-        assert compiled(sine)(jnp.zeros(8))[0] == 0
+        assert compiled(*sine)(jnp.zeros(8))[0] == 0
     assert len(compilations) == 2
 
 
@@ -123,49 +130,42 @@ def test_programs_run_in_turns_and_are_compiled_outside_of_them(tmp_path, monkey
     assert compiled_within == [False, False]
 
 
-def test_who_come_to_programs_at_once_compile_one_each(tmp_path, compilations, monkeypatch):
-    """Threads are as processes here: the lock of a program is of who opened it."""
-    functions = (jnp.sin, jnp.cos, jnp.tan, jnp.exp)
-    all_at_work = threading.Barrier(len(functions))
-    compile_noted = reference_programs._compile
-    monkeypatch.setattr(
-        reference_programs, "_compile", lambda lowered: all_at_work.wait() is None or compile_noted(lowered)
-    )
-    each = [lowered(function, jax.ShapeDtypeStruct((8,), "float32")) for function in functions]
+@pytest.mark.parametrize(
+    ("operation", "problem"),
+    [
+        (MATMUL, MatmulProblem(24, 40, 56, bias="float32")),
+        (SOFTMAX, SoftmaxProblem(24, 33)),
+        (FLASH_ATTENTION, FORWARD),
+    ],
+    ids=str,
+)
+def test_what_one_process_prepares_another_only_loads(tmp_path, compilations, operation, problem):
+    with measurements(), shared_in(str(tmp_path)):
+        for part in range(PARTS):
+            prepare(problem, jax.devices("cpu")[0], part)
+        made = len(compilations)
+        assert made >= 4, "operands, the reference, what compares, what is written over"
+        reference_programs._RAN.clear()
+        bench = Bench(operation, problem, CPU)
+        assert isinstance(bench.measure("xla", {}, 2), Measurement)
+        for kind in problem.special():
+            problem.special_inputs(kind, 1)
+    assert len(compilations) == made
 
-    def come(_):
-        with shared_in(str(tmp_path)):
-            programs, _ = together([lambda one=one: compiled(one) for one in each], lambda: None)
-        return [float(each_one(jnp.zeros(8))[0]) for each_one in programs]
 
-    with ThreadPoolExecutor(len(functions)) as threads:
-        assert list(threads.map(come, range(len(functions)))) == [[0, 1, 0, 1]] * len(functions)
-    assert len(compilations) == len(functions)
+def test_to_prepare_runs_nothing_and_passes_over_operands_that_other_code_draws(tmp_path, compilations):
+    @dataclasses.dataclass(frozen=True)
+    class Drawn(DoubleProblem):
+        def inputs(self, seed):
+            return (jnp.asarray(np.random.default_rng(seed).normal(size=self.n), jnp.float32).block_until_ready(),)
 
+        def special(self):
+            return ()
 
-def test_a_bench_compiles_all_else_while_another_process_compiles_its_reference(tmp_path, monkeypatch):
-    problem, names, go_on = MatmulProblem(24, 40, 56), [], threading.Event()
-    compile_one, others = reference_programs._compile, {"_in_slabs", "_compare", "_poisoned"}
-
-    def compile_in_order(lowered):
-        name = lowered.as_text().split("module @jit_")[1].split()[0]
-        names.append(name)
-        if name not in others:
-            go_on.wait()
-        elif others <= set(names) and names.count("_in_slabs") == 2:
-            go_on.set()
-        return compile_one(lowered)
-
-    monkeypatch.setattr(reference_programs, "_compile", compile_in_order)
-    reference_programs._RAN.clear()
-
-    def bench(_):
-        with shared_in(str(tmp_path)):
-            return Bench(MATMUL, problem, CPU).measure("xla", {}, 2)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert all(outcome.median_s > 0 for outcome in threads.map(bench, range(2)))
-    assert len(names) == 5, "each program once: the operands', the reference, what compares, what is written over"
+    with shared_in(str(tmp_path)):
+        for part in range(PARTS):
+            prepare(Drawn(8), jax.devices("cpu")[0], part)
+    assert len(compilations) >= 3, "the reference, what compares, what is written over"
 
 
 def test_a_copy_is_an_array_of_its_own(tmp_path):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from operations import DOUBLE, FAULTY, NOTED, DoubleProblem, FaultyProblem, NotedProblem, _parent, _serves
-from processes import gone
+from processes import gone, started
 
 from scheduler import tuned_matmul
 from scheduler.core import hardware
@@ -24,9 +24,9 @@ from scheduler.core.hardware import CPU, GIB, find
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import ALLOCATOR_RETRY_S, AUTOTUNED_LIMIT_S, Limits
-from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
+from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import InProcess, RunnerOptions, Task
-from scheduler.measure.worker_process import WorkerProcess, WorkerResult
+from scheduler.measure.worker_process import OnDevice, WorkerProcess
 from search_spaces import jax_compat
 from search_spaces.matmul import MATMUL, MatmulProblem
 
@@ -48,7 +48,6 @@ LIBRARY = Task(DOUBLE, PROBLEM, "xla", {}, 5)
 def pool():
     # No GPU answers to an empty index: these workers run on the CPU, through the same pipes.
     with Pool(Gpu(index="", uuid="test", driver="0", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
-        pool._division.settle()
         yield pool
 
 
@@ -103,8 +102,8 @@ def test_a_process_that_dies_costs_its_candidate_alone(pool):
 
 
 def test_a_worker_that_is_killed_from_outside_costs_nothing(pool):
-    for worker in pool._workers:
-        worker._child.kill()
+    for process in (pool._measuring, *started(pool)._compilers._processes):
+        process._child.kill()
     assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
     assert isinstance(pool.measure(task("ok", tile=4)), Measurement)
 
@@ -126,21 +125,9 @@ def test_what_a_worker_prints_as_it_starts_is_no_message_and_neither_after_it_wa
     gpu = Gpu(index="", uuid="noisy", driver="0", free_bytes=4 * GIB)
     with Pool(gpu, RunnerOptions(workers=1)) as pool:
         assert isinstance(pool.measure(task("ok")), Measurement)
-        os.kill(pool._workers[0].pid, signal.SIGKILL)
+        for pid in (pool._measuring.pid, *started(pool)._compilers.pids):
+            os.kill(pid, signal.SIGKILL)
         assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
-
-
-def test_a_library_goes_on_where_another_process_has_no_memory_for_it(pool, monkeypatch):
-    library = Task(DOUBLE, DoubleProblem(n=24), "xla", {}, 5)
-    assert isinstance(pool.measure(library), Measurement)
-    asked = []
-    (holder,) = pool._compiled.holders(library)
-    for worker in pool._workers:
-        if worker is not holder:
-            full = WorkerResult(Failure("memory", "RESOURCE_EXHAUSTED"))
-            monkeypatch.setattr(worker, "request", lambda *words, full=full: asked.append(words) or full)
-    assert all(isinstance(pool.measure(library, again=True), Measurement) for _ in range(3))
-    assert len(asked) == 1
 
 
 def test_workers_of_a_pool_change_the_problem_between_tasks(pool):
@@ -178,46 +165,6 @@ def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
     assert all(gone(pid) for pid in started)
 
 
-def test_a_pool_begins_with_its_first_worker_and_others_join(monkeypatch):
-    begin, held, order = WorkerProcess.begin, threading.Event(), []
-
-    def later(worker, share_bytes):
-        order.append(worker)
-        if worker is not order[0]:
-            assert held.wait(60)
-        return begin(worker, share_bytes)
-
-    monkeypatch.setattr(WorkerProcess, "begin", later)
-    try:
-        with Pool(Gpu(index="", uuid="joined", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
-            assert pool._division.living == {order[0]}
-            assert isinstance(pool.measure(task("ok")), Measurement)
-            held.set()
-            pool._division.settle()
-            assert pool._division.living == {*pool._workers}
-            order[0]._child.kill()
-            assert isinstance(pool.measure(task("ok", tile=2)), Measurement)
-    finally:
-        held.set()
-
-
-def test_a_pool_is_closed_while_workers_start(monkeypatch):
-    begin, began = WorkerProcess.begin, []
-
-    def later(worker, share_bytes):
-        began.append(worker)
-        if len(began) > 1:
-            time.sleep(1)
-        return begin(worker, share_bytes)
-
-    monkeypatch.setattr(WorkerProcess, "begin", later)
-    with Pool(Gpu(index="", uuid="closed", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
-        pass
-    pool._division.settle()
-    assert all(worker.pid is None or gone(worker.pid) for worker in pool._workers)
-    assert len(pool._division.living) == 1
-
-
 def test_closing_a_pool_ends_what_is_under_way():
     with (
         Pool(Gpu(index="", uuid="closing", driver="", free_bytes=GIB), RunnerOptions(workers=1)) as pool,
@@ -225,7 +172,7 @@ def test_closing_a_pool_ends_what_is_under_way():
     ):
         hanging = one.submit(pool.measure, faulty("hang"))
         time.sleep(1)
-        process = pool._workers[0]._child._process
+        process = pool._measuring._child._process
         pool.close()
         with pytest.raises(WorkerError, match="were stopped"):
             hanging.result()
@@ -263,11 +210,11 @@ ORPHANS = """
 import sys, threading, time
 from scheduler.core.hardware import GIB
 from scheduler.measure.gpu import Gpu
-from scheduler.measure.pool import BEYOND_REACH, Pool, start_runner
+from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import RunnerOptions
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
-pool._division.settle()
-print(*(worker._child._process.pid for worker in pool._workers), flush=True)
+while len(pool._compilers.pids) < 2: time.sleep(0.01)
+print(pool._measuring.pid, *pool._compilers.pids, flush=True)
 {then}
 """
 
@@ -277,7 +224,7 @@ def test_no_worker_outlives_its_parent(then, status):
     command = [sys.executable, "-c", ORPHANS.format(then=then)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
     workers = [int(word) for word in parent.stdout.readline().split()]
-    assert len(workers) == 2
+    assert len(workers) == 3
     if status < 0:
         parent.kill()
     parent.communicate()
@@ -287,7 +234,7 @@ def test_no_worker_outlives_its_parent(then, status):
 
 def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_the_models_answer(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho GPU-full, 580.95, 100, 81920, 00000000:17:00.0\n")
+    smi.write_text("#!/bin/sh\necho GPU-full, 580.95, 100, 81920\n")
     smi.chmod(0o755)
     (tmp_path / "jax_cuda13_plugin").mkdir()  # what tells that JAX could use a GPU
     (tmp_path / "jax_cuda13_plugin" / "__init__.py").touch()
@@ -305,8 +252,8 @@ def test_a_call_that_cannot_tune_because_the_gpu_is_full_says_so_once_and_gets_t
     assert len(warned) == 1
 
 
-def test_there_are_as_many_workers_as_cores_that_the_process_may_use_but_one():
-    count = "from scheduler.measure.pool import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool.slots)"
+def test_there_are_as_many_compile_processes_as_cores_that_the_process_may_use_but_one():
+    count = "from scheduler.measure.pool import Gpu, Pool\nwith Pool(Gpu.none()) as pool: print(pool._compilers.count)"
     command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c", count]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -336,22 +283,101 @@ def test_where_jax_uses_no_gpu_only_the_first_device_is_the_cpu():
         start_runner(DOUBLE, RunnerOptions(device=1))
 
 
-def test_a_librarys_time_is_that_of_several_compilations_and_a_kernels_that_of_one(pool, tmp_path):
-    for backend, processes in (("xla", 2), ("scripted", 1)):
-        place = tmp_path / backend
-        place.mkdir()
-        noted = Task(NOTED, NotedProblem(place=str(place)), backend, {}, 2)
+def test_a_candidate_is_traced_in_a_compile_process_and_a_library_where_it_is_measured(pool, tmp_path):
+    pids = {}
+    for backend in ("xla", "scripted"):
+        (tmp_path / backend).mkdir()
+        noted = Task(NOTED, NotedProblem(place=str(tmp_path / backend)), backend, {}, 2)
         assert isinstance(pool.measure(noted), Measurement)
-        for _ in range(4):
+        for _ in range(3):
             assert isinstance(pool.measure(noted, again=True), Measurement)
-        assert len(list(place.iterdir())) == processes
+        pids[backend] = {int(path.name) for path in (tmp_path / backend).iterdir()}
+    assert pids["xla"] == {pool._measuring.pid}
+    assert len(pids["scripted"]) == 1
+    assert pids["scripted"] <= pool._compilers.pids
 
 
-def test_a_library_that_is_out_of_reach_is_compiled_once(pool, tmp_path):
-    noted = Task(NOTED, NotedProblem(place=str(tmp_path)), "xla", {}, 2)
-    measured = pool.measure(noted)
-    assert isinstance(measured, Measurement)
-    ahead = dataclasses.replace(noted, incumbent_s=measured.median_s / (BEYOND_REACH * 1.01))
-    for _ in range(4):
-        assert isinstance(pool.measure(ahead, again=True), Measurement)
-    assert len(list(tmp_path.iterdir())) == 1
+def test_a_candidate_that_calls_python_is_compiled_where_it_is_measured(pool):
+    calling, plain = task("slow", tile=8), task("ok", tile=8)
+    with pool.holding(DOUBLE, PROBLEM):
+        for each in (calling, plain):
+            assert isinstance(pool.measure(each), Measurement)
+            assert pool.confirm(each) is None
+        assert pool._known(calling).candidate == ""
+        assert (pool._compilers.directory / pool._known(plain).candidate).exists()
+    assert pool._known(plain) is None
+
+
+def test_a_program_outlives_the_process_that_measured_it(pool):
+    with pool.holding(DOUBLE, PROBLEM):
+        assert isinstance(pool.measure(task("ok", tile=4)), Measurement)
+        before, pid = pool._known(task("ok", tile=4)), pool._measuring.pid
+        os.kill(pid, signal.SIGKILL)
+        assert isinstance(pool.measure(task("ok", tile=4), again=True), Measurement)
+        assert pool.confirm(task("ok", tile=4)) is None
+        assert pool._known(task("ok", tile=4)) == before
+        assert pool._measuring.pid != pid
+
+
+def test_a_program_that_cannot_be_loaded_is_compiled_where_it_is_measured_and_a_warning_says_why(pool):
+    with pool.holding(DOUBLE, PROBLEM):
+        assert isinstance(pool.measure(task("ok", tile=1)), Measurement)
+        (pool._compilers.directory / pool._known(task("ok", tile=1)).candidate).write_bytes(b"no program")
+        os.kill(pool._measuring.pid, signal.SIGKILL)
+        with pytest.warns(RuntimeWarning, match="compiled once more, where they are measured"):
+            assert isinstance(pool.measure(task("ok", tile=1), again=True), Measurement)
+
+
+def test_the_programs_that_xla_tuned_on_a_gpu_are_kept_for_the_next_search_unless_the_user_keeps_them(monkeypatch):
+    on_gpu, on_cpu = (OnDevice(Gpu(index, "uuid", "", GIB), "programs") for index in ("0", ""))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    assert on_gpu.environment()["JAX_COMPILATION_CACHE_DIR"].endswith("programs")
+    assert "JAX_COMPILATION_CACHE_DIR" not in on_cpu.environment()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/the/users")
+    assert on_gpu.environment()["JAX_COMPILATION_CACHE_DIR"] == "/the/users"
+
+
+def test_without_a_compile_process_the_measuring_process_compiles_and_a_warning_says_why(monkeypatch):
+    begin = WorkerProcess.begin
+
+    def refused(process):
+        if process._main.module == "scheduler.measure.compile_process":
+            return WorkerError("no plugin compiles for this chip")
+        return begin(process)
+
+    monkeypatch.setattr(WorkerProcess, "begin", refused)
+    with Pool(Gpu(index="", uuid="alone", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+        with pytest.warns(RuntimeWarning, match="one by one, where they are measured: no plugin compiles") as warned:
+            outcomes = [pool.measure(task("ok", tile)) for tile in (1, 2)]
+        assert all(isinstance(outcome, Measurement) for outcome in outcomes)
+        assert pool.confirm(task("ok")) is None
+    assert len(warned) == 1
+
+
+def test_a_pool_is_closed_while_compile_processes_start(monkeypatch):
+    begin, started = WorkerProcess.begin, threading.Event()
+
+    def later(process):
+        if process._main.module == "scheduler.measure.compile_process":
+            started.wait(60)
+        return begin(process)
+
+    monkeypatch.setattr(WorkerProcess, "begin", later)
+    with Pool(Gpu(index="", uuid="closed", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2)) as pool:
+        processes = pool._compilers._processes
+    started.set()
+    for _ in range(200):
+        if len(pool._compilers._refusals) == 2:
+            break
+        time.sleep(0.05)
+    assert len(pool._compilers._refusals) == 2
+    assert all(process.pid is None or gone(process.pid) for process in processes)
+
+
+def test_a_candidate_that_hangs_while_it_is_traced_keeps_the_device_free_for_others():
+    gpu = Gpu(index="", uuid="free", driver="", free_bytes=4 * GIB)
+    with Pool(gpu, RunnerOptions(workers=2, compile_timeout_s=20)) as pool, ThreadPoolExecutor(1) as one:
+        hanging = one.submit(pool.measure, faulty("stuck ok"))
+        assert isinstance(pool.measure(faulty("stuck ok", 1)), Measurement)
+        assert not hanging.done()
+        assert hanging.result().stage == "timeout"

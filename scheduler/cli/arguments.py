@@ -69,16 +69,14 @@ Own = Annotated[
 
 CompileTimeout = Annotated[
     float | None,
-    typer.Option(
-        min=0.001, callback=finite, help="Seconds a worker may take to build one candidate.  [default: adapts]"
-    ),
+    typer.Option(min=0.001, callback=finite, help="Seconds to build one candidate, at most.  [default: adapts]"),
 ]
 
 
 RunTimeout = Annotated[
     float | None,
     typer.Option(
-        min=0.001, callback=finite, help="Seconds a worker may hold the device for one candidate.  [default: adapts]"
+        min=0.001, callback=finite, help="Seconds on the device for one candidate, at most.  [default: adapts]"
     ),
 ]
 

@@ -105,7 +105,7 @@ def tune(
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST, help="Processes to measure in, on a CPU too.  [default: one per core; on a CPU none]"
+            min=1, max=MOST, help="Processes to compile in, on a CPU too.  [default: one per core; on a CPU none]"
         ),
     ] = None,
     compile_timeout: CompileTimeout = None,

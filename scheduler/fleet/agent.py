@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scheduler.core import codec
@@ -26,7 +26,8 @@ from scheduler.fleet.messages import (
     kernel_versions,
     versions,
 )
-from scheduler.measure.pool import open_runner
+from scheduler.measure.compilers import Transport
+from scheduler.measure.pool import Pool, open_runner
 from scheduler.measure.runner import Runner, RunnerOptions
 from scheduler.search.places import Device
 from scheduler.search.task import How, Task
@@ -51,20 +52,32 @@ class Agent:
 
     def __init__(self, options: RunnerOptions, node: str = "") -> None:
         self._options, self._node = options, node
+        self._helpers: list[Transport] = []
+        self._pool: Pool | None = None
         self._device = Device(self._start)
         self._environment: Environment
 
     def _start(self) -> Runner:
         runner = open_runner(self._options)
         self._environment = runner.environment
+        self._pool = runner if isinstance(runner, Pool) else None
+        if self._pool is not None:
+            self._pool.help(self._helpers)
         return runner
+
+    def help(self, helpers: Sequence[Transport]) -> None:
+        """Compile processes of other hosts take part in searches here from now on, one for each transport."""
+        self._helpers += helpers
+        if self._pool is not None:
+            self._pool.help(helpers)
 
     def describe(self) -> dict[str, Any]:
         """Where it runs: what any version of the driver can read, so that it can tell that versions differ.
 
         Returns:
           `host`, `node`, `visible` (the GPU as CUDA_VISIBLE_DEVICES names it), `versions`; `target` and `environment`
-          by their fields, or `unable`: why nothing can be measured here.
+          by their fields, and `slots` (how many candidates may be under way), or `unable`: why nothing can be measured
+          here.
         """
         said: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -76,7 +89,9 @@ class Agent:
             self._device.open()
         except SchedulerError as error:
             return said | {"unable": str(error)}
-        return said | {"target": vars(self._device.hardware.target), "environment": vars(self._environment)}
+        slots = 1 if self._pool is None else self._pool.slots
+        target, environment = vars(self._device.hardware.target), vars(self._environment)
+        return said | {"target": target, "environment": environment, "slots": slots}
 
     def search(self, order: Order) -> Iterator[Message]:
         """What happens while `order` is searched, as it happens; the last is `Found` or `Failed`."""

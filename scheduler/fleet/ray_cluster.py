@@ -21,8 +21,10 @@ from scheduler.core.identity import key_of
 from scheduler.core.progress import Progress
 from scheduler.core.records import Environment, Record
 from scheduler.fleet.agent import Agent
+from scheduler.fleet.compile_agent import CompileAgent
 from scheduler.fleet.driver import order, received
 from scheduler.fleet.messages import differences, versions
+from scheduler.measure.compilers import HelperLost
 from scheduler.measure.runner import RunnerOptions
 from scheduler.search.describing import Describing
 from scheduler.search.task import How, Task
@@ -40,6 +42,23 @@ LATE_S = 10.0
 RETURN_S = 60.0
 
 _log = logging.getLogger("scheduler")
+
+
+class RayTransport:
+    """Sends requests to the compile processes of a host (`compilers.Transport`)."""
+
+    def __init__(self, actor: Any, host: str) -> None:
+        self._actor, self._host = actor, host
+
+    def __call__(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
+        ray = _ray()
+        try:
+            answer: tuple[bytes, dict[str, bytes]] = ray.get(self._actor.compile.remote(message, files))
+        except ray.exceptions.RayTaskError:
+            raise  # a defect of the program, with its traceback
+        except ray.exceptions.RayError as error:
+            raise HelperLost(f"{self._host} was lost ({_reason(error)})") from error
+        return answer
 
 
 class RayPlace:
@@ -82,9 +101,6 @@ class RayPlace:
                 self._know(said)
                 self._lost = False
 
-    def joins(self, task: Task, how: How) -> bool:
-        return False
-
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
         ray = _ray()
         key = key_of(task.operation, task.problem, self.hardware)
@@ -106,6 +122,10 @@ class RayPlace:
         with contextlib.suppress(Exception):  # it has ended already, or the cluster has
             _ray().kill(self._actor)
 
+    def help(self, helpers: Sequence[RayTransport]) -> None:
+        """Compile processes of other hosts take part in searches at this place, one for each transport."""
+        _ray().get(self._actor.help.remote(list(helpers)))
+
 
 @contextlib.contextmanager
 def places(
@@ -113,7 +133,8 @@ def places(
 ) -> Iterator[list[RayPlace]]:
     """An actor for each free GPU of a cluster, of one kind of chip; where there are no GPUs, one for each host.
 
-    Within, their GPUs are taken. They end with this block, and with this process however it ends.
+    Hosts without a GPU compile for the others. Within this context, GPUs and hosts are taken. Actors end with the
+    context, and with this process however it ends.
 
     Args:
       address: of the cluster as `ray.init` takes it: "auto" finds the one that runs here, or that RAY_ADDRESS names;
@@ -131,8 +152,11 @@ def places(
         _connect(address)
     actors: list[Any] = []
     try:
-        room = _start_actors(options or RunnerOptions(), actors)
-        yield of_one_kind(_described(actors, room), hardware)
+        options = options or RunnerOptions()
+        room = _start_actors(options, actors)
+        found = of_one_kind(_described(actors, room), hardware)
+        _start_helpers(options, found, actors)
+        yield found
     finally:
         for actor in actors:
             with contextlib.suppress(Exception):
@@ -201,8 +225,6 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
       how many can start now; the others wait for GPUs that other work has.
     """
     ray = _ray()
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     nodes = [node for node in ray.nodes() if node["Alive"]]
     with_gpus = [node for node in nodes if node["Resources"].get("GPU", 0) >= 1]
     free = ray.available_resources().get("GPU", 0)
@@ -216,11 +238,53 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
             num_gpus=1 if gpus else 0,
             max_restarts=RESTARTS,
             max_task_retries=0,  # whoever ordered the search tries it again elsewhere, from what is stored of it
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            scheduling_strategy=_on(node),
         )
         settings = dataclasses.replace(options, device=0, workers=workers)
         into += [actor.remote(settings, node["NodeID"][:6]) for _ in range(max(1, gpus))]
     return int(free) if with_gpus else len(into)
+
+
+def _start_helpers(options: RunnerOptions, found: Sequence[RayPlace], into: list[Any]) -> None:
+    """One for each host without a GPU, where there are GPUs. Each helps as soon as it has started."""
+    nodes = [node for node in _ray().nodes() if node["Alive"]]
+    if not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes):
+        return
+    for node in nodes:
+        cores = int(node["Resources"].get("CPU", 0))
+        if node["Resources"].get("GPU", 0) >= 1 or not cores:
+            continue
+        count = options.workers or cores
+        actor = (
+            _ray()
+            .remote(CompileAgent)
+            .options(num_cpus=cores, max_concurrency=count, scheduling_strategy=_on(node))
+            .remote(dataclasses.replace(options, device=0, workers=count))
+        )
+        into.append(actor)
+        threading.Thread(target=_let_help, args=(actor, found), name="scheduler-helper", daemon=True).start()
+
+
+def _let_help(actor: Any, found: Sequence[RayPlace]) -> None:
+    """Deals the compile processes of a host out to the places, once they have started."""
+    ray = _ray()
+    try:
+        said = ray.get(actor.describe.remote())  # it may wait for cores that other work has
+        if wrong := differences(versions(), said["versions"]):
+            _log.warning("%s does not compile for the others: %s", said["host"], wrong)
+            return
+        ray.get(actor.begin.remote(found[0].hardware.target))
+        transports = [RayTransport(actor, said["host"])] * said["count"]
+        for number, place in enumerate(found):
+            place.help(transports[number :: len(found)])
+    except Exception as error:  # the cluster may be gone
+        _log.debug("a host without a GPU does not compile for the others: %s", _reason(error))
+
+
+def _on(node: Mapping[str, Any]) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
 def _described(actors: Sequence[Any], room: int) -> list[RayPlace]:

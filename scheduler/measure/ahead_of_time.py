@@ -97,9 +97,6 @@ class AheadOfTime:
             )
         return self.slots
 
-    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
-        return True
-
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
     ) -> contextlib.AbstractContextManager[None]:
@@ -129,7 +126,7 @@ class AheadOfTime:
         request = requested(task, do)
         worker = self._free.get()
         try:
-            if worker.pid is None and (refused := worker.begin(0)) is not None:
+            if worker.pid is None and (refused := worker.begin()) is not None:
                 raise refused
             return worker.request(request, self._limit(task, do), self._limits.ended).outcome
         finally:
@@ -147,14 +144,14 @@ class AheadOfTime:
 class _Compiler:
     """As what its processes are started (`worker_process.Main`): each has a folder to itself for what it is told."""
 
-    module = "scheduler.measure.compile_worker"
+    module = "scheduler.measure.estimate_process"
 
     def __init__(self, hardware: Hardware, folder: Path, number: int) -> None:
         self._hardware, self._reports = hardware, folder / f"reports-{number}"
         programs = folder / "programs"
         self._reports.mkdir()
         programs.mkdir(exist_ok=True)
-        self.hello = protocol.Hello("", "cpu", programs=str(programs), kind=hardware.kind)
+        self.hello = protocol.Hello("", "cpu", str(programs), kind=hardware.kind)
 
-    def environment(self, share_bytes: int) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return inherited() | static_profile.environment(self._reports, self._hardware)

@@ -1,37 +1,30 @@
-"""Compile, verify and time candidates of one problem in this process."""
+"""Verify and time candidates of one problem on the device of this process."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from scheduler.core import interrupts
-from scheduler.core.errors import CandidateFailed
 from scheduler.core.hardware import Hardware
-from scheduler.core.identity import Point, label_of, point_of
-from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule, Stage
+from scheduler.core.identity import Point, point_of
+from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
 from scheduler.measure import buffers, timer
-from scheduler.measure.blame import blamed, first_line
-from scheduler.measure.checks import Checks, Compiled, Results, compiled_checks
-from scheduler.measure.lowered import asked_onchip_bytes
-from scheduler.measure.program_text import digest, lowered_digest
+from scheduler.measure.blame import first_line
+from scheduler.measure.build import Builder, Built, Step
+from scheduler.measure.checks import Checks, Results, compiled_checks
 from scheduler.measure.rotation import condition, rotating_results, rotating_sets
-from scheduler.measure.turns import When
 from scheduler.measure.verification import Rows, compared_elements, mismatches
 from scheduler.model.cost import CostModel
-from scheduler.model.feasibility import illegal, onchip_bytes
-from search_spaces import jax_compat, reference_programs
+from scheduler.model.feasibility import illegal
+from search_spaces import reference_programs
 from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
-from search_spaces.problem import Problem, Tolerance, as_tuple
-
-# What a bench is about to do: "wait" is for its turn on the device, "run" is on the device.
-Step = Literal["prepare", "lower", "compile", "wait", "run"]
+from search_spaces.problem import Problem, Tolerance
 
 # A candidate this much slower than the fastest so far is not worth timing well.
 SLOW = 1.5
@@ -43,8 +36,6 @@ DOUBTED = 3
 # fifth call is found, and one that is wrong in a fifth of them at random by these and later comparisons. Comparing
 # large answers takes longer than all else.
 RUNS, FEWEST_RUNS, MANY_ELEMENTS = 10, 5, 2**22
-# It is traced so many times more: what a kernel's code keeps of earlier traces may show in the third.
-RETRACED = 2
 # Of the answers that were timed, the last ones that are compared.
 COMPARED_TIMES = 4
 
@@ -62,30 +53,14 @@ class Draw(NamedTuple):
     tolerance: tuple[Tolerance, ...] | None = None
 
 
-class _Candidate(NamedTuple):
-    """A candidate compiled.
-
-    Attributes:
-      run: a function of buffers for its results, and of the operands.
-      tolerance: how far off it may be.
-      lowered: a digest of what it was compiled from.
-      program: a library's, which XLA may compile in several ways, as a digest of its text; "" for all others.
-    """
-
-    run: Compiled
-    tolerance: Tolerance | tuple[Tolerance, ...]
-    lowered: str
-    program: str = ""
-
-
 class Bench:
     """The inputs, the reference and the compiled candidates of one problem on one device.
 
     Args:
       hardware: the chip of JAX's default device here.
       l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same ones.
-      exclusive: entered around everything that runs on the device, so that processes sharing it take turns; it is
-        told when this turn should come.
+      builder: compiles candidates, or loads them.
+      exclusive: entered around everything that runs on the device: a lock of the device.
       seed: of the inputs.
       announce: told each step before it begins, so that whoever watches knows what a process hangs in.
     """
@@ -97,11 +72,13 @@ class Bench:
         hardware: Hardware,
         *,
         l2: L2 = "cold",
-        exclusive: Callable[[When], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        builder: Builder | None = None,
+        exclusive: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
         announce: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self._operation, self._problem, self._hardware, self._seed = operation, problem, hardware, seed
+        self._builder = builder or Builder(hardware, announce)
         self._exclusive, self._announce, self._in_turn = exclusive, announce, False
         self._clock, self._l2 = condition(problem, hardware, l2)
         # What is compiled here is not compiled later, while other processes wait for their turns.
@@ -116,7 +93,7 @@ class Bench:
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
         self._results: collections.deque[Results] = collections.deque()
-        self._candidates: dict[Point, _Candidate] = {}
+        self._candidates: dict[Point, Built] = {}
 
     def measure(
         self,
@@ -137,15 +114,11 @@ class Bench:
           CandidateFailed: from what the candidate raised, where that was asked for.
         """
         kernel = self._operation.kernel(backend)
-        # Of processes that come to a problem together the one that has the library, which is compiled in a turn on the
-        # device, compiles what checks them all; the others build candidates meanwhile.
-        if kernel.library:
-            self._prepare()
         candidate = self._build(kernel, self._problem, schedule, raising=raising)
         if isinstance(candidate, Failure):
             return candidate
         self._prepare()
-        with self._turn():  # one for all: others' turns may be XLA's compilations, of a second
+        with self._turn():
             self._fill()
             if wrong := self._wrong(candidate, self._problem, self._draw):
                 return Failure("verify", wrong)
@@ -157,7 +130,7 @@ class Bench:
         candidate = self._candidates.get(point_of(backend, schedule))
         if candidate is None:
             return self.measure(backend, schedule, repetitions)
-        with self._turn("soon"):
+        with self._turn():
             return self._time(candidate, repetitions)
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
@@ -187,11 +160,6 @@ class Bench:
             return Failure("verify", f"on {neighbour} {wrong}")
         return None
 
-    def program(self, backend: str, schedule: Schedule) -> str:
-        """What tells a library's compiled program from another of the same candidate; "" where it has not run here."""
-        candidate = self._candidates.get(point_of(backend, schedule))
-        return "" if candidate is None else candidate.program
-
     def intact(self) -> bool:
         """Whether operands and reference are what they were: a candidate may have written where it should not."""
         self._prepare()
@@ -206,88 +174,26 @@ class Bench:
 
     def _build(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
-    ) -> _Candidate | Failure:
-        """The candidate, compiled for `problem`; what it raises meanwhile is its failure, or is raised."""
-        lowered = self._lower(kernel, problem, schedule, raising=raising)
-        if isinstance(lowered, Failure):
-            return lowered
-        return self._compile(kernel, problem, schedule, lowered, raising=raising)
+    ) -> Built | Failure:
+        """The candidate, compiled for `problem`.
 
-    def _failed(
-        self, kernel: Kernel[Any, Any], schedule: Schedule, stage: Stage, error: BaseException, raising: bool
-    ) -> Failure:
-        """What a candidate raised, as its failure.
-
-        While JAX traces, lowers and compiles, no code runs but the kernel's and the compiler's: whatever is raised then
-        is the candidate's failure, an end of the process or an interrupt of its own among it.
+        XLA tries algorithms of a library out on the device while it compiles, with operands and results of its own.
         """
-        interrupts.reraise(error)
-        failure = Failure(stage, blamed(error))
-        if raising:
-            raise CandidateFailed(f"{label_of(kernel.backend, schedule)}: {failure}") from error
-        return failure
+        if not kernel.library:
+            return self._builder.build(kernel, problem, schedule, raising=raising)
+        self._results.clear()
+        with self._turn():
+            return self._builder.build(kernel, problem, schedule, raising=raising)
 
-    def _lower(
-        self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
-    ) -> jax.stages.Lowered | Failure:
-        """What JAX makes of the candidate, traced anew."""
-        target, wanted, operands = self._hardware.target, problem.results(), problem.operands()
-        point = kernel.space(problem, target).decode(schedule)
-        self._announce("lower")
-        run = jax_compat.writing_over(lambda *args: kernel.results(problem, point, target, *args))
-        try:
-            traced = run.trace(wanted, *operands)
-        except BaseException as error:
-            return self._failed(kernel, schedule, "lower", error, raising)
-        if (found := _described(as_tuple(traced.out_info))) != _described(wanted):
-            return Failure("verify", f"the result is {found} instead of {_described(wanted)}")
-        try:
-            lowered = traced.lower()
-        except BaseException as error:
-            return self._failed(kernel, schedule, "lower", error, raising)
-        if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint tells
-            asked, has = asked_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
-            if asked > has:
-                what = f"asks for {asked} bytes of on-chip memory; a block of {self._hardware.kind} has {has}"
-                return Failure("lower", what)
-        return lowered
-
-    def _compile(
-        self,
-        kernel: Kernel[Any, Any],
-        problem: Problem,
-        schedule: Schedule,
-        lowered: jax.stages.Lowered,
-        *,
-        raising: bool = False,
-    ) -> _Candidate | Failure:
-        point = kernel.space(problem, self._hardware.target).decode(schedule)
-        try:
-            tolerance = kernel.tolerance(problem, point)
-        except BaseException as error:
-            return self._failed(kernel, schedule, "lower", error, raising)
-        # XLA's own choice of an algorithm runs on the device while it compiles: it would disturb others' timing, and it
-        # has operands and results of its own.
-        if kernel.library:
-            self._results.clear()
-        with self._turn("last") if kernel.library else contextlib.nullcontext():
-            # Also within a turn: what XLA tries out takes seconds where operands are large, more than any run.
-            self._announce("compile")
-            try:
-                compiled = lowered.compile()
-            except BaseException as error:
-                return self._failed(kernel, schedule, "compile", error, raising)
-        return _Candidate(compiled, tolerance, lowered_digest(lowered), digest(compiled) if kernel.library else "")
-
-    def _wrong_on(self, candidate: _Candidate, problem: Problem, seed: int, runs: int = 1) -> str | None:
+    def _wrong_on(self, candidate: Built, problem: Problem, seed: int, runs: int = 1) -> str | None:
         """What is wrong with a candidate's answers for operands that are drawn now, and not kept.
 
-        Once what checks it is compiled, all in one turn: others' may be XLA's compilations, of a second.
+        All in one turn, once the programs that check it are compiled.
         """
         with self._turn() if problem in self._checks else contextlib.nullcontext():
             return self._wrong(candidate, problem, self._drawn(problem, seed), runs)
 
-    def _wrong_on_special(self, candidate: _Candidate) -> str | None:
+    def _wrong_on_special(self, candidate: Built) -> str | None:
         """What is wrong with a candidate's answers for special operands.
 
         All in one turn, once what draws and checks them is compiled: as of `_wrong_on`.
@@ -303,7 +209,7 @@ class Bench:
             each = (self._wrong_on_kind(candidate, kind) for kind in kinds)
             return next((wrong for wrong in each if wrong), None)
 
-    def _wrong_on_kind(self, candidate: _Candidate, kind: str) -> str | None:
+    def _wrong_on_kind(self, candidate: Built, kind: str) -> str | None:
         problem = self._problem
         with self._preparing():
             inputs = problem.special_inputs(kind, self._seed + 1)
@@ -317,24 +223,16 @@ class Bench:
             )
         return None
 
-    def _wrong_when_traced_again(
-        self, candidate: _Candidate, kernel: Kernel[Any, Any], schedule: Schedule
-    ) -> str | None:
+    def _wrong_when_traced_again(self, candidate: Built, kernel: Kernel[Any, Any], schedule: Schedule) -> str | None:
         """What is wrong with what a kernel's code becomes when it is traced again, where that is another program."""
-        for _ in range(RETRACED):
-            lowered = self._lower(kernel, self._problem, schedule)
-            if isinstance(lowered, Failure):
-                return f"traced again {lowered}"
-            if lowered_digest(lowered) == candidate.lowered:
-                continue
-            again = self._compile(kernel, self._problem, schedule, lowered)
+        for again in self._builder.traced_again(kernel, self._problem, schedule, candidate.traced):
             if isinstance(again, Failure):
                 return f"traced again {again}"
             if wrong := self._wrong_on(again, self._problem, self._seed + 1):
                 return f"traced again it is another program, and {wrong}"
         return None
 
-    def _wrong(self, candidate: _Candidate, problem: Problem, draw: Draw, runs: int = 1) -> str | None:
+    def _wrong(self, candidate: Built, problem: Problem, draw: Draw, runs: int = 1) -> str | None:
         """What is wrong with a candidate's answers, written over NaN so that what it leaves unwritten is found.
 
         Those of every second call are written over numbers: where NaN is right, it must be there then, too.
@@ -358,11 +256,11 @@ class Bench:
             self._results.append(actual)
         return None
 
-    def _off(self, candidate: _Candidate, problem: Problem, draw: Draw, actual: Results) -> str | None:
+    def _off(self, candidate: Built, problem: Problem, draw: Draw, actual: Results) -> str | None:
         compare, tolerance = self._checks[problem].comparisons, draw.tolerance or candidate.tolerance
         return mismatches(problem, actual, draw.expected, tolerance, draw.rows, compare)
 
-    def _time(self, candidate: _Candidate, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
+    def _time(self, candidate: Built, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
         """Its times, unless one of the last answers that were timed is wrong."""
 
         def call() -> Results:
@@ -399,13 +297,13 @@ class Bench:
         return measured
 
     @contextlib.contextmanager
-    def _turn(self, when: When = "usual") -> Iterator[None]:
-        """A turn on the device, or the one that is this bench's already."""
+    def _turn(self) -> Iterator[None]:
+        """Within this context, the bench holds the lock of the device."""
         if self._in_turn:
             yield
             return
         self._announce("wait")
-        with self._exclusive(when):
+        with self._exclusive():
             self._announce("run")
             self._in_turn = True
             try:
@@ -471,7 +369,7 @@ class Bench:
             self._unfilled = None
 
 
-def _special_tolerance(problem: Problem, kind: str, candidate: _Candidate) -> tuple[Tolerance, ...]:
+def _special_tolerance(problem: Problem, kind: str, candidate: Built) -> tuple[Tolerance, ...]:
     """What the problem allows, and as many times as much as the kernel allows itself of typical operands."""
     usual, own = problem.for_each(problem.tolerance()), problem.for_each(candidate.tolerance)
     each = zip(problem.special_tolerance(kind), usual, own, strict=True)
@@ -485,9 +383,3 @@ def calls_to_confirm(problem: Problem) -> int:
 
 def _runs(problem: Problem) -> int:
     return RUNS if compared_elements(problem) <= MANY_ELEMENTS else FEWEST_RUNS
-
-
-def _described(results: Sequence[Any]) -> str:
-    return " and ".join(
-        f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"no array but {type(x).__name__}" for x in results
-    )

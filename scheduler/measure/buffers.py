@@ -19,7 +19,7 @@ Poison = Callable[..., tuple[jax.Array, ...]]
 OTHER = -96.0
 
 
-def copying(arrays: Sequence[jax.Array]) -> Fill:
+def copying(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Fill:
     """Makes copies of these, compiled where processes share programs: then a call of it does nothing but copy."""
     each = [(program(_copied, x), x) for x in arrays]
     return lambda: tuple(copy(x) for copy, x in each)

@@ -12,8 +12,9 @@ from scheduler.core.hardware import Hardware
 from scheduler.core.identity import label_of
 from scheduler.core.records import Failure, Measurement, Outcome, Schedule, Stage
 from scheduler.measure import static_loops, static_profile
-from scheduler.measure.bench import Bench, Step
+from scheduler.measure.bench import Bench
 from scheduler.measure.blame import blamed
+from scheduler.measure.build import Step
 from scheduler.measure.reduced import reduced, smaller, steps
 from scheduler.measure.static_profile import OutOfOnchipMemory
 from scheduler.model.cost import CostModel

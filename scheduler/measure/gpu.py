@@ -1,4 +1,4 @@
-"""One GPU as NVIDIA's driver describes it, and the turns that processes take on it."""
+"""One GPU as NVIDIA's driver describes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from scheduler.core import nvidia_smi
 from scheduler.core.errors import WorkerError
-from scheduler.measure import turns
+from scheduler.measure import gpu_lock
 from search_spaces import jax_compat
 
 
@@ -21,15 +21,14 @@ class Gpu:
     """What NVIDIA's driver says of one GPU, asked without touching the GPU.
 
     Attributes:
-      bus: its PCI address, by which the processes of several users know it; "" is for those of this user alone.
+      free_bytes, total_bytes: of its memory; a total of 0 stands for no limit of what a process may take.
     """
 
     index: str
     uuid: str
     driver: str
     free_bytes: int
-    total_bytes: int = 0  # where nothing limits what a process takes
-    bus: str = ""
+    total_bytes: int = 0
 
     @classmethod
     def wanted(cls, device: int = 0) -> Gpu | None:
@@ -53,10 +52,10 @@ class Gpu:
         if names is not None and device >= len(names):
             return None
         index = names[device] if names is not None else str(device)
-        found = nvidia_smi.told("uuid,driver_version,memory.free,memory.total,pci.bus_id", index)
-        if len(found) != 1 or len(parts := found[0]) != 5:
+        found = nvidia_smi.told("uuid,driver_version,memory.free,memory.total", index)
+        if len(found) != 1 or len(parts := found[0]) != 4:
             return None
-        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2, parts[4])
+        return cls(index, parts[0], parts[1], int(parts[2]) * 1024**2, int(parts[3]) * 1024**2)
 
     @staticmethod
     def chips() -> dict[int, str]:
@@ -70,7 +69,7 @@ class Gpu:
 
     @classmethod
     def none(cls) -> Gpu:
-        """Stands for no GPU: its workers run on the CPU, and take turns there as they would on a GPU."""
+        """Stands for no GPU: its processes run on the CPU."""
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls("", "cpu", "", memory_bytes)
 
@@ -85,10 +84,6 @@ class Gpu:
         # Within a container the driver may list ids as the host knows them: then only their number tells.
         return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
 
-    def exclusive(self, when: turns.When = "usual") -> contextlib.AbstractContextManager[None]:
-        """Within, this process alone holds the GPU, among those that take turns, whoever started them.
-
-        Args:
-          when: as in `turns.turn`.
-        """
-        return turns.turn(self.uuid, self.bus, when)
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, this process alone measures on the GPU (`gpu_lock.exclusive`)."""
+        return gpu_lock.exclusive(self.uuid)

@@ -1,4 +1,4 @@
-"""What a pool and its worker processes say to each other: one message a line, typed, encoded and decoded here alone."""
+"""The messages between a pool and its processes: one message a line, typed, encoded and decoded here alone."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ import json
 from typing import Any, Literal
 
 from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
-from scheduler.measure.bench import Step
+from scheduler.measure.build import Step
 from search_spaces.kernel import Target
 
-# What a worker may be asked to do with a candidate.
-Do = Literal["measure", "again", "confirm"]
+# What a process may be asked to do. A compile process compiles a candidate to "measure" it, what else is run to
+# "confirm" it, and what checks the answers to a problem, to "prepare" it. A measuring process does the rest.
+Do = Literal["measure", "again", "confirm", "prepare"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first line to a worker: the device to serve, by its `uuid`, its `bus` and JAX's name of its platform.
+    """The first line to a process: the device by its `uuid`, and JAX's name of its platform.
 
     Attributes:
-      programs: the directory of programs that the workers of a pool share.
-      kind: the chip to compile for, by its driver's name, where that is not here.
+      programs: the directory of compiled programs that the processes of a pool share.
+      kind: the chip to estimate times for, by its driver's name, where that is not here.
+      target: the chip to compile for.
     """
 
     uuid: str
     platform: str
-    bus: str = ""
     programs: str = ""
     kind: str = ""
+    target: Target | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +56,28 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
+class Programs:
+    """Files of compiled programs of one candidate, by name within the shared directory.
+
+    Attributes:
+      candidate: "" where the candidate cannot be moved between processes: the measuring process compiles it.
+      again: the different programs that the candidate became when it was traced again.
+      neighbour: of the candidate on the neighbour of the problem; "" where it is not legal there.
+    """
+
+    candidate: str = ""
+    again: tuple[str, ...] = ()
+    neighbour: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """A `runner.Task`, its operation by name and its problem as canonical JSON, and what to do with it.
 
     Attributes:
       beside: other problems that are under way: what the process holds of these it keeps, and of no others.
+      programs: files of compiled programs: the candidate's; to confirm it, also the programs of `Answer.programs`.
+      part: of what is to be prepared (`checks.prepare`).
     """
 
     do: Do
@@ -72,6 +91,8 @@ class Request:
     raising: bool
     beside: tuple[Held, ...] = ()
     fingerprint: str = ""
+    programs: Programs | None = None
+    part: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +107,18 @@ class Answer:
     """The end of a request.
 
     Attributes:
-      outcome: None where a candidate was confirmed.
+      outcome: None where a candidate was confirmed, or compiled.
       retryable: something else than the candidate may be at fault: it deserves another attempt in another process.
       fatal: why this process ends now and can serve no longer; "" where it goes on.
-      program: `Bench.program` of what was measured; "" where it was not.
+      programs: what a compile process compiled.
+      refused: why the measuring process did not load a program, but compiled it; "" where it loaded all.
     """
 
     outcome: Outcome | None
     retryable: bool = False
     fatal: str = ""
-    program: str = ""
+    programs: Programs | None = None
+    refused: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +140,21 @@ Reply = Answer | Raised | Defect
 Message = Hello | Ready | Unable | Request | Announcement | Reply
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (Hello, Ready, Unable, Held, Request, Announcement, Answer, Raised, Defect, Target, Measurement, Failure)
+    for cls in (
+        Hello,
+        Ready,
+        Unable,
+        Held,
+        Programs,
+        Request,
+        Announcement,
+        Answer,
+        Raised,
+        Defect,
+        Target,
+        Measurement,
+        Failure,
+    )
 }
 # The key under which a JSON object names its type; no field of any message or schedule is called so.
 _TYPE = "$type"

@@ -187,9 +187,6 @@ class Replay:
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
         return self.slots
 
-    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
-        return True
-
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
     ) -> contextlib.AbstractContextManager[None]:

@@ -27,12 +27,12 @@ class RunnerOptions:
 
     Attributes:
       device: the GPU, by its index among the visible ones.
-      workers: how many processes, on a CPU too; None is as many as `Pool` takes on a GPU, none on a CPU.
+      workers: how many compile processes, on a CPU too; None is as many as `Pool` takes on a GPU, none on a CPU.
       compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
       run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate. Below
         `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
-      searches: how many problems worker processes take at once; None is five where a device's own clock times kernels,
-        whatever is compiled beside it, and one elsewhere.
+      searches: how many problems a pool takes at once; None is two where a device's own clock times kernels, whatever
+        is compiled beside it, and one elsewhere.
       hardware: the chip, by its name as `hardware.find` takes it; where it is not here, its compiler tells how long
         candidates take (`ahead_of_time.AheadOfTime`). "" is the one that is here.
     """
@@ -63,7 +63,6 @@ class Task:
       raising: as in `Bench.measure`.
       fingerprint: of the candidate in the process that asks (`fingerprints.of_candidate`): what runs it confirms none
         of another; "" where nobody compares.
-      library_s: of a library, what it took before in several compilations: one that agrees is followed by none.
     """
 
     operation: Operation[Any]
@@ -74,7 +73,6 @@ class Task:
     l2: L2 = "cold"
     incumbent_s: float | None = None
     raising: bool = False
-    library_s: float | None = None
     fingerprint: str = ""
 
 
@@ -119,9 +117,6 @@ class Runner(Protocol):
           NoCandidate: as `capacity`.
         """
 
-    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
-        """Whether `holding` would begin now, beside what is held. Asked where `searches` are more than one."""
-
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
         """Compiles, verifies and times one candidate; `again` only times it where it is still compiled. Blocks."""
 
@@ -154,9 +149,6 @@ class InProcess:
         if self.hardware.abilities.host_memory:
             require_memory(operation, problem, Gpu.none().free_bytes)
         return 1
-
-    def joins(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> bool:
-        return True
 
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False

@@ -1,7 +1,8 @@
-"""A worker of a pool: one process after the other, each in place of one that was lost."""
+"""A process of a pool, and its successors: a process that is lost is replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -10,10 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import platformdirs
+
 from scheduler.core.errors import CandidateFailed, RemoteTrace, WorkerError
 from scheduler.core.hardware import GIB
 from scheduler.core.records import Failure, Outcome
-from scheduler.measure import protocol
+from scheduler.measure import absent_gpu, protocol
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import START_LIMIT_S
 from scheduler.measure.runner import Task
@@ -25,9 +28,8 @@ from search_spaces.operation import Operation
 # One process holds this much of a GPU's memory before any operand: its CUDA context and its libraries.
 CONTEXT_BYTES = GIB // 2
 RESTART_PAUSES_S = (0.5, 5.0)
-# How many hardware queues a CUDA context has, eight if nothing is said. A worker runs one thing at a time, and the
-# driver makes and ends one context after the other: 60 on four H200s in 8 s and 4 s, with one queue in 2 s and 2 s.
-ONE_QUEUE = "1"
+# Of programs that JAX keeps for the next search; it removes those that were not used for longest.
+KEPT_BYTES = GIB
 # Of XLA's allocator: the share of a device's memory that a process may take, by its name and by an older one. A worker
 # gets its own, whatever the user's programs are to take.
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -43,50 +45,53 @@ class WorkerResult:
       retryable: something else than the candidate may be at fault.
       overrun: the step that did not end in time; "" where none did.
       lost: why the worker has no process any more; "" where it has one.
-      program: as in `protocol.Answer`.
+      programs, refused: as in `protocol.Answer`.
     """
 
     outcome: Outcome | None
     retryable: bool = False
     overrun: str = ""
     lost: str = ""
-    program: str = ""
+    programs: protocol.Programs | None = None
+    refused: str = ""
 
 
 class Main(Protocol):
-    """As what a process is started.
+    """What a process is started as.
 
     Attributes:
-      module: whose main it runs.
-      hello: the first line that it is told.
+      module: the main that the process runs.
+      hello: the first message to the process.
     """
 
     module: str
     hello: protocol.Hello
 
-    def environment(self, share_bytes: int) -> dict[str, str]:
-        """Its variables, where so much of a device's memory is its share."""
+    def environment(self) -> dict[str, str]:
+        """The environment variables of the process."""
 
 
 class OnDevice:
-    """A process that runs candidates on a GPU, or on the CPU where there is none.
+    """A process that runs candidates on a GPU, or on the CPU where there is no GPU.
 
     Args:
-      programs: a directory for what it shares with others.
+      programs: a directory that it shares with others.
     """
 
     module = "scheduler.measure.worker"
 
     def __init__(self, gpu: Gpu, programs: str) -> None:
         self._gpu = gpu
-        self.hello = protocol.Hello(gpu.uuid, "cuda" if gpu.index else "cpu", gpu.bus, programs)
+        self.hello = protocol.Hello(gpu.uuid, "cuda" if gpu.index else "cpu", programs)
 
-    def environment(self, share_bytes: int) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         own = inherited()
         if self._gpu.total_bytes:
-            own[_MEMORY_VARIABLES[0]] = f"{share_bytes / self._gpu.total_bytes:.4f}"
+            share = (self._gpu.free_bytes - CONTEXT_BYTES) / self._gpu.total_bytes
+            own[_MEMORY_VARIABLES[0]] = f"{share:.4f}"
+        kept = _kept_programs() if self._gpu.index else {}
         return (
-            {"CUDA_DEVICE_MAX_CONNECTIONS": ONE_QUEUE}
+            kept
             | own
             | {
                 "CUDA_VISIBLE_DEVICES": self._gpu.index,
@@ -95,6 +100,50 @@ class OnDevice:
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             }
         )
+
+
+class Compiler:
+    """A process that compiles for a chip, and sees none.
+
+    Args:
+      programs: a directory that it shares with the process that loads what it compiles.
+
+    Attributes:
+      hello: there is none before `aim`.
+    """
+
+    module = "scheduler.measure.compile_process"
+    hello: protocol.Hello
+
+    def __init__(self, programs: str) -> None:
+        self._programs = programs
+
+    def aim(self, target: Target) -> None:
+        """Says for which chip."""
+        self.hello = protocol.Hello("", target.platform, self._programs, target=target)
+
+    def environment(self) -> dict[str, str]:
+        # One core each: compilations of several candidates run side by side.
+        return inherited() | absent_gpu.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+
+
+def _kept_programs() -> dict[str, str]:
+    """Variables by which JAX keeps what it compiles, in this user's cache.
+
+    The next search of a problem loads the programs of libraries, which XLA tuned on the device. Variables of the user
+    win.
+    """
+    try:
+        place = platformdirs.user_cache_path("tile-scheduler", False) / "programs"
+    except RuntimeError:  # a user without a home
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(place),
+        "JAX_COMPILATION_CACHE_MAX_SIZE": str(KEPT_BYTES),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
+    }
 
 
 def inherited() -> dict[str, str]:
@@ -110,8 +159,7 @@ class WorkerProcess:
         self._main, self._children = main, children
         self._lock = threading.Lock()
         self._child: Child | None = None
-        self._abandoned = False
-        self._share_bytes = 0
+        self._abandoned = self._spawned = False
         self.target: Target | None = None  # the chip that its process found
 
     @property
@@ -119,16 +167,24 @@ class WorkerProcess:
         """Of the process now, or None where there is none."""
         return None if self._child is None else self._child.pid
 
-    def begin(self, share_bytes: int) -> WorkerError | None:
-        """Starts a process that gets so much of the device's memory, in place of any before; or why none starts.
+    def spawn(self) -> None:
+        """Starts a process that imports what it needs, before the first message to it is known; `begin` follows.
+
+        Where none starts, `begin` says why.
+        """
+        with contextlib.suppress(EOFError):
+            self._spawn()
+
+    def begin(self) -> WorkerError | None:
+        """Starts a process, in place of any but one that `spawn` started; or why none starts.
 
         Raises:
           WorkerError: the pool was closed.
         """
-        self._share_bytes = share_bytes
         try:
             self._start()
         except WorkerError as refused:
+            self._end()
             if self._abandoned:
                 raise
             return refused
@@ -170,8 +226,9 @@ class WorkerProcess:
         match reply:
             case protocol.Raised(text, trace):
                 raise CandidateFailed(text) from RemoteTrace(trace)
-            case protocol.Answer(outcome, retryable, fatal, program):
-                return WorkerResult(outcome, retryable, lost=self._replace() if fatal else "", program=program)
+            case protocol.Answer(outcome, retryable, fatal, programs, refused):
+                lost = self._replace() if fatal else ""
+                return WorkerResult(outcome, retryable, lost=lost, programs=programs, refused=refused)
             case protocol.Defect(trace):
                 raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
         raise WorkerError(f"a worker answered a request with {reply}")
@@ -180,20 +237,18 @@ class WorkerProcess:
         """Starts a process in place of the one that was lost; why none starts, or ""."""
         # What a killed process held of the device may come free only after a while.
         for pause_s in (*RESTART_PAUSES_S, 0.0):
-            if (refused := self.begin(self._share_bytes)) is None:
+            if (refused := self.begin()) is None:
                 return ""
             time.sleep(pause_s)
         return str(refused)
 
     def _start(self) -> None:
         """Raises a WorkerError with what the process said that does not start."""
-        self._end()
         try:
-            if not self._abandoned:
-                environment = self._main.environment(self._share_bytes)
-                self._child = self._children.start(["-P", "-m", self._main.module], environment)
+            if not self._spawned:
+                self._spawn()
+            self._spawned = False
             if self._abandoned or self._child is None:
-                self.abandon()
                 raise WorkerError("the worker processes were stopped")
             reply = self._child.ask(self._main.hello, "start", lambda _: START_LIMIT_S, lambda *_: None)
         except (EOFError, TimeoutError) as error:
@@ -203,7 +258,14 @@ class WorkerProcess:
             raise WorkerError(f"a worker process found no device: {reason}")
         self.target = reply.target
 
+    def _spawn(self) -> None:
+        self._end()
+        if not self._abandoned:
+            self._child = self._children.start(["-P", "-m", self._main.module], self._main.environment())
+            self._spawned = True
+
     def _end(self) -> None:
+        self._spawned = False
         if self._child is not None:
             self._child.close()
             self._child = None
@@ -224,8 +286,13 @@ def stop_all(workers: Sequence[WorkerProcess]) -> None:
         worker.stop()
 
 
-def requested(task: Task, do: protocol.Do, beside: tuple[protocol.Held, ...] = ()) -> protocol.Request:
-    """To do that with the candidate of a task."""
+def requested(
+    task: Task,
+    do: protocol.Do,
+    beside: tuple[protocol.Held, ...] = (),
+    programs: protocol.Programs | None = None,
+) -> protocol.Request:
+    """The message that asks a process to do this with the candidate of a task."""
     return protocol.Request(
         do=do,
         operation=name_of(task.operation),
@@ -238,6 +305,7 @@ def requested(task: Task, do: protocol.Do, beside: tuple[protocol.Held, ...] = (
         raising=task.raising,
         beside=beside,
         fingerprint=task.fingerprint,
+        programs=programs,
     )
 
 

@@ -73,10 +73,9 @@ def race(
     beyond doubt, leaves; the library stays, as the answer to beat. The race ends when each rival left is either
     slower than the leader beyond doubt, or within `TIE` of it beyond doubt, or after `most_rounds`.
 
-    Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A library whose
-    compilations differ by more does not: what it gains in one process it loses in another. A tie goes to the library
-    (unless it yields), then to the smaller footprint, then to the shorter label, as of a schedule at its defaults, then
-    to the first one. Where all that are left in the race fail, those that had left it are compared.
+    Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A tie goes to the
+    library (unless it yields), then to the smaller footprint, then to the shorter label, as of a schedule at its
+    defaults, then to the first one. Where all that are left in the race fail, those that had left it are compared.
     """
     order = random.Random(seed)
     failures: dict[str, Failure] = {}
@@ -244,10 +243,8 @@ def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:
 
 
 def _sentinel(running: Sequence[Rival], rounds: Sequence[Round]) -> str:
-    """Whose times tell how the device drifts: one and the same program, in all rounds. The library's may be several
-    (see `Pool`).
-    """
-    return _leader([r.label for r in running if not r.library] or [r.label for r in running], rounds)
+    """Whose times tell how the device drifts: those of the leader."""
+    return _leader([r.label for r in running], rounds)
 
 
 def _affected(sentinel: str, rounds: Sequence[Round]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import re
@@ -52,10 +51,6 @@ def run_off(runner: Runner, rivals: Sequence[Rival], time_again: Callable[[Rival
     """A race on the device of `runner`; its verdict also notes who failed, and whether others used the device."""
     others = runner.others()
     most_rounds = FEWEST_ROUNDS if runner.hardware.abilities.interpreted else MOST_ROUNDS
-    if runner.searches > 1:
-        # Whoever has compiled them finishes what another problem asked for, all of them at the same time.
-        with Threads[Rival, Outcome](max(1, len(rivals)), runner.close) as threads:
-            collections.deque(threads.map(time_again, rivals), maxlen=0)
     with Threads[Rival, Outcome](1, runner.close) as threads:  # which Ctrl-C need not wait for
         one_by_one = functools.partial(threads.call, time_again)
         ended = race(rivals, one_by_one, seed=seed, most_rounds=most_rounds)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from scheduler.core.hardware import Hardware
 from scheduler.core.interrupts import WAKE_S
@@ -20,9 +20,6 @@ AGAIN_S = 1.0
 # A place takes one problem and not several at once, as it may have lanes for, while others are still starting; for so
 # long.
 STARTING_S = 60.0
-# Where the first problem would wait for memory that those under way have, the next one that would not is taken, but no
-# problem is passed over more often than this: one of the largest at the end of a job would keep all others waiting.
-MOST_PASSED_OVER = 32
 # What a search takes beside its device: so long a trial, and one of the library alone some trials.
 TRIAL_S = 0.25
 LIBRARY_TRIALS = 3
@@ -38,7 +35,6 @@ class Queued:
       lost_on: the place that was lost with its search; None where that did not happen.
       busy: how often another process was at it.
       not_before_s: by `time.monotonic`.
-      passed_over: how often one behind it was taken.
     """
 
     task: Task
@@ -47,7 +43,6 @@ class Queued:
     lost_on: Place | None = None
     busy: int = 0
     not_before_s: float = 0.0
-    passed_over: int = 0
 
 
 class Queue:
@@ -79,20 +74,17 @@ class Queue:
         with self._changed:
             self._at.setdefault(id(place), _At(place)).lost = False
 
-    def take(self, place: Place, joins: Callable[[Task], bool] = lambda _: True) -> Queued | None:
+    def take(self, place: Place) -> Queued | None:
         """The next one for `place`, or None once all have ended, or it is lost. Waits where nothing can be begun now.
 
         It is to be followed by `done`, `put_aside` or `lose`.
-
-        Args:
-          joins: whether a search would begin now, beside those under way at `place`.
         """
         with self._changed:
             at = self._at[id(place)]
             while (
                 not self._ended and not at.lost and (self._waiting or any(each.under_way for each in self._at.values()))
             ):
-                if (found := self._next(at, joins)) is not None:
+                if (found := self._next(at)) is not None:
                     self._waiting.remove(found)
                     at.under_way += 1
                     return found
@@ -141,23 +133,14 @@ class Queue:
                 self._waiting.insert(at if at >= 0 else len(self._waiting), search)
             self._changed.notify_all()
 
-    def _next(self, at: _At, joins: Callable[[Task], bool]) -> Queued | None:
+    def _next(self, at: _At) -> Queued | None:
         fitting = [search for search in self._waiting if search.lost_on is not at.place or self._places == 1]
         if at.under_way and len(fitting) <= self._left_to_others(at):
             return None
         if free := [search for search in fitting if not search.busy]:
-            return self._joining(free, joins) if at.under_way else free[0]
+            return free[0]
         now = time.monotonic()
         return next((search for search in fitting if search.not_before_s <= now), None)
-
-    def _joining(self, free: Sequence[Queued], joins: Callable[[Task], bool]) -> Queued | None:
-        """The first that would begin now, or that has been passed over too often; None where there is none yet."""
-        for number, search in enumerate(free):
-            if search.passed_over >= MOST_PASSED_OVER or joins(search.task):
-                for before in free[:number]:
-                    before.passed_over += 1
-                return search
-        return None
 
     def _left_to_others(self, at: _At) -> float:
         """How many problems places with fewer under way take, before this one is to have one more."""

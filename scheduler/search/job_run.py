@@ -219,16 +219,10 @@ class JobRun:
     def _lane(self, place: Place) -> str:
         """Searches at an open place until nothing is left, or why the place was lost."""
 
-        def joins(task: Task) -> bool:
-            try:
-                return self._in_order or place.joins(task, self._how)
-            except SchedulerError:  # which its search says
-                return True
-
         while True:
             with contextlib.ExitStack() as entering:
                 entering.enter_context(self._entrances[place])
-                if (search := self._queue.take(place, joins)) is None:
+                if (search := self._queue.take(place)) is None:
                     return ""
                 with self._lock:
                     self._pace.begin(search)

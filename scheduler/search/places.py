@@ -11,9 +11,9 @@ from scheduler.core.errors import DeviceLost, PlaceLost, WorkerError
 from scheduler.core.hardware import Hardware
 from scheduler.core.progress import Progress
 from scheduler.core.records import Record
+from scheduler.measure.compilers import Compilers, count_of
 from scheduler.measure.pool import start_runner
 from scheduler.measure.runner import Runner, RunnerOptions
-from scheduler.measure.worker_process import cores
 from scheduler.search import tuner
 from scheduler.search.task import How, Task
 from scheduler.search.trials import Keeper
@@ -43,9 +43,6 @@ class Place(Protocol):
           SchedulerError: it does not start, and why: nothing more is asked of this place.
         """
 
-    def joins(self, task: Task, how: How) -> bool:
-        """Whether its search would begin now, beside those under way. Asked where `searches` are more than one."""
-
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
         """Searches one problem, whatever `store` holds and whoever else is at it: the caller holds its lease. Blocks.
 
@@ -70,13 +67,21 @@ class Device:
       start: starts the runner.
       name: for messages.
       owned: whether the runner is ended with the place.
+      compilers: compile processes that the places of a host share; each closes them once.
     """
 
-    def __init__(self, start: Callable[[], Runner], name: str = "the device", *, owned: bool = True) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Runner],
+        name: str = "the device",
+        *,
+        owned: bool = True,
+        compilers: Compilers | None = None,
+    ) -> None:
         self.name = name
         self.hardware: Hardware
         self.searches = 1
-        self._start, self._owned = start, owned
+        self._start, self._owned, self._compilers = start, owned, compilers
         self._lock = threading.Lock()
         self._runner: Runner | None = None
         self._closed = False
@@ -87,9 +92,15 @@ class Device:
         return cls(lambda: runner, owned=False)
 
     @classmethod
-    def for_(cls, operation: Operation[Any], options: RunnerOptions | None = None, name: str = "the device") -> Device:
-        """The device of `options`, by worker processes where those can load `operation`."""
-        return cls(lambda: start_runner(operation, options), name)
+    def for_(
+        cls,
+        operation: Operation[Any],
+        options: RunnerOptions | None = None,
+        name: str = "the device",
+        compilers: Compilers | None = None,
+    ) -> Device:
+        """The device of `options`, by other processes where those can load `operation`."""
+        return cls(lambda: start_runner(operation, options, compilers), name, compilers=compilers)
 
     def open(self) -> None:
         if self._runner is not None:
@@ -101,10 +112,6 @@ class Device:
             self._end(runner)
             raise WorkerError(f"{self.name} was closed")
         self.hardware, self.searches = runner.hardware, runner.searches
-
-    def joins(self, task: Task, how: How) -> bool:
-        runner = self._runner
-        return runner is not None and runner.joins(task.operation, task.problem, how.l2)
 
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
         if (runner := self._runner) is None:  # another search has found that it is lost
@@ -135,9 +142,11 @@ class Device:
             raise PlaceLost(str(error)) from error
 
     def close(self) -> None:
-        self._closed = True
+        first, self._closed = not self._closed, True
         if (runner := self._runner) is not None:
             self._end(runner)
+        if first and self._compilers is not None:
+            self._compilers.close()
 
     def _end(self, runner: Runner) -> None:
         """Ends it, unless another thread has."""
@@ -149,13 +158,18 @@ class Device:
 
 
 def gpus(operation: Operation[Any], indices: Sequence[int], options: RunnerOptions | None = None) -> list[Device]:
-    """The GPUs of these indices among the visible ones, each with its share of the CPU cores to compile on.
+    """The GPUs of these indices among the visible ones, which share the compile processes of this host.
 
     Args:
       operation: one of those that are tuned.
       options: of the runner of each; `device` is none of them.
     """
     options = options or RunnerOptions()
-    share = max(1, (cores() - 1) // len(indices)) if len(indices) > 1 else None
-    each = dataclasses.replace(options, workers=options.workers or share)
-    return [Device.for_(operation, dataclasses.replace(each, device=index), f"GPU {index}") for index in indices]
+    if len(indices) == 1:
+        return [Device.for_(operation, dataclasses.replace(options, device=indices[0]), f"GPU {indices[0]}")]
+    share = options.workers or max(1, count_of(None) // len(indices))
+    compilers = Compilers(share * len(indices), users=len(indices))
+    each = dataclasses.replace(options, workers=share)
+    return [
+        Device.for_(operation, dataclasses.replace(each, device=index), f"GPU {index}", compilers) for index in indices
+    ]

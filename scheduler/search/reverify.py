@@ -28,8 +28,8 @@ from search_spaces.problem import Problem
 
 # A winner within this share of the fastest still holds: a change of versions is worth a new search above it.
 WITHIN = 0.03
-# Some so many workers are busy with one record: its rivals are few, and compiled once each.
-WORKERS_OF_A_RECORD = 2
+# The rivals of one record keep some so many compile processes busy, and each rival is compiled once.
+COMPILERS_OF_A_RECORD = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +87,7 @@ def reverify(
 ) -> Iterator[Reverified]:
     """Times each record's entries, the library and the model's choice in turns; yields what that says of the winner.
 
-    Several records at once where workers share the device, those together whose problems as many workers hold. Verdicts
-    come as they are reached.
+    Several records at once, where candidates are compiled beside each other. Verdicts come as they are reached.
 
     Args:
       records: to verify; those of other chips than the runner's cannot be.
@@ -129,21 +128,20 @@ def reverify(
                 here.append(judged)
         if not here or runner is None:
             return
-        at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // WORKERS_OF_A_RECORD)
+        at_once = 1 if runner.searches == 1 else max(runner.searches, runner.slots // COMPILERS_OF_A_RECORD)
         verdict = functools.partial(_verdict, runner=runner, within=within, seed=seed)
         threads = stack.enter_context(Threads[_Judged, Reverified](at_once, runner.close))
-        for _, reached in threads.map(verdict, sorted(here, key=lambda judged: -judged.workers)):
+        for _, reached in threads.map(verdict, here):
             yield reached
 
 
 @dataclasses.dataclass(frozen=True)
 class _Judged:
-    """A record that is to be timed, and how many workers hold its problem."""
+    """A record that is to be timed."""
 
     operation: Operation[Any]
     problem: Problem
     record: Record
-    workers: int
 
 
 def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judged | Reverified:
@@ -154,7 +152,8 @@ def _judged(operation: Operation[Any], record: Record, runner: Runner) -> _Judge
     if isinstance(reason := validation.recheck(operation, problem, runner.hardware, record), str):
         return Reverified(record, "broken", f"{reason}; tune it again")
     try:
-        return _Judged(operation, problem, record, runner.capacity(operation, problem, record.winner.measurement.l2))
+        runner.capacity(operation, problem, record.winner.measurement.l2)
+        return _Judged(operation, problem, record)
     except NoCandidate as error:
         return Reverified(record, "broken", str(error))
 
@@ -211,7 +210,6 @@ def _timed(
             repetitions,
             record.winner.measurement.l2,
             incumbent_s,
-            library_s=None if rival.then is None else rival.then.measurement.median_s,
         )
 
     by_label = {_label(rival): rival for rival in rivals}

@@ -109,7 +109,7 @@ class FlashAttentionBackwardProblem(AttentionProblem):
     ) -> tuple[jax.Array, ...]:
         """Operands with the forward pass's results of these queries, keys and values."""
         out, lse = reference_programs.run(_forward, *qkv, *lengths, problem=self)
-        return *qkv, out.astype(self.dtype), lse, *cotangents, *lengths
+        return *qkv, out, lse, *cotangents, *lengths
 
     @property
     def flops(self) -> float:
@@ -134,4 +134,5 @@ class FlashAttentionBackwardProblem(AttentionProblem):
 
 @functools.partial(jax.jit, static_argnames="problem")
 def _forward(*args: jax.Array, problem: FlashAttentionBackwardProblem) -> tuple[jax.Array, jax.Array]:
-    return attention(problem, *args)
+    out, lse = attention(problem, *args)
+    return out.astype(problem.dtype), lse

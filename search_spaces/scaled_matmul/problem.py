@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from search_spaces import special_values
+from search_spaces import reference_programs, special_values
 from search_spaces.matmul.problem import MatmulProblem, in_proportion
 from search_spaces.problem import Problem, TakeRows, Tolerance
 
@@ -125,7 +125,7 @@ class ScaledMatmulProblem(Problem):
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
         """Operands are standard normal; scales lie between one over `LARGEST_SCALE` and that."""
         a, b, *scales = super().inputs(seed)
-        return a, b, *(jnp.exp2(jnp.clip(x, -1.0, 1.0) * np.log2(LARGEST_SCALE)) for x in scales)
+        return a, b, *(reference_programs.run(_as_scale, x) for x in scales)
 
     def special(self) -> tuple[str, ...]:
         return special_values.KINDS
@@ -181,3 +181,8 @@ def dequantized(
         return a * a_factors, b * (b_scale[:, None] if transpose_b else b_scale)
     rows, columns = b.shape
     return a * a_factors, b * jnp.repeat(jnp.repeat(b_scale, BLOCK, axis=0), BLOCK, axis=1)[:rows, :columns]
+
+
+@jax.jit
+def _as_scale(x: jax.Array) -> jax.Array:
+    return jnp.exp2(jnp.clip(x, -1.0, 1.0) * np.log2(LARGEST_SCALE))

@@ -1,4 +1,4 @@
-"""The main of a process that compiles for a chip that is not here, and says how long programs take by its compiler."""
+"""The main of a process that estimates times on a chip that is not here, by the compiler of the chip."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from scheduler.core import hardware as chips
 from scheduler.core.hardware import GIB
 from scheduler.measure.ahead_of_time import elsewhere
-from scheduler.measure.bench import Step
+from scheduler.measure.build import Step
+from scheduler.measure.conversation import converse
 from scheduler.measure.estimate import estimate, interpreted
 from scheduler.measure.protocol import Answer, Hello, Request
-from scheduler.measure.worker import converse
 from search_spaces import load
 
 # The compiler keeps some of what it took for each program: a process that has come to hold so much gives way to a new

@@ -1,0 +1,72 @@
+"""A host of a fleet that has no GPU: it compiles candidates for the GPUs of other hosts."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from typing import Any
+
+from scheduler.core import hardware as chips
+from scheduler.core.errors import CandidateFailed
+from scheduler.core.records import Failure
+from scheduler.fleet.messages import versions
+from scheduler.measure.compilers import Compilers, count_of, read_files, write_files
+from scheduler.measure.limits import Limits
+from scheduler.measure.protocol import Answer, Defect, Raised, Reply, Request, decode, encode
+from scheduler.measure.runner import RunnerOptions, Task
+from search_spaces import load
+from search_spaces.kernel import Target
+
+
+class CompileAgent:
+    """Compile processes of one host, which measuring processes of other hosts ask.
+
+    Args:
+      options: their timeouts, and how many there are.
+    """
+
+    def __init__(self, options: RunnerOptions) -> None:
+        self._options = options
+        self._compilers = Compilers(count_of(options.workers))
+        self._limits: Limits | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """`host`, `versions`, and the `count` of processes."""
+        return {"host": socket.gethostname(), "versions": versions(), "count": self._compilers.count}
+
+    def begin(self, target: Target) -> None:
+        """Starts the processes, for a chip."""
+        self._limits = Limits(self._options, chips.describe(target))
+        self._compilers.start()
+        self._compilers.aim(target)
+
+    def compile(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
+        """The answer to an encoded request, and the files that either of them names, by name. From any thread."""
+        request = decode(message)
+        assert isinstance(request, Request)
+        assert self._limits is not None, "`begin` comes first"
+        write_files(files, self._compilers.directory)
+        reply: Reply
+        try:
+            operation = load(request.operation)
+            task = Task(
+                operation,
+                operation.problem.from_canonical(request.problem),
+                request.backend,
+                request.schedule,
+                request.repetitions,
+                request.l2,
+                raising=request.raising,
+                fingerprint=request.fingerprint,
+            )
+            found = self._compilers.compile(task, request.do, self._limits, request.programs)
+        except CandidateFailed as failed:
+            reply = Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
+        except Exception:
+            reply = Defect(traceback.format_exc())
+        else:
+            reply = Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)
+        made = read_files(reply.programs, self._compilers.directory) if isinstance(reply, Answer) else {}
+        if isinstance(reply, Answer) and reply.programs is not None:
+            self._compilers.forget(reply.programs)
+        return encode(reply), made

@@ -1,0 +1,98 @@
+"""The main of a compile process: it compiles candidates for a chip that it does not see, and writes them to files."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from scheduler.core import hardware as chips
+from scheduler.core.hardware import CPU, GIB
+from scheduler.core.records import Failure
+from scheduler.measure import absent_gpu
+from scheduler.measure.build import Builder, Built, Step, save, saved_digest
+from scheduler.measure.checks import prepare
+from scheduler.measure.conversation import converse, loads_otherwise
+from scheduler.measure.protocol import Answer, Hello, Programs, Request
+from scheduler.model.feasibility import illegal
+from search_spaces import load
+from search_spaces.kernel import Kernel
+from search_spaces.lowering_compat import infer_layouts_sooner
+from search_spaces.problem import Problem
+
+# A compiler keeps some memory of each program: a process that holds so much gives way to a new one.
+MOST_BYTES = 2 * GIB
+
+
+class Compiling:
+    """Compiles candidates for the chip that `hello` names.
+
+    A process compiles for a chip without seeing it: no CUDA context is created, and no device memory is taken.
+    """
+
+    def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
+        assert hello.target is not None
+        self.target, self._announce, self._directory = hello.target, announce, Path(hello.programs)
+        self._hardware = chips.describe(hello.target)
+        infer_layouts_sooner()
+        self._lowering: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if self.target.platform == CPU.platform:
+            self._device, self._builder = jax.devices("cpu")[0], Builder(self._hardware, announce)
+        else:
+            self._device = absent_gpu.device(self._hardware)
+            self._builder = Builder(self._hardware, announce, self._device)
+            self._lowering = lambda: absent_gpu.compiling_for(self._hardware)
+
+    def answer(self, request: Request) -> Answer:
+        """Compiles what is asked for; the answer is the files of programs of a candidate, or why it failed."""
+        self._announce("prepare")
+        operation = load(request.operation)
+        problem, kernel = operation.problem.from_canonical(request.problem), operation.kernel(request.backend)
+        found: Programs | Failure
+        if request.do == "prepare":
+            prepare(problem, self._device, request.part)
+            found = Programs()
+        elif request.do == "measure":
+            with self._lowering():
+                built = self._builder.build(kernel, problem, request.schedule, raising=request.raising)
+            found = built if isinstance(built, Failure) else Programs(self._saved(built))
+        elif other := loads_otherwise(request, self.target):
+            found = Failure("verify", other)
+        else:
+            with self._lowering():
+                found = self._to_confirm(kernel, problem, request)
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        fatal = f"it held {held / GIB:.1f} GiB" if held > MOST_BYTES else ""
+        return Answer(found, fatal=fatal) if isinstance(found, Failure) else Answer(None, fatal=fatal, programs=found)
+
+    def _to_confirm(self, kernel: Kernel[Any, Any], problem: Problem, request: Request) -> Programs | Failure:
+        assert request.programs is not None
+        first, beside = request.programs.candidate, ""
+        again: list[str] = []
+        digest_before = saved_digest(self._directory / first)
+        for built in self._builder.traced_again(kernel, problem, request.schedule, digest_before):
+            if isinstance(built, Failure):
+                return Failure("verify", f"traced again {built}")
+            if not (name := self._saved(built)):
+                return Failure("verify", "traced again it is another program, which no other process can load")
+            again.append(name)
+        neighbour = problem.neighbour()
+        if neighbour is not None and illegal(kernel, neighbour, self._hardware, request.schedule) is None:
+            near = self._builder.build(kernel, neighbour, request.schedule)
+            if isinstance(near, Failure):
+                return Failure("verify", f"on {neighbour} {near}")
+            beside = self._saved(near)
+        return Programs(first, tuple(again), beside)
+
+    def _saved(self, built: Built) -> str:
+        name = uuid.uuid4().hex
+        return name if save(built, self._directory / name) else ""
+
+
+if __name__ == "__main__":
+    converse(Compiling)

@@ -1,0 +1,267 @@
+"""Compile processes, of this host and of others: each compiles one candidate at a time, for a chip it does not see."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from scheduler.core import safe_text
+from scheduler.core.errors import CandidateFailed, RemoteTrace, SchedulerError, WorkerError
+from scheduler.core.hardware import GIB
+from scheduler.core.interrupts import WAKE_S
+from scheduler.core.records import Failure
+from scheduler.measure.checks import PARTS
+from scheduler.measure.gpu import Gpu
+from scheduler.measure.limits import Limits
+from scheduler.measure.protocol import Answer, Defect, Do, Programs, Raised, Request, decode, encode
+from scheduler.measure.runner import Task
+from scheduler.measure.subprocess_pipe import Children, Ended, Limit
+from scheduler.measure.worker_process import Compiler, WorkerProcess, WorkerResult, cores, requested, stop_all
+from search_spaces.kernel import Target
+
+# What a compile process takes of the host's memory.
+PROCESS_BYTES = GIB
+
+
+def count_of(wanted: int | None) -> int:
+    """How many compile processes to start: as many as wanted, by default one less than the CPU cores that this process
+    may use (its affinity: `taskset`, a container's or a batch system's share), where the host has the memory.
+    """
+    return wanted or max(1, min(cores() - 1, Gpu.none().free_bytes // PROCESS_BYTES))
+
+
+# Sends a request to another host, encoded, with the content of the files that the request names, and returns the answer
+# likewise.
+Transport = Callable[[bytes, dict[str, bytes]], tuple[bytes, dict[str, bytes]]]
+
+
+class HelperLost(SchedulerError):
+    """A compile process of another host is not there any more."""
+
+
+class Helper:
+    """A compile process of another host.
+
+    Args:
+      send: raises `HelperLost` where the host is lost.
+      directory: of the compiled programs on this host.
+    """
+
+    def __init__(self, send: Transport, directory: Path) -> None:
+        self._send, self._directory = send, directory
+        self.pid: int | None = 0  # None once it is lost
+
+    def request(self, request: Request, limit_s: Limit, ended: Ended) -> WorkerResult:
+        """As `WorkerProcess.request`; the other host keeps the limits."""
+        try:
+            answer, files = self._send(encode(request), read_files(request.programs, self._directory))
+        except HelperLost:
+            self.pid = None
+            raise
+        write_files(files, self._directory)
+        match decode(answer):
+            case Answer(outcome, retryable, _, programs):
+                return WorkerResult(outcome, retryable, programs=programs)
+            case Raised(text, trace):
+                raise CandidateFailed(text) from RemoteTrace(trace)
+            case Defect(trace):
+                raise WorkerError(f"a compile process of another host failed outside of any candidate:\n{trace}")
+            case other:
+                raise WorkerError(f"a compile process of another host answered a request with {other}")
+
+
+def read_files(programs: Programs | None, directory: Path) -> dict[str, bytes]:
+    """The content of the files of compiled programs."""
+    return {name: (directory / name).read_bytes() for name in _names(programs)}
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """The inverse of `read_files`."""
+    for name, content in files.items():
+        (directory / Path(name).name).write_bytes(content)
+
+
+def _names(programs: Programs | None) -> list[str]:
+    if programs is None:
+        return []
+    return [name for name in (programs.candidate, *programs.again, programs.neighbour) if name]
+
+
+class Compilers:
+    """Compile processes, behind one blocking call. Pools of one host may share them.
+
+    Whatever a candidate raises, prints or kills while it is compiled stays in its process. A process that is lost is
+    replaced, and only the candidate that it was compiling is blamed.
+
+    Processes start with `start`, compile once `aim` was called, and end with the last of the calls of `close`.
+
+    Args:
+      count: of processes.
+      users: how many will call `close`, each once.
+
+    Attributes:
+      directory: of the compiled programs.
+    """
+
+    def __init__(self, count: int, users: int = 1) -> None:
+        self.count, self._users = count, users
+        self._folder = tempfile.TemporaryDirectory(prefix="tile-scheduler-", ignore_cleanup_errors=True)
+        self.directory = Path(self._folder.name)
+        self._children = Children()
+        self._main = Compiler(self._folder.name)
+        self._target: Target | None = None
+        self._processes = [WorkerProcess(self._main, self._children) for _ in range(count)]
+        self._free: queue.SimpleQueue[WorkerProcess | Helper] = queue.SimpleQueue()
+        self._refusals: list[WorkerError] = []
+        self._started = self._closed = self._warned = False
+        self._lock = threading.Lock()
+        self._aimed = threading.Event()
+
+    def start(self) -> None:
+        """Starts the processes, once. Does not wait for them."""
+        with self._lock:
+            if self._started:
+                return
+            self._started = True
+        atexit.register(self._stop)
+        for process in self._processes:
+            begin = functools.partial(self._begin, process)
+            threading.Thread(target=begin, name="scheduler-start", daemon=True).start()
+
+    @property
+    def pids(self) -> set[int]:
+        return {pid for process in self._processes if (pid := process.pid) is not None}
+
+    def aim(self, target: Target) -> None:
+        """Says for which chip to compile.
+
+        Raises:
+          WorkerError: another pool has said another chip.
+        """
+        with self._lock:
+            if self._target not in (None, target):
+                raise WorkerError(
+                    f"{target.kind} is another chip than {self._target.kind}, for which this host compiles"
+                )
+            self._target = target
+            self._main.aim(target)
+        self._aimed.set()
+
+    def compile(self, task: Task, do: Do, limits: Limits, programs: Programs | None = None) -> Programs | Failure:
+        """The files of the programs of a candidate, or why there are none. Blocks.
+
+        Where no process can compile for a chip that it does not see, nothing is compiled: a warning says so once, and
+        the measuring process compiles.
+
+        Raises:
+          WorkerError: a defect of the program that is not the candidate's; or the processes were stopped.
+          CandidateFailed: the candidate raised, and `task.raising`.
+        """
+        return self._answered(requested(task, do, programs=programs), task, limits)
+
+    def prepare(self, task: Task, limits: Limits) -> None:
+        """Compiles what checks the answers to the problem of a task. Does not wait, and tells of no failure."""
+
+        def ask(part: int) -> None:
+            with contextlib.suppress(SchedulerError):  # the measuring process meets it again
+                self._answered(dataclasses.replace(requested(task, "prepare"), part=part), task, limits)
+
+        for part in range(PARTS):
+            threading.Thread(target=ask, args=(part,), name="scheduler-prepare", daemon=True).start()
+
+    def add(self, helpers: Sequence[Helper]) -> None:
+        """Compile processes of other hosts take part from now on."""
+        with self._lock:
+            self.count += len(helpers)
+        for helper in helpers:
+            self._free.put(helper)
+
+    def _answered(self, request: Request, task: Task, limits: Limits) -> Programs | Failure:
+        limit_s = limits.of(task)
+        while True:
+            if (process := self._take()) is None:
+                return Programs()
+            if request.do == "prepare" and isinstance(process, Helper):  # what it stores is of no use here
+                self._free.put(process)
+                time.sleep(WAKE_S)
+                continue
+            try:
+                result = process.request(request, limit_s, limits.ended)
+                break
+            except HelperLost:
+                continue
+            finally:
+                if process.pid is not None:
+                    self._free.put(process)
+                else:
+                    self._refuse(WorkerError("a compile process was lost, and none starts in its place"))
+        if result.outcome is None:
+            assert result.programs is not None
+            return result.programs
+        assert isinstance(result.outcome, Failure)
+        return result.outcome
+
+    def forget(self, programs: Programs) -> None:
+        """Removes the files."""
+        for name in _names(programs):
+            (self.directory / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+        self._stop()
+
+    def _stop(self) -> None:
+        atexit.unregister(self._stop)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._aimed.set()
+        stop_all(self._processes)
+        self._children.shut_down()
+        self._folder.cleanup()
+
+    def _take(self) -> WorkerProcess | Helper | None:
+        """A free process; None where none starts."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._free.get(timeout=WAKE_S)
+            with self._lock:
+                if len(self._refusals) < self.count:
+                    continue
+                if self._closed:
+                    raise WorkerError("the worker processes were stopped")
+                if not self._warned:
+                    self._warned = True
+                    safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
+                return None
+
+    def _begin(self, process: WorkerProcess) -> None:
+        """Starts a process, in a thread of its own."""
+        try:
+            process.spawn()
+            self._aimed.wait()
+            refused = WorkerError("the worker processes were stopped") if self._closed else process.begin()
+        except WorkerError as closed:
+            refused = closed
+        except Exception as defect:  # of a process that is ended meanwhile, too
+            refused = WorkerError(f"a compile process did not start: {defect!r}")
+        if refused is None:
+            self._free.put(process)
+        else:
+            self._refuse(refused)
+
+    def _refuse(self, refused: WorkerError) -> None:
+        with self._lock:
+            self._refusals.append(refused)

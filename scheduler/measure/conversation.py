@@ -1,0 +1,107 @@
+"""What a process of a pool does: it answers requests one by one, until its channel closes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from scheduler.core import fingerprints
+from scheduler.core.errors import CandidateFailed
+from scheduler.measure.blame import first_line
+from scheduler.measure.build import Step
+from scheduler.measure.protocol import (
+    Announcement,
+    Answer,
+    Defect,
+    Hello,
+    Message,
+    Raised,
+    Ready,
+    Reply,
+    Request,
+    Unable,
+    decode,
+    encode,
+)
+from scheduler.measure.subprocess_pipe import channel_to_parent
+from search_spaces import load
+from search_spaces.configuration import measurements
+from search_spaces.kernel import Target
+from search_spaces.reference_programs import shared_in
+
+
+class Service(Protocol):
+    """Answers the requests to a process.
+
+    Attributes:
+      target: the chip of the answers.
+    """
+
+    target: Target
+
+    def answer(self, request: Request) -> Answer: ...
+
+
+# Makes the service of a process from the first message; what it raises is why the process is of no use.
+Begin = Callable[[Hello, Callable[[Step], None]], Service]
+
+
+def converse(begin: Begin) -> None:
+    """Answers the requests to this process, until the channel closes."""
+    channel = channel_to_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is then one that a candidate raised
+    requests = channel.makefile("r", encoding="utf-8")
+    own = os.getpid()
+
+    def say(message: Message) -> None:
+        if os.getpid() != own:
+            os._exit(0)  # a candidate forked, and both processes came here
+        channel.sendall(encode(message))
+
+    first = requests.readline()
+    if not first:
+        return
+    hello = decode(first)
+    assert isinstance(hello, Hello)
+    try:
+        service = begin(hello, lambda step: say(Announcement(step)))
+    except Exception as error:
+        say(Unable(first_line(error)))
+        return
+    say(Ready(service.target))
+    with shared_in(hello.programs), measurements():
+        _serve(service, requests, say)
+
+
+def loads_otherwise(request: Request, target: Target) -> str:
+    """How the candidate that this process loads differs from that of the process that asks; "" where it does not."""
+    if not request.fingerprint:
+        return ""
+    operation = load(request.operation)
+    problem = operation.problem.from_canonical(request.problem)
+    own = fingerprints.of_candidate(operation, problem, request.backend, request.schedule, target)
+    if own == request.fingerprint:
+        return ""
+    return (
+        f"a worker process that loads {request.operation} computes something else than the process that tunes it: "
+        "something was changed after the import there, or the file was edited meanwhile"
+    )
+
+
+def _serve(service: Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
+    for line in requests:
+        reply: Reply
+        try:
+            request = decode(line)
+            assert isinstance(request, Request)
+            reply = service.answer(request)
+        except CandidateFailed as failed:  # as the task wanted
+            reply = Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
+        except BaseException:  # the parent raises it: a defect, with its whole trace
+            reply = Defect(traceback.format_exc())
+        say(reply)
+        if isinstance(reply, Answer) and reply.fatal:
+            os._exit(0)  # what a broken context would do in its destructors, nobody knows
