@@ -301,7 +301,7 @@ def test_consumers_that_share_a_tile_wait_for_its_end_before_each_next_one(tiles
 
 
 def test_short_products_are_predicted_as_they_were_measured_and_in_their_order():
-    """16384 x 16384 x 512, 63 tiles a core, in turns on one H200 (docs/experiments.md, 2026-11-24)."""
+    """16384 x 16384 x 512, 63 tiles a core, in turns on one H200 (docs/experiments.md)."""
     problem, shared = MatmulProblem(16384, 16384, 512), {"grid_minor_dim": "m", "grid_tile_width": 8, "tile_m": 128}
     cooperative = hopper_matmul.schedule(tile_n=256, epi_tile_n=128, **shared)
     in_turn = {"consumers": "ping_pong", "delay_release": 1, "cluster": "m"}
