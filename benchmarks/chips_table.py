@@ -1,4 +1,4 @@
-"""Writes the README's table of what there is for each chip: kernels, and shipped records of what kind.
+"""Writes the table of what there is for each chip (docs/use/chips.md): kernels, and shipped records of what kind.
 
 python benchmarks/chips_table.py     # with JAX 0.11.2 or newer: older ones compile none for GPUs before Hopper
 """
@@ -15,17 +15,17 @@ from scheduler.core.records import Record
 from scheduler.inspect.coverage import coverage
 from scheduler.store import text_files
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "use" / "chips.md"
 PLACE = re.compile(r"(?<=<!-- by benchmarks/chips_table\.py -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
-    README.write_text(with_chips(README.read_text(), text_files.read_records(ROOT / "records")))
-    print(README.relative_to(ROOT))
+    PAGE.write_text(with_chips(PAGE.read_text(), text_files.read_records(ROOT / "records")))
+    print(PAGE.relative_to(ROOT))
 
 
 def with_chips(document: str, records: Sequence[Record]) -> str:
-    """The README with today's table in its place."""
+    """The page with today's table in its place."""
     return PLACE.sub(lambda _: "\n".join(chips(records)), document)
 
 

@@ -1,4 +1,4 @@
-"""The README's table of chips."""
+"""The table of chips in the documents."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.skipif(not HAS_MMA, reason="this JAX compiles no kernel for GPUs before Hopper")
 def test_the_table_of_chips_is_that_of_the_kernels_and_the_shipped_records():
-    readme, records = (ROOT / "README.md").read_text(), text_files.read_records(ROOT / "records")
-    assert chips_table.with_chips(readme, records) == readme, "run, with JAX 0.11.2 or newer: benchmarks/chips_table.py"
+    page, records = chips_table.PAGE.read_text(), text_files.read_records(ROOT / "records")
+    assert chips_table.with_chips(page, records) == page, "run, with JAX 0.11.2 or newer: benchmarks/chips_table.py"
     for row in chips_table.chips(records)[2:]:
-        assert row in readme
+        assert row in page
