@@ -252,7 +252,10 @@ class Compilers:
         try:
             process.spawn()
             self._aimed.wait()
-            refused = WorkerError("the worker processes were stopped") if self._closed else process.begin()
+            if self._closed:
+                process.stop()
+                raise WorkerError("the worker processes were stopped")
+            refused = process.begin()
         except WorkerError as closed:
             refused = closed
         except Exception as defect:  # of a process that is ended meanwhile, too
