@@ -27,12 +27,11 @@ from scheduler.core.identity import key_of
 from scheduler.core.plan import Plan, Planned
 from scheduler.core.records import Entry, Environment, Measurement, Record, Trial
 from scheduler.dispatch import planned
-from scheduler.measure.gpu import Gpu
-from scheduler.measure.protocol import Request
+from scheduler.measure.protocol import Hello, Request
 from scheduler.measure.replay import Replay
 from scheduler.measure.rotation import condition
 from scheduler.measure.runner import InProcess
-from scheduler.measure.worker import _Measuring
+from scheduler.measure.worker import Measuring
 from scheduler.prediction.validation import recheck
 from scheduler.search.sweep import sweep
 from scheduler.store.store import Store
@@ -515,12 +514,12 @@ def test_a_kernel_of_a_class_without_a_version_of_its_own_is_known_by_its_progra
     assert made(DOUBLE) == ("", "")  # whose versions are kept by hand
 
 
-def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it():
+def test_a_worker_confirms_no_other_kernel_than_the_process_has_that_tunes_it(tmp_path):
     operation, target = load("own_kernels:sum_and_max"), CPU.target
     problem = operation.problem.parse({"x": "float32[16,5]"})
     schedule = {"tile": 8}
     own = fingerprints.of_candidate(operation, problem, "pallas", schedule, target)
-    worker = _Measuring(target, Gpu.none(), lambda step: None)
+    worker = Measuring(Hello("cpu", "cpu", str(tmp_path)), lambda step: None)
 
     def confirmed(fingerprint):
         named = "own_kernels:sum_and_max", problem.canonical(), "pallas", schedule

@@ -1,16 +1,16 @@
 """Whole functions timed in turns."""
 
 import dataclasses
-import fcntl
 import time
 
+import filelock
 import jax
 import jax.numpy as jnp
 import pytest
 
 from scheduler.functions import in_turns
 from scheduler.functions.in_turns import Seconds, compare, faster, margin
-from scheduler.measure import turns
+from scheduler.measure import gpu_lock
 
 
 def sleeping(seconds):
@@ -116,11 +116,10 @@ def test_nobody_else_has_the_device_meanwhile():
     refused = []
 
     def run():
-        with turns._closing(turns._opened("cpu")) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                refused.append(True)
+        try:
+            filelock.FileLock(gpu_lock.require("cpu")).acquire(timeout=0)
+        except filelock.Timeout:
+            refused.append(True)
         return jnp.zeros(())
 
     compare({"one": run}, seconds=0.01)

@@ -713,7 +713,7 @@ def command(*words, code=0):
 
 def test_from_the_command_line_a_range_is_tuned_listed_shown_explained_carried_and_forgotten(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("scheduler.search.places.start_runner", lambda operation, options=None: Told())
+    monkeypatch.setattr("scheduler.search.places.start_runner", lambda *_: Told())
     out, said = command("tune", OWN, "n=20..34", "--budget", 3)
     assert "stepped n=20..34: 3 searches of 3 trials, at most 6 of 3 between them, and 5 of 3" in said
     assert "n=20..34 is answered by the records at" in out

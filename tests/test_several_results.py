@@ -14,11 +14,22 @@ from operations import DOUBLE, DoubleProblem
 import scheduler
 from scheduler import tuned, tuned_softmax
 from scheduler.core.hardware import CPU
-from scheduler.measure import bench as benches
 from scheduler.measure import buffers, rotation, verification
 from scheduler.measure.bench import Bench
 from scheduler.store.store import Store, default_url
-from search_spaces import Columns, Footprint, Kernel, LibraryKernel, Operand, Operation, Phase, Space, Tolerance, load
+from search_spaces import (
+    Columns,
+    Footprint,
+    Kernel,
+    LibraryKernel,
+    Operand,
+    Operation,
+    Phase,
+    Space,
+    Tolerance,
+    jax_compat,
+    load,
+)
 from search_spaces.kernel import Library
 from search_spaces.problem import nbytes
 from search_spaces.softmax_with_lse import SOFTMAX_WITH_LSE, SoftmaxWithLseProblem
@@ -262,7 +273,7 @@ def test_buffers_for_all_results_are_poisoned_and_written_over():
     poison = buffers.poisoning(PairProblem(4))()
     assert [x.dtype for x in poison] == [jnp.float32, jnp.bfloat16]
     assert all(bool(jnp.isnan(x).all()) for x in poison)
-    unwritten = benches.jax_compat.writing_over(lambda x: (x + 1, x + 2))
+    unwritten = jax_compat.writing_over(lambda x: (x + 1, x + 2))
     x = jnp.ones(4)
     lowered = unwritten.lower((x, x), x)
     assert lowered.as_text().count("tf.aliasing_output") == 2

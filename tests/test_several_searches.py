@@ -94,7 +94,8 @@ def test_a_job_of_two_searches_at_once_starts_no_process_and_traces_each_candida
     # more, to see whether its program is the same each time.
     assert all(built[problem.n, str(tile)] in (2, 4) for problem in problems for tile in (1, 2, 4, 8))
     assert all(built[problem.n, "library"] == 1 for problem in problems)
-    assert len([line for line in told(log) if line[2] == "reference"]) == len(problems)
+    measuring = [line for line in told(log) if line[2] == "reference" and line[1] == pool._measuring.pid]
+    assert len(measuring) <= 2 * len(problems), "its shape, and its jaxpr: others compile it"
 
 
 def test_problems_beside_each_other_keep_what_was_compiled_for_them(pool, log):
