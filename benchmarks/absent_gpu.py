@@ -16,22 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-CONFIGURATION = """
-gpu_device_info {{
-  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
-  shared_memory_per_core: {core_bytes}  threads_per_core_limit: {threads}  core_count: {cores}  fpus_per_core: {lanes}
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}  l2_cache_size: {l2_bytes}  clock_rate_ghz: {clock_ghz}
-  device_memory_size: {memory_bytes}
-  shared_memory_per_block_optin: {block_bytes}  cuda_compute_capability {{ major: {major} minor: {minor} }}
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 28 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "{kind}"
-"""
-
 
 def tool(name: str) -> str | None:
     """Where a program of the CUDA toolkit is: in NVIDIA's wheels, or on PATH."""
@@ -101,35 +85,10 @@ def assembled(ptx: Path, architecture: str) -> tuple[int, int]:
 def lowered_for(run: Callable[..., Any], operands: Sequence[Any], hardware: Any) -> Any:
     """`run` lowered for a chip that is not here."""
     import jax
-    from jax.experimental import topologies
-    from jax.experimental.mosaic.gpu import utils
 
-    major, minor = divmod(int(hardware.architecture.removeprefix("sm_")), 10)
-    configuration = CONFIGURATION.format(
-        core_bytes=hardware.onchip_bytes_per_core,
-        block_bytes=hardware.onchip_bytes,
-        threads=hardware.threads_per_core,
-        cores=hardware.cores,
-        lanes=hardware.lanes_per_core,
-        bandwidth=int(hardware.hbm_bytes_per_s),
-        l2_bytes=hardware.l2_bytes,
-        clock_ghz=hardware.clock_hz / 1e9,
-        memory_bytes=hardware.memory_bytes,
-        major=major,
-        minor=minor,
-        kind=hardware.kind,
-    )
-    # Of a device that is not here Mosaic GPU assumes Hopper (jax 0.12).
-    utils._infer_arch = lambda: (major, minor)
-    device = topologies.get_topology_desc(platform="cuda", target_config=configuration, topology="1x1x1").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    from scheduler.measure import absent_gpu
+
+    sharding = jax.sharding.SingleDeviceSharding(absent_gpu.device(hardware))
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in operands]
-    mesh = jax.sharding.AbstractMesh(
-        (1,),
-        ("x",),
-        abstract_device=jax.sharding.AbstractDevice(
-            device_kind=hardware.kind, num_cores=hardware.cores, platform="cuda"
-        ),
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
+    with absent_gpu.compiling_for(hardware):
         return jax.jit(run).lower(*placed)

@@ -57,7 +57,7 @@ FAULTS = {
     "memory": "more memory than the device has",
     "zero": "a time of zero",
     "crowded": "more memory than a share of the device",
-    "large": "a problem that takes half of the memory",
+    "large": "a large problem",
     "killed": "a worker killed from outside",
     "full": "a device whose memory another process takes",
     "vandal": "a kernel that overwrites what others read",

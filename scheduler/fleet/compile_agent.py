@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import socket
-import traceback
 from typing import Any
 
 from scheduler.core import hardware as chips
-from scheduler.core.errors import CandidateFailed
 from scheduler.core.records import Failure
 from scheduler.fleet.messages import versions
 from scheduler.measure.compilers import Compilers, count_of, read_files, write_files
+from scheduler.measure.conversation import replied
 from scheduler.measure.limits import Limits
-from scheduler.measure.protocol import Answer, Defect, Raised, Reply, Request, decode, encode
+from scheduler.measure.protocol import Answer, Request, decode, encode
 from scheduler.measure.runner import RunnerOptions, Task
 from search_spaces import load
 from search_spaces.kernel import Target
@@ -46,27 +46,24 @@ class CompileAgent:
         assert isinstance(request, Request)
         assert self._limits is not None, "`begin` comes first"
         write_files(files, self._compilers.directory)
-        reply: Reply
-        try:
-            operation = load(request.operation)
-            task = Task(
-                operation,
-                operation.problem.from_canonical(request.problem),
-                request.backend,
-                request.schedule,
-                request.repetitions,
-                request.l2,
-                raising=request.raising,
-                fingerprint=request.fingerprint,
-            )
-            found = self._compilers.compile(task, request.do, self._limits, request.programs)
-        except CandidateFailed as failed:
-            reply = Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-        except Exception:
-            reply = Defect(traceback.format_exc())
-        else:
-            reply = Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)
-        made = read_files(reply.programs, self._compilers.directory) if isinstance(reply, Answer) else {}
-        if isinstance(reply, Answer) and reply.programs is not None:
-            self._compilers.forget(reply.programs)
+        reply = replied(functools.partial(self._answer, request, self._limits))
+        if not isinstance(reply, Answer) or reply.programs is None:
+            return encode(reply), {}
+        made = read_files(reply.programs, self._compilers.directory)
+        self._compilers.forget(reply.programs)
         return encode(reply), made
+
+    def _answer(self, request: Request, limits: Limits) -> Answer:
+        operation = load(request.operation)
+        task = Task(
+            operation,
+            operation.problem.from_canonical(request.problem),
+            request.backend,
+            request.schedule,
+            request.repetitions,
+            request.l2,
+            raising=request.raising,
+            fingerprint=request.fingerprint,
+        )
+        found = self._compilers.compile(task, request.do, limits, request.programs)
+        return Answer(found) if isinstance(found, Failure) else Answer(None, programs=found)

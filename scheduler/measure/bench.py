@@ -81,7 +81,7 @@ class Bench:
         self._builder = builder or Builder(hardware, announce)
         self._exclusive, self._announce, self._in_turn = exclusive, announce, False
         self._clock, self._l2 = condition(problem, hardware, l2)
-        # What is compiled here is not compiled later, while other processes wait for their turns.
+        # What is compiled here is not compiled later, while this bench holds the lock of the device.
         timer.attach(self._clock)
         self._checks: dict[Problem, Checks] = {}
         self._special = False  # whether what alters operands is compiled
@@ -188,7 +188,7 @@ class Bench:
     def _wrong_on(self, candidate: Built, problem: Problem, seed: int, runs: int = 1) -> str | None:
         """What is wrong with a candidate's answers for operands that are drawn now, and not kept.
 
-        All in one turn, once the programs that check it are compiled.
+        Once the programs that check it are compiled, all of it holds the lock of the device.
         """
         with self._turn() if problem in self._checks else contextlib.nullcontext():
             return self._wrong(candidate, problem, self._drawn(problem, seed), runs)
@@ -196,7 +196,7 @@ class Bench:
     def _wrong_on_special(self, candidate: Built) -> str | None:
         """What is wrong with a candidate's answers for special operands.
 
-        All in one turn, once what draws and checks them is compiled: as of `_wrong_on`.
+        Once the programs that draw and check them are compiled, all of it holds the lock of the device.
         """
         kinds = self._problem.special()
         if kinds and not self._special:
@@ -313,7 +313,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Within it programs are compiled beside others' timing, and run in turns; in a turn, as part of that."""
+        """Within this context, programs are compiled without the lock of the device, and run with it."""
 
         def announce() -> None:
             if not self._in_turn:
@@ -335,7 +335,7 @@ class Bench:
             return self._draw_of(problem, inputs)
 
     def _operands(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
-        """Operands, drawn in a turn. Before it, what checks the problem is compiled, where this has not been."""
+        """Draws operands. Before that, the programs that check the problem are compiled, where they have not been."""
         with self._preparing():
             if problem in self._checks:
                 return problem.inputs(seed)
@@ -363,7 +363,7 @@ class Bench:
         self._unfilled = fill
 
     def _fill(self) -> None:
-        """What operands come to, and for a cold cache as many copies as make a rotation miss it; within a turn."""
+        """What operands come to, and for a cold cache as many copies as make a rotation miss it; with the lock."""
         if self._unfilled is not None:
             self._unfilled()
             self._unfilled = None

@@ -14,17 +14,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scheduler.core import safe_text
-from scheduler.core.errors import CandidateFailed, RemoteTrace, SchedulerError, WorkerError
+from scheduler.core.errors import SchedulerError, WorkerError
 from scheduler.core.hardware import GIB
 from scheduler.core.interrupts import WAKE_S
 from scheduler.core.records import Failure
 from scheduler.measure.checks import PARTS
 from scheduler.measure.gpu import Gpu
 from scheduler.measure.limits import Limits
-from scheduler.measure.protocol import Answer, Defect, Do, Programs, Raised, Request, decode, encode
+from scheduler.measure.protocol import Do, Programs, Request, decode, encode
 from scheduler.measure.runner import Task
 from scheduler.measure.subprocess_pipe import Children, Ended, Limit
-from scheduler.measure.worker_process import Compiler, WorkerProcess, WorkerResult, cores, requested, stop_all
+from scheduler.measure.worker_process import (
+    Compiler,
+    WorkerProcess,
+    WorkerResult,
+    cores,
+    requested,
+    result_of,
+    stop_all,
+)
 from search_spaces.kernel import Target
 
 # What a compile process takes of the host's memory.
@@ -67,32 +75,18 @@ class Helper:
             self.pid = None
             raise
         write_files(files, self._directory)
-        match decode(answer):
-            case Answer(outcome, retryable, _, programs):
-                return WorkerResult(outcome, retryable, programs=programs)
-            case Raised(text, trace):
-                raise CandidateFailed(text) from RemoteTrace(trace)
-            case Defect(trace):
-                raise WorkerError(f"a compile process of another host failed outside of any candidate:\n{trace}")
-            case other:
-                raise WorkerError(f"a compile process of another host answered a request with {other}")
+        return result_of(decode(answer))
 
 
 def read_files(programs: Programs | None, directory: Path) -> dict[str, bytes]:
     """The content of the files of compiled programs."""
-    return {name: (directory / name).read_bytes() for name in _names(programs)}
+    return {name: (directory / name).read_bytes() for name in (programs.names if programs is not None else ())}
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
     """The inverse of `read_files`."""
     for name, content in files.items():
         (directory / Path(name).name).write_bytes(content)
-
-
-def _names(programs: Programs | None) -> list[str]:
-    if programs is None:
-        return []
-    return [name for name in (programs.candidate, *programs.again, programs.neighbour) if name]
 
 
 class Compilers:
@@ -211,7 +205,7 @@ class Compilers:
 
     def forget(self, programs: Programs) -> None:
         """Removes the files."""
-        for name in _names(programs):
+        for name in programs.names:
             (self.directory / name).unlink(missing_ok=True)
 
     def close(self) -> None:

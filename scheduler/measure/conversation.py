@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import traceback
@@ -91,17 +92,24 @@ def loads_otherwise(request: Request, target: Target) -> str:
     )
 
 
+def replied(answer: Callable[[], Answer]) -> Reply:
+    """The answer, or the message about what was raised in its place."""
+    try:
+        return answer()
+    except CandidateFailed as failed:  # as the task wanted
+        return Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
+    except BaseException:  # the parent raises it: a defect, with its whole trace
+        return Defect(traceback.format_exc())
+
+
 def _serve(service: Service, requests: Iterable[str], say: Callable[[Message], None]) -> None:
+    def answer(line: str) -> Answer:
+        request = decode(line)
+        assert isinstance(request, Request)
+        return service.answer(request)
+
     for line in requests:
-        reply: Reply
-        try:
-            request = decode(line)
-            assert isinstance(request, Request)
-            reply = service.answer(request)
-        except CandidateFailed as failed:  # as the task wanted
-            reply = Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-        except BaseException:  # the parent raises it: a defect, with its whole trace
-            reply = Defect(traceback.format_exc())
+        reply = replied(functools.partial(answer, line))
         say(reply)
         if isinstance(reply, Answer) and reply.fatal:
             os._exit(0)  # what a broken context would do in its destructors, nobody knows

@@ -1,4 +1,4 @@
-"""How long each step of a worker may take."""
+"""How long each step of a process may take."""
 
 from __future__ import annotations
 

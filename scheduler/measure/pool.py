@@ -143,10 +143,10 @@ class Pool:
         self._children = Children()
         self._measuring = WorkerProcess(OnDevice(gpu, str(self._compilers.directory)), self._children)
         self._compiled: dict[What, dict[Any, Programs]] = {}
-        self._held: dict[What, int] = {}  # by how many; the first is the oldest
-        self._alone = False  # whether what is held is to have none beside it
-        self._waiting: list[object] = []  # who waits to hold a problem
-        self._requests: list[tuple[int, int]] = []  # that wait for the measuring process: a heap
+        self._held: dict[What, int] = {}  # how many searches hold each problem, the oldest problem first
+        self._alone = False  # whether the problem that is held excludes others
+        self._waiting: list[object] = []  # searches that wait to hold a problem, in order
+        self._requests: list[tuple[int, int]] = []  # requests that wait for the measuring process: a heap
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
         self._changed = threading.Condition()  # of these

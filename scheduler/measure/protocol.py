@@ -69,6 +69,11 @@ class Programs:
     again: tuple[str, ...] = ()
     neighbour: str = ""
 
+    @property
+    def names(self) -> list[str]:
+        """Every file."""
+        return [name for name in (self.candidate, *self.again, self.neighbour) if name]
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

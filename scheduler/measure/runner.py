@@ -29,7 +29,7 @@ class RunnerOptions:
       device: the GPU, by its index among the visible ones.
       workers: how many compile processes, on a CPU too; None is as many as `Pool` takes on a GPU, none on a CPU.
       compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
-      run_timeout_s: seconds that one turn on the device may take; None adapts to the fastest candidate. Below
+      run_timeout_s: seconds that one run on the device may take; None adapts to the fastest candidate. Below
         `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
       searches: how many problems a pool takes at once; None is two where a device's own clock times kernels, whatever
         is compiled beside it, and one elsewhere.

@@ -21,7 +21,7 @@ FIRST_REPETITIONS = 3
 
 
 def attach(clock: Clock) -> None:
-    """Start the device's clock, which takes longer than to measure by it: before a turn on the device, not within."""
+    """Starts the clock of the device, before the lock of the device is taken: starting takes longer than measuring."""
     if clock == "cupti":
         x = jnp.zeros(8)
         with contextlib.suppress(RuntimeError):  # a clock that does not work is for `measure` to tell

@@ -59,7 +59,7 @@ def compared_elements(problem: Problem) -> int:
 def comparisons(
     problem: Problem, expected: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: Rows | None = None
 ) -> tuple[Any, ...]:
-    """What `mismatch` runs on each result, compiled where processes share programs, and a device by turns.
+    """What `mismatch` runs on each result, compiled where processes share programs.
 
     Args:
       expected: of which only shapes and dtypes are asked.

@@ -43,14 +43,12 @@ class WorkerResult:
     Attributes:
       outcome: None where a candidate was confirmed.
       retryable: something else than the candidate may be at fault.
-      overrun: the step that did not end in time; "" where none did.
       lost: why the worker has no process any more; "" where it has one.
       programs, refused: as in `protocol.Answer`.
     """
 
     outcome: Outcome | None
     retryable: bool = False
-    overrun: str = ""
     lost: str = ""
     programs: protocol.Programs | None = None
     refused: str = ""
@@ -220,18 +218,13 @@ class WorkerProcess:
         try:
             reply = self._child.ask(request, "prepare", limit_s, ended)
         except Overrun as overrun:
-            return WorkerResult(Failure("timeout", str(overrun)), overrun=overrun.step, lost=self._replace())
+            return WorkerResult(Failure("timeout", str(overrun)), lost=self._replace())
         except EOFError as death:  # it may have been killed from outside
             return WorkerResult(Failure("worker", str(death)), retryable=True, lost=self._replace())
-        match reply:
-            case protocol.Raised(text, trace):
-                raise CandidateFailed(text) from RemoteTrace(trace)
-            case protocol.Answer(outcome, retryable, fatal, programs, refused):
-                lost = self._replace() if fatal else ""
-                return WorkerResult(outcome, retryable, lost=lost, programs=programs, refused=refused)
-            case protocol.Defect(trace):
-                raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
-        raise WorkerError(f"a worker answered a request with {reply}")
+        result = result_of(reply)
+        if isinstance(reply, protocol.Answer) and reply.fatal:
+            return dataclasses.replace(result, lost=self._replace())
+        return result
 
     def _replace(self) -> str:
         """Starts a process in place of the one that was lost; why none starts, or ""."""
@@ -276,6 +269,23 @@ def _here() -> str:
         return os.getcwd()
     except OSError:  # it is gone
         return ""
+
+
+def result_of(reply: protocol.Message) -> WorkerResult:
+    """The result of a request, of its answer.
+
+    Raises:
+      WorkerError: the process met a defect of the program, or this is no answer.
+      CandidateFailed: as `WorkerProcess.request`.
+    """
+    match reply:
+        case protocol.Raised(text, trace):
+            raise CandidateFailed(text) from RemoteTrace(trace)
+        case protocol.Answer(outcome, retryable, _, programs, refused):
+            return WorkerResult(outcome, retryable, programs=programs, refused=refused)
+        case protocol.Defect(trace):
+            raise WorkerError(f"a worker failed outside of any candidate:\n{trace}")
+    raise WorkerError(f"a worker answered a request with {reply}")
 
 
 def stop_all(workers: Sequence[WorkerProcess]) -> None:
