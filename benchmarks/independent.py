@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -67,7 +66,7 @@ class FreshProcesses:
         self._pools: list[Pool] = []
         try:
             for _ in range(count):
-                self._pools.append(Pool(each, RunnerOptions(workers=1)))
+                self._pools.append(Pool(each, RunnerOptions(workers=1, keep_programs=False)))
         except BaseException:
             self.close()
             raise
@@ -94,7 +93,6 @@ def start_fresh() -> Runner:
     Raises:
       WorkerError: the processes cannot start.
     """
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # each compiles for itself
     gpu = Gpu.wanted()
     return InProcess() if gpu is None else FreshProcesses(gpu)
 

@@ -335,6 +335,9 @@ def test_the_programs_that_xla_tuned_on_a_gpu_are_kept_for_the_next_search_unles
     assert "JAX_COMPILATION_CACHE_DIR" not in on_cpu.environment()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/the/users")
     assert on_gpu.environment()["JAX_COMPILATION_CACHE_DIR"] == "/the/users"
+    apart = OnDevice(Gpu("0", "uuid", "", GIB), "programs", keep_programs=False)
+    assert apart.environment()["JAX_ENABLE_COMPILATION_CACHE"] == "0"
+    assert "JAX_ENABLE_COMPILATION_CACHE" not in on_gpu.environment()
 
 
 def test_without_a_compile_process_the_measuring_process_compiles_and_a_warning_says_why(monkeypatch):

@@ -141,7 +141,9 @@ class Pool:
         # While another pool times its finalists, this one compiles on more than its share of the processes.
         self.slots = min(self._compilers.count, 2 * share) + READY
         self._children = Children()
-        self._measuring = WorkerProcess(OnDevice(gpu, str(self._compilers.directory)), self._children)
+        self._measuring = WorkerProcess(
+            OnDevice(gpu, str(self._compilers.directory), options.keep_programs), self._children
+        )
         self._compiled: dict[What, dict[Any, Programs]] = {}
         self._held: dict[What, int] = {}  # how many searches hold each problem, the oldest problem first
         self._alone = False  # whether the problem that is held excludes others

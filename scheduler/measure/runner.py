@@ -35,6 +35,8 @@ class RunnerOptions:
         is compiled beside it, and one elsewhere.
       hardware: the chip, by its name as `hardware.find` takes it; where it is not here, its compiler tells how long
         candidates take (`ahead_of_time.AheadOfTime`). "" is the one that is here.
+      keep_programs: whether a process that measures on a GPU keeps what it compiles there, the programs of libraries,
+        in JAX's persistent compilation cache.
     """
 
     device: int = 0
@@ -43,6 +45,7 @@ class RunnerOptions:
     run_timeout_s: float | None = None
     searches: int | None = None
     hardware: str = ""
+    keep_programs: bool = True
 
     def __post_init__(self) -> None:
         checked.whole("device", self.device, least=0)

@@ -74,12 +74,13 @@ class OnDevice:
 
     Args:
       programs: a directory that it shares with others.
+      keep_programs: as in `RunnerOptions`.
     """
 
     module = "scheduler.measure.worker"
 
-    def __init__(self, gpu: Gpu, programs: str) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: Gpu, programs: str, keep_programs: bool = True) -> None:
+        self._gpu, self._keep_programs = gpu, keep_programs
         self.hello = protocol.Hello(gpu.uuid, "cuda" if gpu.index else "cpu", programs)
 
     def environment(self) -> dict[str, str]:
@@ -91,6 +92,7 @@ class OnDevice:
         return (
             kept
             | own
+            | ({} if self._keep_programs else {"JAX_ENABLE_COMPILATION_CACHE": "0"})
             | {
                 "CUDA_VISIBLE_DEVICES": self._gpu.index,
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
