@@ -154,7 +154,8 @@ def test_no_worker_is_left_of_a_pool_on_an_unknown_chip(monkeypatch):
         return {int(path.name) for path in processes if _parent(path) == os.getpid() and _serves(path)}
 
     def unknown(target):
-        started.update(workers() - before)
+        while not started:  # threads start them
+            started.update(workers() - before)
         raise UnknownChip(f"{target.kind} is not in the table of chips")
 
     before, started = workers(), set()
@@ -171,12 +172,25 @@ def test_closing_a_pool_ends_what_is_under_way():
         ThreadPoolExecutor(1) as one,
     ):
         hanging = one.submit(pool.measure, faulty("hang"))
-        time.sleep(1)
+        pool._found()
         process = pool._measuring._child._process
+        while not pool._busy:
+            time.sleep(0.01)
         pool.close()
         with pytest.raises(WorkerError, match="were stopped"):
             hanging.result()
         assert process.returncode == -signal.SIGKILL
+
+
+def test_a_pool_that_is_closed_while_its_processes_start_ends_them():
+    with ThreadPoolExecutor(1) as one:
+        pool = Pool(Gpu(index="", uuid="starting", driver="", free_bytes=GIB), RunnerOptions(workers=1))
+        asked = one.submit(pool.measure, task("ok"))
+        pool.close()
+        with pytest.raises(WorkerError, match="were stopped"):
+            asked.result()
+        assert pool._measuring.pid is None
+        assert not pool._compilers.pids
 
 
 def test_limits_adapt_to_what_was_seen_unless_they_are_told():

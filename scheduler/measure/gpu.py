@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Collection
 
-from scheduler.core import nvidia_smi
+from scheduler.core import cuda_driver, nvidia_smi
 from scheduler.core.errors import WorkerError
+from scheduler.core.hardware import CPU
 from scheduler.measure import gpu_lock
 from search_spaces import jax_compat
+from search_spaces.kernel import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,19 @@ class Gpu:
         """Stands for no GPU: its processes run on the CPU."""
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls("", "cpu", "", memory_bytes)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of a process that sees this GPU alone."""
+        return {"CUDA_VISIBLE_DEVICES": self.index, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+    def target(self) -> Target | None:
+        """The chip, as CUDA's driver describes it to a process of its own; None where the driver says nothing."""
+        if not self.index:
+            return CPU.target
+        command = [sys.executable, "-S", cuda_driver.__file__]
+        asked = subprocess.run(command, env=os.environ | self.variables, capture_output=True, text=True, check=False)
+        return None if asked.returncode else Target("cuda", **json.loads(asked.stdout))
 
     def others(self, own: Collection[int]) -> int:
         """How many processes compute on this GPU besides those with the ids `own`."""

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +39,7 @@ from scheduler.measure.worker_process import (
     requested,
 )
 from search_spaces import locate
+from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
@@ -123,7 +125,8 @@ class Pool:
         default the pool has its own.
 
     Raises:
-      WorkerError: too little of the GPU's memory is free, or the measuring process does not start.
+      WorkerError: too little of the GPU's memory is free, or the measuring process does not start and nothing else
+        tells which chip this is.
       UnknownChip: the table of chips tells nothing of this one.
     """
 
@@ -145,6 +148,7 @@ class Pool:
             OnDevice(gpu, str(self._compilers.directory), options.keep_programs), self._children
         )
         self._compiled: dict[What, dict[Any, Programs]] = {}
+        self._to_confirm: dict[What, dict[Any, Future[Programs | Failure]]] = {}
         self._held: dict[What, int] = {}  # how many searches hold each problem, the oldest problem first
         self._alone = False  # whether the problem that is held excludes others
         self._waiting: list[object] = []  # searches that wait to hold a problem, in order
@@ -152,15 +156,16 @@ class Pool:
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
         self._changed = threading.Condition()  # of these
+        self._starting = threading.Thread(target=self._begin, name="scheduler-start", daemon=True)
+        self._refused: WorkerError | None = None  # why the measuring process does not start
         atexit.register(self.close)
         try:
+            self._starting.start()
             self._compilers.start()
-            if (refused := self._measuring.begin()) is not None:
-                raise refused
-            target = self._measuring.target
-            assert target is not None
-            self.hardware = chips.describe(target)
-            self._compilers.aim(target)
+            # The driver tells at once for which chip to compile: the measuring process takes seconds to start.
+            self._target = gpu.target() or self._found()
+            self.hardware = chips.describe(self._target)
+            self._compilers.aim(self._target)
         except BaseException:
             self.close()
             raise
@@ -201,15 +206,35 @@ class Pool:
         return outcome
 
     def confirm(self, task: Task) -> Failure | None:
+        self.compile_ahead(task)
         programs = self._known(task)
-        if programs is not None and programs.candidate:
-            found = self._compilers.compile(task, "confirm", self._limits, programs)
+        if (compiling := self._to_confirm.get(_what(task), {}).get(_candidate(task))) is not None:
+            found = compiling.result()
             if isinstance(found, Failure):
                 return found
             programs = found
         outcome = self._ask(task, "confirm", programs)
         assert outcome is None or isinstance(outcome, Failure)
         return outcome
+
+    def compile_ahead(self, task: Task) -> None:
+        """Has a compile process compile what `confirm` of this task runs, once. Does not block."""
+        programs, what = self._known(task), _what(task)
+        if programs is None or not programs.candidate:
+            return
+        with self._changed:
+            known = self._to_confirm.setdefault(what, {})
+            if (candidate := _candidate(task)) in known:
+                return
+            compiling = known[candidate] = Future()
+
+        def compile_it() -> None:
+            try:
+                compiling.set_result(self._compilers.compile(task, "confirm", self._limits, programs))
+            except BaseException as error:
+                compiling.set_exception(error)
+
+        threading.Thread(target=compile_it, name="scheduler-ahead", daemon=True).start()
 
     def help(self, sends: Sequence[Transport]) -> None:
         """Compile processes of other hosts take part from now on, one for each transport."""
@@ -226,6 +251,8 @@ class Pool:
                 return
             self._closed = True
         self._measuring.abandon()
+        if self._starting.ident is not None:
+            self._starting.join()
         if self._owns_compilers:
             self._compilers.close()
         self._measuring.stop()
@@ -235,8 +262,8 @@ class Pool:
         """The answer of the measuring process."""
         what = _what(task)
         with self._device(what) as held:
-            if self._measuring.pid is None and not self._closed and (refused := self._measuring.begin()) is not None:
-                raise DeviceLost(f"the measuring process was lost, and the device takes no new one: {refused}")
+            if not self._closed:
+                self._require_process()
             beside = tuple(
                 Held(named, problem.canonical(), l2)
                 for operation, problem, l2 in held
@@ -248,8 +275,35 @@ class Pool:
             self._warned = True
             safe_text.warn(f"candidates are compiled once more, where they are measured: {result.refused}")
         if result.lost and result.retryable:
-            raise DeviceLost(f"the measuring process was lost, and the device takes no new one: {result.lost}")
+            raise DeviceLost(f"the device takes no measuring process: {result.lost}")
         return result.outcome
+
+    def _begin(self) -> None:
+        try:
+            self._refused = self._measuring.begin()
+        except Exception as error:  # the pool is closed meanwhile
+            self._refused = WorkerError(str(error))
+
+    def _found(self) -> Target:
+        """The chip that the measuring process has found. Blocks until that has started."""
+        while self._starting.is_alive():
+            self._starting.join(WAKE_S)
+        if self._refused is not None:
+            raise self._refused
+        assert self._measuring.target is not None
+        return self._measuring.target
+
+    def _require_process(self) -> None:
+        """Waits until the measuring process has started; starts another in place of one that is gone."""
+        try:
+            self._found()
+            refused = self._measuring.begin() if self._measuring.pid is None else None
+        except WorkerError as never_started:
+            refused = never_started
+        if refused is not None:
+            raise DeviceLost(f"the device takes no measuring process: {refused}")
+        if self._found() != self._target:
+            raise WorkerError(f"the driver says that the chip is {self._target}, and JAX says {self._found()}")
 
     @contextlib.contextmanager
     def _device(self, what: What) -> Iterator[tuple[What, ...]]:
@@ -321,6 +375,12 @@ class Pool:
 
     def _forget(self, what: What) -> None:
         for programs in self._compiled.pop(what, {}).values():
+            self._compilers.forget(programs)
+        for compiling in self._to_confirm.pop(what, {}).values():
+            compiling.add_done_callback(self._forget_unused)
+
+    def _forget_unused(self, compiled: Future[Programs | Failure]) -> None:
+        if compiled.exception() is None and isinstance(programs := compiled.result(), Programs):
             self._compilers.forget(programs)
 
     def __enter__(self) -> Pool:

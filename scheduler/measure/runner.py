@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from scheduler.core import checked
 from scheduler.core import hardware as chips
@@ -134,6 +134,14 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Ends all there is. Where `measure` blocks in another thread, it may raise a WorkerError."""
+
+
+@runtime_checkable
+class CompilesAhead(Protocol):
+    """A runner with processes that compile while others measure."""
+
+    def compile_ahead(self, task: Task) -> None:
+        """Has a process compile what `confirm` of this task runs, once. Does not block."""
 
 
 class InProcess:

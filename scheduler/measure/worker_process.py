@@ -93,9 +93,8 @@ class OnDevice:
             kept
             | own
             | ({} if self._keep_programs else {"JAX_ENABLE_COMPILATION_CACHE": "0"})
+            | self._gpu.variables
             | {
-                "CUDA_VISIBLE_DEVICES": self._gpu.index,
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
                 "JAX_PLATFORMS": "cuda,cpu" if self._gpu.index else "cpu",
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             }

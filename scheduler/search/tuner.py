@@ -23,7 +23,7 @@ from scheduler.measure.bench import calls_to_confirm
 from scheduler.measure.pool import start_runner
 from scheduler.measure.reduced import smaller
 from scheduler.measure.rotation import condition
-from scheduler.measure.runner import Runner, RunnerOptions, Task
+from scheduler.measure.runner import CompilesAhead, Runner, RunnerOptions, Task
 from scheduler.model.pruning import counted
 from scheduler.prediction.transfer import WORTH_A_TRIAL, Neighbour, near, nearest
 from scheduler.search.candidates import Candidates, Recorded, collect, fingerprint, identified, reference
@@ -198,6 +198,7 @@ class _Tuning:
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
+        self._ahead: set[int] = set()  # finalists so far, for which programs are compiled already
         self.repetitions, self.repetitions_of_round = runner.hardware.abilities.repetitions
 
     def run(
@@ -382,6 +383,8 @@ class _Tuning:
                 late = seconds is not None and bool(begun) and time.perf_counter() - started > seconds
                 while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
+                if threads.running < self._capacity():
+                    self._compile_ahead()
                 self.keeping.flush()  # while the device is at the next ones
                 if told is not None and progress is not None:
                     progress(told)
@@ -414,8 +417,20 @@ class _Tuning:
     def _measure(self, index: int) -> Outcome:
         return self.runner.measure(self._task(index, self.repetitions))
 
+    def _compile_ahead(self) -> None:
+        """Uses processes that have no candidate left to compile for those that are the finalists by now."""
+        if isinstance(self.runner, CompilesAhead):
+            trials = self.trials
+            for index in fastest(trials.measured(), FINALISTS, lambda index: trials.ended[index].backend):
+                if index not in self._ahead:
+                    self._ahead.add(index)
+                    self.runner.compile_ahead(self._finalist(index))
+
+    def _finalist(self, index: int) -> Task:
+        return identified(self._task(index, self.repetitions), self.runner.hardware.target)
+
     def _confirm(self, index: int) -> Failure | None:
-        return self.runner.confirm(identified(self._task(index, self.repetitions), self.runner.hardware.target))
+        return self.runner.confirm(self._finalist(index))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
         """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
