@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,10 +32,12 @@ from scheduler.cli.stores import no_store, user_store
 from scheduler.cli.terminal import console_here, output, print_json, say, shown_progress
 from scheduler.core.checked import MOST
 from scheduler.core.errors import SchedulerError, StoreError
+from scheduler.core.threads import in_thread
 
 if TYPE_CHECKING:
     from scheduler.core.hardware import Hardware
     from scheduler.core.progress import Progress
+    from scheduler.measure.runner import Runner, RunnerOptions
     from scheduler.search.job_run import Step
     from scheduler.search.places import Device as PlaceOfDevice
     from scheduler.search.places import Place
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 
 def tune(
+    context: typer.Context,
     operation: Annotated[
         str | None, typer.Argument(help="A name (matmul), package.module:NAME, or file.py:NAME.")
     ] = None,
@@ -127,10 +131,15 @@ def tune(
         raise typer.BadParameter("--store goes with --replay: what is measured here is stored in any case")
     if job is not None and (budget, effort, seconds, backends) != (None, None, None, None):
         raise typer.BadParameter("budget, effort, seconds and backends of a job are written in its file")
+    from scheduler.measure.runner import RunnerOptions
+
+    opened = None
+    if operation is not None and (replay, engine, devices, hardware) == (None, None, None, None):
+        opened = _begun(operation, RunnerOptions(device, workers, compile_timeout, run_timeout))
+        context.call_on_close(functools.partial(_closed, opened))
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
     from scheduler.measure.replay import Replay
-    from scheduler.measure.runner import RunnerOptions
     from scheduler.search import jobs, places
     from scheduler.search.named_samplers import sampler_of
     from scheduler.search.range_text import is_range
@@ -191,6 +200,8 @@ def tune(
             where = stack.enter_context(fleet(engine, address, hardware, options))
         elif devices is not None and first is not None:
             where = chosen(devices, first, options)
+        elif opened is not None:
+            where = [places.Device(opened.result)]
         _tune(
             tasks,
             store,
@@ -205,6 +216,22 @@ def tune(
             first_error=first_error,
             as_json=as_json,
         )
+
+
+def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
+    """A runner whose processes start while this process imports what else it needs."""
+    from scheduler.measure.pool import start_runner
+    from search_spaces import load
+
+    with usage_errors():
+        loaded = load(operation)
+    return in_thread(functools.partial(start_runner, loaded, options), "scheduler-start")
+
+
+def _closed(opened: Future[Runner]) -> None:
+    """Closes the runner, which the command may have ended without."""
+    if opened.exception() is None:
+        opened.result().close()
 
 
 def _tune_missed(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -40,6 +41,20 @@ def _end_at_once() -> None:
 
 
 atexit.register(_end_at_once)
+
+
+def in_thread(call: Callable[[], R], name: str) -> Future[R]:
+    """What `call` returns or raises, in a thread that nobody waits for where the process ends."""
+    future: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Threads(Generic[T, R]):

@@ -20,7 +20,7 @@ from scheduler.core.hardware import GIB, Hardware
 from scheduler.core.identity import point_of
 from scheduler.core.interrupts import WAKE_S
 from scheduler.core.records import L2, Failure, Measurement, Outcome
-from scheduler.core.threads import Threads
+from scheduler.core.threads import Threads, in_thread
 from scheduler.measure import gpu_lock
 from scheduler.measure.ahead_of_time import AheadOfTime
 from scheduler.measure.compilers import Compilers, Helper, Transport, count_of
@@ -226,15 +226,8 @@ class Pool:
             known = self._to_confirm.setdefault(what, {})
             if (candidate := _candidate(task)) in known:
                 return
-            compiling = known[candidate] = Future()
-
-        def compile_it() -> None:
-            try:
-                compiling.set_result(self._compilers.compile(task, "confirm", self._limits, programs))
-            except BaseException as error:
-                compiling.set_exception(error)
-
-        threading.Thread(target=compile_it, name="scheduler-ahead", daemon=True).start()
+            compile_it = functools.partial(self._compilers.compile, task, "confirm", self._limits, programs)
+            known[candidate] = in_thread(compile_it, "scheduler-ahead")
 
     def help(self, sends: Sequence[Transport]) -> None:
         """Compile processes of other hosts take part from now on, one for each transport."""

@@ -7,11 +7,10 @@ Learning (2006), chapters 2 and 4.2.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
-from scipy.linalg import solve_triangular
-from scipy.spatial.distance import cdist
-from scipy.special import ndtr
 
 Array = npt.NDArray[np.float64]
 
@@ -26,7 +25,7 @@ def predict(x: Array, y: Array, at: Array) -> tuple[Array, Array]:
     """Mean and standard deviation of the function at points `at`, after values `y` at points `x`."""
     level = y.mean()
     lower: Array = np.linalg.cholesky(_correlation(x, x) + _NOISE * np.eye(len(y))).astype(np.float64, copy=False)
-    whitened = solve_triangular(lower, y - level, lower=True)
+    whitened = _solved(lower, (y - level)[:, None])[:, 0]
     cross = _solved(lower, _correlation(x, at))
     variance = max(float(whitened @ whitened) / len(y), 1e-12)
     left = np.maximum(1 - np.einsum("ij,ij->j", cross, cross), 1e-12)
@@ -40,6 +39,8 @@ def _solved(lower: Array, right: Array) -> Array:
     search solves so every 0.1 s, beside workers that compile: two of these on two cores got 70 % of their work done.
     """
     if lower.size * right.shape[1] > _THREADED:
+        from scipy.linalg import solve_triangular  # SciPy takes 0.7 s to import
+
         solution: Array = solve_triangular(lower, right, lower=True)
         return solution
     solved = np.empty_like(right)
@@ -52,11 +53,13 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     """By how much a value drawn at each point is expected to fall below `best` (Jones et al., 1998)."""
     z = (best - mean) / deviation
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-    improvement: Array = deviation * (z * ndtr(z) + density)
+    below = (1 + np.array([*map(math.erf, z / 2**0.5)])) / 2
+    improvement: Array = deviation * (z * below + density)
     return improvement
 
 
 def _correlation(x: Array, at: Array) -> Array:
-    r = 5.0**0.5 / (_LENGTH * max(x.shape[1], 1) ** 0.5) * cdist(x, at)
+    squares = sum((np.subtract.outer(a, b) ** 2 for a, b in zip(x.T, at.T, strict=True)), np.zeros((len(x), len(at))))
+    r = 5.0**0.5 / (_LENGTH * max(x.shape[1], 1) ** 0.5) * np.sqrt(squares)
     correlation: Array = (1 + r + r**2 / 3) * np.exp(-r)
     return correlation
