@@ -6,10 +6,10 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import queue
+import heapq
+import itertools
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from scheduler.measure.worker_process import (
 )
 from search_spaces.kernel import Target
 
+# What is compiled first: the measuring process waits for what checks answers, and finalists end a search.
+URGENCY: tuple[Do, ...] = ("prepare", "confirm", "measure")
 # What a compile process takes of the host's memory.
 PROCESS_BYTES = GIB
 
@@ -113,10 +115,12 @@ class Compilers:
         self._main = Compiler(self._folder.name)
         self._target: Target | None = None
         self._processes = [WorkerProcess(self._main, self._children) for _ in range(count)]
-        self._free: queue.SimpleQueue[WorkerProcess | Helper] = queue.SimpleQueue()
+        self._free: list[WorkerProcess | Helper] = []
+        self._waiting: list[tuple[int, int]] = []  # requests that wait for a process: a heap
+        self._numbers = itertools.count()
         self._refusals: list[WorkerError] = []
         self._started = self._closed = self._warned = False
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # of these
         self._aimed = threading.Event()
 
     def start(self) -> None:
@@ -176,17 +180,13 @@ class Compilers:
         with self._lock:
             self.count += len(helpers)
         for helper in helpers:
-            self._free.put(helper)
+            self._release(helper)
 
     def _answered(self, request: Request, task: Task, limits: Limits) -> Programs | Failure:
         limit_s = limits.of(task)
         while True:
-            if (process := self._take()) is None:
+            if (process := self._take(request.do)) is None:
                 return Programs()
-            if request.do == "prepare" and isinstance(process, Helper):  # what it stores is of no use here
-                self._free.put(process)
-                time.sleep(WAKE_S)
-                continue
             try:
                 result = process.request(request, limit_s, limits.ended)
                 break
@@ -194,7 +194,7 @@ class Compilers:
                 continue
             finally:
                 if process.pid is not None:
-                    self._free.put(process)
+                    self._release(process)
                 else:
                     self._refuse(WorkerError("a compile process was lost, and none starts in its place"))
         if result.outcome is None:
@@ -226,20 +226,38 @@ class Compilers:
         self._children.shut_down()
         self._folder.cleanup()
 
-    def _take(self) -> WorkerProcess | Helper | None:
-        """A free process; None where none starts."""
-        while True:
-            with contextlib.suppress(queue.Empty):
-                return self._free.get(timeout=WAKE_S)
-            with self._lock:
-                if len(self._refusals) < self.count:
-                    continue
-                if self._closed:
-                    raise WorkerError("the worker processes were stopped")
-                if not self._warned:
-                    self._warned = True
-                    safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
-                return None
+    def _take(self, do: Do) -> WorkerProcess | Helper | None:
+        """A free process that no more urgent request waits for; None where none starts."""
+
+        def fits(one: WorkerProcess | Helper, request: tuple[int, int]) -> bool:
+            # What a process of another host prepares is of no use here.
+            return URGENCY[request[0]] != "prepare" or not isinstance(one, Helper)
+
+        with self._lock:
+            request = URGENCY.index(do), next(self._numbers)
+            heapq.heappush(self._waiting, request)
+            try:
+                while len(self._refusals) < self.count and not self._closed:
+                    for one in self._free:
+                        if request == min((other for other in self._waiting if fits(one, other)), default=None):
+                            self._free.remove(one)
+                            return one
+                    self._lock.wait(WAKE_S)
+            finally:
+                self._waiting.remove(request)
+                heapq.heapify(self._waiting)
+                self._lock.notify_all()
+            if self._closed:
+                raise WorkerError("the worker processes were stopped")
+            if not self._warned:
+                self._warned = True
+                safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
+            return None
+
+    def _release(self, process: WorkerProcess | Helper) -> None:
+        with self._lock:
+            self._free.append(process)
+            self._lock.notify_all()
 
     def _begin(self, process: WorkerProcess) -> None:
         """Starts a process, in a thread of its own."""
@@ -255,10 +273,11 @@ class Compilers:
         except Exception as defect:  # of a process that is ended meanwhile, too
             refused = WorkerError(f"a compile process did not start: {defect!r}")
         if refused is None:
-            self._free.put(process)
+            self._release(process)
         else:
             self._refuse(refused)
 
     def _refuse(self, refused: WorkerError) -> None:
         with self._lock:
             self._refusals.append(refused)
+            self._lock.notify_all()
