@@ -98,6 +98,18 @@ def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float, cores: Collec
     return Ran(seconds, results, cut_off, busy)
 
 
+def verify(gpus: Sequence[Gpu], cache: str, cores: Collection[int]) -> dict[str, Any]:
+    """Runs ``tile-scheduler verify`` on the first GPU; its wall time in seconds, and the verdict of each record."""
+    command = [sys.executable, "-m", "scheduler", "verify", "--json"]
+    began = time.perf_counter()
+    with _on(cores):
+        ran = subprocess.run(
+            command, env=visible(gpus, **{CACHE_VARIABLE: cache}), stdout=subprocess.PIPE, text=True, check=False
+        )
+    seconds = time.perf_counter() - began
+    return {"verify_seconds": seconds, "verdicts": [one["state"] for one in json.loads(ran.stdout)]}
+
+
 @contextlib.contextmanager
 def _on(cores: Collection[int] | None) -> Iterator[None]:
     """What is started within it runs on these cores."""

@@ -28,7 +28,7 @@ from typing import Any
 import drawn_problems
 import sharded_layers
 from harness import RESULTS, ROOT, Kept, environment, write_result
-from job_on_gpus import Ran, job_of, limited, tune, visible
+from job_on_gpus import Ran, job_of, limited, tune, verify, visible
 from rich.console import Console
 from rich.table import Table
 from sharded_layers import Sharded
@@ -174,13 +174,15 @@ def job_row(name: str, gpus: Sequence[Gpu], options: argparse.Namespace) -> Row:
     cores = cores[: max(1, len(cores) * len(some) // max(1, len(gpus)))]
     job = limited(job_of(tasks), options.budget)
     with tempfile.TemporaryDirectory() as empty:
-        ran = tune(job, some, str(Path(empty) / "cache.db"), 60 * options.minutes, cores)
+        cache = str(Path(empty) / "cache.db")
+        ran = tune(job, some, cache, 60 * options.minutes, cores)
+        verified = verify(some, cache, cores) if name == JOB_ON_ONE else {}
     recorded = [result["record"] for result in ran.results if "record" in result]
     if not recorded:
         raise SystemExit(f"{name} tuned no problem: {'; '.join(ran.failed) or 'there was no time'}")
     asked = {"problems": [str(task) for task in tasks], "budget": options.budget, "seed": options.seed}
     where = {"gpus": len(some) or 1, "cores": len(cores)}
-    return {"case": name, **where, **asked, **_told(ran), "hardware": recorded[0]["hardware"]}
+    return {"case": name, **where, **asked, **_told(ran), **verified, "hardware": recorded[0]["hardware"]}
 
 
 def by_core(cpus: Collection[int], topology: Path = TOPOLOGY) -> list[int]:
@@ -237,6 +239,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "job_speedup": faster,
         "job_speedup_4_gpus": faster if every and every["gpus"] == 4 else None,
         "seconds_per_problem_1_gpu": one["seconds"] / len(one["results"]) if one else None,
+        "seconds_per_record_verified": one["verify_seconds"] / len(one["verdicts"]) if one else None,
     }
 
 

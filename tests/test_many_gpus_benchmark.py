@@ -52,6 +52,8 @@ def test_rows_are_measured_kept_and_written_with_what_is_missing(tmp_path, capsy
     assert written["summary"]["answered_from_records"]
     assert written["summary"]["seconds_per_problem_1_gpu"] > 0
     assert written["summary"]["job_speedup"] > 0
+    assert written["summary"]["seconds_per_record_verified"] > 0
+    assert len(next(job for job in jobs if job["case"] == "job_one")["verdicts"]) == 2
 
 
 def test_one_gpu_is_too_few_and_unknown_rows_are_named(tmp_path, capsys):
@@ -143,7 +145,8 @@ ON_ALL = {
     "busy": [0.5, 0.7],
     "results": [{}, {}],
 }
-ON_ONE = ON_ALL | {"case": "job_one", "gpus": 1, "seconds": 30.0, "busy": []}
+ON_ONE = ON_ALL | {"case": "job_one", "gpus": 1, "seconds": 30.0, "busy": [], "verify_seconds": 3.0}
+ON_ONE |= {"verdicts": ["holds", "slower"]}
 
 
 def test_the_summary_takes_the_worst_of_layers_and_names_a_speed_up_by_the_number_of_gpus():
@@ -152,6 +155,7 @@ def test_the_summary_takes_the_worst_of_layers_and_names_a_speed_up_by_the_numbe
     assert (figures["tensor_parallel_vs_jnp_worst"], figures["answered_from_records"]) == (0.98, False)
     assert (figures["job_speedup"], figures["job_speedup_4_gpus"]) == (3.0, 3.0)
     assert (figures["seconds_per_problem_1_gpu"], figures["collective_bytes_vs_jnp_worst"]) == (15.0, 2.0)
+    assert figures["seconds_per_record_verified"] == 1.5
     figures = many_gpus.summary([ON_ALL | {"gpus": 2}, ON_ONE])
     assert (figures["job_speedup"], figures["job_speedup_4_gpus"], figures["gpus"]) == (3.0, None, 2)
     assert figures["same_collectives"] is None
