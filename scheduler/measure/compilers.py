@@ -228,20 +228,14 @@ class Compilers:
 
     def _take(self, do: Do) -> WorkerProcess | Helper | None:
         """A free process that no more urgent request waits for; None where none starts."""
-
-        def fits(one: WorkerProcess | Helper, request: tuple[int, int]) -> bool:
-            # What a process of another host prepares is of no use here.
-            return URGENCY[request[0]] != "prepare" or not isinstance(one, Helper)
-
         with self._lock:
             request = URGENCY.index(do), next(self._numbers)
             heapq.heappush(self._waiting, request)
             try:
                 while len(self._refusals) < self.count and not self._closed:
-                    for one in self._free:
-                        if request == min((other for other in self._waiting if fits(one, other)), default=None):
-                            self._free.remove(one)
-                            return one
+                    if (free := next((one for one in self._free if self._first(one) == request), None)) is not None:
+                        self._free.remove(free)
+                        return free
                     self._lock.wait(WAKE_S)
             finally:
                 self._waiting.remove(request)
@@ -253,6 +247,11 @@ class Compilers:
                 self._warned = True
                 safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
             return None
+
+    def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
+        """The most urgent request that waits for such a process. What another host prepares is of no use here."""
+        away = isinstance(process, Helper)
+        return min((one for one in self._waiting if not (away and URGENCY[one[0]] == "prepare")), default=None)
 
     def _release(self, process: WorkerProcess | Helper) -> None:
         with self._lock:
