@@ -6,8 +6,8 @@ import atexit
 import contextlib
 import dataclasses
 import functools
-import heapq
 import itertools
+import queue
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -116,11 +116,12 @@ class Compilers:
         self._target: Target | None = None
         self._processes = [WorkerProcess(self._main, self._children) for _ in range(count)]
         self._free: list[WorkerProcess | Helper] = []
-        self._waiting: list[tuple[int, int]] = []  # requests that wait for a process: a heap
+        # Requests that wait for a process, and where each is given one.
+        self._waiting: dict[tuple[int, int], queue.SimpleQueue[WorkerProcess | Helper]] = {}
         self._numbers = itertools.count()
         self._refusals: list[WorkerError] = []
         self._started = self._closed = self._warned = False
-        self._lock = threading.Condition()  # of these
+        self._lock = threading.Lock()  # of these
         self._aimed = threading.Event()
 
     def start(self) -> None:
@@ -228,25 +229,27 @@ class Compilers:
 
     def _take(self, do: Do) -> WorkerProcess | Helper | None:
         """A free process that no more urgent request waits for; None where none starts."""
+        request = URGENCY.index(do), next(self._numbers)
+        given: queue.SimpleQueue[WorkerProcess | Helper] = queue.SimpleQueue()
         with self._lock:
-            request = URGENCY.index(do), next(self._numbers)
-            heapq.heappush(self._waiting, request)
-            try:
-                while len(self._refusals) < self.count and not self._closed:
-                    if (free := next((one for one in self._free if self._first(one) == request), None)) is not None:
-                        self._free.remove(free)
-                        return free
-                    self._lock.wait(WAKE_S)
-            finally:
-                self._waiting.remove(request)
-                heapq.heapify(self._waiting)
-                self._lock.notify_all()
-            if self._closed:
-                raise WorkerError("the worker processes were stopped")
-            if not self._warned:
-                self._warned = True
-                safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
-            return None
+            self._waiting[request] = given
+            if (free := next((one for one in self._free if self._first(one) == request), None)) is not None:
+                self._free.remove(free)
+                self._waiting.pop(request).put(free)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return given.get(timeout=WAKE_S)
+            with self._lock:
+                if not self._closed and len(self._refusals) < self.count:
+                    continue
+                if self._waiting.pop(request, None) is None:  # a process was given meanwhile
+                    continue
+                if self._closed:
+                    raise WorkerError("the worker processes were stopped")
+                if not self._warned:
+                    self._warned = True
+                    safe_text.warn(f"candidates are compiled one by one, where they are measured: {self._refusals[0]}")
+                return None
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
         """The most urgent request that waits for such a process. What another host prepares is of no use here."""
@@ -254,9 +257,12 @@ class Compilers:
         return min((one for one in self._waiting if not (away and URGENCY[one[0]] == "prepare")), default=None)
 
     def _release(self, process: WorkerProcess | Helper) -> None:
+        """Gives a process to the most urgent request that waits."""
         with self._lock:
-            self._free.append(process)
-            self._lock.notify_all()
+            if (request := self._first(process)) is None:
+                self._free.append(process)
+            else:
+                self._waiting.pop(request).put(process)
 
     def _begin(self, process: WorkerProcess) -> None:
         """Starts a process, in a thread of its own."""
@@ -279,4 +285,3 @@ class Compilers:
     def _refuse(self, refused: WorkerError) -> None:
         with self._lock:
             self._refusals.append(refused)
-            self._lock.notify_all()
