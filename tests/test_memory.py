@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from operations import DOUBLE, GREEDY, DoubleProblem, GreedyProblem
+from processes import started
 
 from scheduler.core.errors import DeviceLost, NoCandidate, WorkerError
 from scheduler.core.hardware import CPU, GIB, find
@@ -144,7 +145,7 @@ def greedy(**fields):
 @pytest.fixture(scope="module")
 def pool():
     with Pool(Gpu(index="", uuid="memory", driver="", free_bytes=2 * GIB), RunnerOptions(workers=2)) as pool:
-        yield pool
+        yield started(pool)
 
 
 def small(tile):

@@ -227,6 +227,7 @@ from scheduler.measure.gpu import Gpu
 from scheduler.measure.pool import Pool, start_runner
 from scheduler.measure.runner import RunnerOptions
 pool = Pool(Gpu(index="", uuid="orphans", driver="", free_bytes=4 * GIB), RunnerOptions(workers=2))
+pool._found()
 while len(pool._compilers.pids) < 2: time.sleep(0.01)
 print(pool._measuring.pid, *pool._compilers.pids, flush=True)
 {then}
