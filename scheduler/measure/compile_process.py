@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import resource
 import uuid
@@ -110,7 +109,4 @@ def _yield_to_others() -> None:
 
 if __name__ == "__main__":
     _yield_to_others()
-    # Modules stay: without them, each collection while a kernel is lowered has half as much to look at.
-    gc.collect()
-    gc.freeze()
     converse(Compiling)
