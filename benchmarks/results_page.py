@@ -147,7 +147,7 @@ def _matmul(result: Result) -> Iterator[str]:
     yield from text(
         "The roofline is the larger of flops / peak rate (989 TFLOP/s in bfloat16) and bytes / bandwidth (4.8 TB/s). "
         "*Answer* is what `tuned_matmul` runs: the faster of XLA's program and the best Pallas schedule of a search "
-        "of up to 64 trials. *JAX's* is the best of a random draw of 64 schedules of `hopper_matmul_mgpu`; empty "
+        "of up to 64 trials. *JAX's* is the best of 64 random schedules of `hopper_matmul_mgpu`; empty "
         f"where that kernel cannot do the problem. Pallas alone is slower than XLA on "
         f"{sum((row['pallas_vs_xla'] or 1) < 1 for row in rows)} of {len(rows)} problems."
     )
@@ -162,8 +162,8 @@ def _matmul(result: Result) -> Iterator[str]:
 def _fused(result: Result) -> Iterator[str]:
     yield from _section("Bias, activation and residual", "fused-nvidia-h200", result)
     yield from text(
-        "In the epilogue of the product, against XLA's program for what people write, `activation(a @ b + bias) + "
-        "residual` in bfloat16, which rounds at each step."
+        "In the epilogue of the product, against XLA's program for `activation(a @ b + bias) + residual` in bfloat16, "
+        "which rounds at each step."
     )
     titles = ("problem", "from", "as written", "XLA in float32", "Pallas", "as written / Pallas")
     yield from table(*titles, left=2)
@@ -219,8 +219,8 @@ def _quality(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("The model and the search", "search_quality-nvidia-h200", result)
     yield from text(
-        f"On recorded sweeps of {s['shapes']} matmuls. Shares are of the fastest schedule of the sweep's second pass; 1 "
-        "is the best. A shape's figure is the median of its seeds; the tables have the median and the worst of the "
+        f"On recorded sweeps of {s['shapes']} matmuls. Shares are of the fastest schedule of the sweep's second pass. "
+        "A shape's figure is the median of its seeds; the tables have the median and the worst of the "
         "shapes ([limits of these figures]"
         "(search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)). The best schedule of the first pass "
         f"reaches {s['noise_ceiling_worst']:.3f} at worst."
@@ -369,9 +369,9 @@ def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
     injected, lost, blamed = (sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed"))
     won = "each time" if all(row["right_one_won"] for row in rows) else "not each time"
     yield from text(
-        f"Faults are injected into searches among right candidates: {injected} injections, {lost} lost (neither a "
-        f"measurement nor a failure), {blamed} blamed (right candidates that failed, or faults taken for another kind). "
-        f"The right candidate won {won}."
+        f"Faults are injected into searches among right candidates: {injected} injections, {lost} lost "
+        f"(neither a measurement nor a failure), {blamed} blamed (right candidates that failed, or faults taken for "
+        f"another kind). The right candidate won {won}."
     )
     caught: dict[str, dict[str, None]] = {}
     for row in rows:
