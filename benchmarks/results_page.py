@@ -2,7 +2,7 @@
 
     python benchmarks/results_page.py
 
-Needs no device. A test holds both documents to what this program writes.
+Needs no device. A test compares both documents with what this program writes.
 """
 
 from __future__ import annotations
@@ -10,25 +10,20 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness import RESULTS, ROOT, posed, told
+from harness import RESULTS, ROOT, told
 from markdown_page import line, number, percent, spread, table, text
-from problems import MATMULS, Product
 
-from scheduler.core import codec, hardware
-from scheduler.core.records import Record
-from search_spaces import aliases, load
-from search_spaces.matmul import MatmulProblem
+from scheduler.core import codec
+from search_spaces import load
 
-# Problems that a result lacks.
-MOST_NAMED = 8
+MOST_NAMED = 8  # problems that a result lacks
+LOSS = 0.98  # a table has every row whose ratio is below
 PAGE, README = ROOT / "docs" / "results.md", ROOT / "README.md"
-# Whose schedules are compiled for its architecture, and for those that follow.
-MMA_CHIPS = {"sm_80": "a100", "sm_86": "a40", "sm_89": "l40s"}
+TRIALS = ("4", "16", "64")
 PLACE = re.compile(r"(?<=<!-- by benchmarks/results_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
-H200 = hardware.find("NVIDIA H200")
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
@@ -38,33 +33,7 @@ EXAMPLES = {  # operation and problem, as rows name it: in words
     "matmul m=1024 n=50257 k=768 dtype=bfloat16 transpose_b=True": "GPT-2's LM head (1024 x 50257 x 768)",
     "softmax rows=2048 columns=32768": "a softmax of 2,048 rows of 32,768",
 }
-RESIDENCIES = {"registers": "registers", "smem": "SMEM", "pipeline": "pipeline"}
-STAGES = {"suspect": "implausible"}  # as older results spell them
-# What benchmarks/faults.py calls them.
-FAULTS = {
-    "wrong": "wrong numbers",
-    "nan": "an element left NaN",
-    "shifted": "an index map that is off by one",
-    "misshapen": "a result of another shape",
-    "unpicklable": "an exception that cannot be pickled",
-    "defect": "a bug of the kernel's code",
-    "assertion": "a failed assertion without a message",
-    "stuck": "a compiler that does not end",
-    "hang": "a kernel that does not end",
-    "exit": "the process exits",
-    "abort": "the process aborts",
-    "sticky": "a device that is lost for the whole process",
-    "memory": "more memory than the device has",
-    "zero": "a time of zero",
-    "crowded": "more memory than a share of the device",
-    "large": "a large problem",
-    "killed": "a worker killed from outside",
-    "full": "a device whose memory another process takes",
-    "vandal": "a kernel that overwrites what others read",
-    "kernel: out_of_bounds": "a Pallas kernel that stores out of bounds",
-    "kernel: endless": "a Pallas kernel that does not end",
-    "kernel: skips_a_tile": "a Pallas kernel that skips a tile",
-}
+STAGES = {"right": "nothing: right candidates pass", "suspect": "implausible"}  # as results spell them
 
 
 def main() -> None:
@@ -80,38 +49,14 @@ def with_headline(document: str, results: Mapping[str, Result]) -> str:
 
 
 def headline(results: Mapping[str, Result]) -> list[str]:
-    """The few figures to begin with."""
-    s, fused, calls, time, quality = (
-        results[f"{name}-nvidia-h200"]["summary"]
-        for name in ("matmul", "fused", "call_overhead", "tuning_time", "search_quality")
+    """The table of ratios, then examples and the costs of a search and of a call."""
+    calls, time, quality = (
+        results[f"{name}-nvidia-h200"]["summary"] for name in ("call_overhead", "tuning_time", "search_quality")
     )
-    rows = results["rows-nvidia-h200"]["rows"]
-    ratios = [row["final_vs_xla"] for row in rows]
-    attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
-    products = results["matmul-nvidia-h200"]["rows"]
+    products, rows = (results[f"{name}-nvidia-h200"]["rows"] for name in ("matmul", "rows"))
     measured = {f"{row.get('operation', 'matmul')} {row['problem']}": row for row in (*products, *rows)}
     return [
-        *table("on an H200, the other's time over ours", "geomean", "worst", left=1),
-        line(f"XLA / `tuned_matmul`, {s['problems']} problems", *_both(s, "final_vs_xla")),
-        line("XLA / the best Pallas schedule alone", *_both(s, "pallas_vs_xla")),
-        line(
-            f"JAX's `hopper_matmul_mgpu` / the best Pallas schedule, {s['problems_with_jax_hopper']} problems",
-            *_both(s, "pallas_vs_jax_hopper"),
-        ),
-        line(
-            f"XLA / `tuned_matmul` with bias, activation or residual, {fused['problems']} problems",
-            *_both(fused, "final_vs_written"),
-        ),
-        line(
-            f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(ratios)} problems",
-            f"{statistics.geometric_mean(ratios):.3f}",
-            f"{min(ratios):.3f}",
-        ),
-        line(
-            f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems",
-            f"{statistics.geometric_mean(attention):.3f}",
-            f"{min(attention):.3f}",
-        ),
+        *_ratios(results),
         "",
         *text(
             "For example, " + "; ".join(_example(measured[problem], words) for problem, words in EXAMPLES.items()) + "."
@@ -126,6 +71,33 @@ def headline(results: Mapping[str, Result]) -> list[str]:
     ]
 
 
+def _ratios(results: Mapping[str, Result]) -> Iterator[str]:
+    s, fused = (results[f"{name}-nvidia-h200"]["summary"] for name in ("matmul", "fused"))
+    rows = [row["final_vs_xla"] for row in results["rows-nvidia-h200"]["rows"]]
+    attention = [row["final_vs_cudnn"] for row in results["attention-nvidia-h200"]["rows"] if row["final_vs_cudnn"]]
+    yield from table("on an H200, the other's time over ours", "geomean", "worst", left=1)
+    for title, summary, name in (
+        (f"XLA / `tuned_matmul`, {s['problems']} problems", s, "final_vs_xla"),
+        ("XLA / the best Pallas schedule alone", s, "pallas_vs_xla"),
+        (
+            f"JAX's `hopper_matmul_mgpu` / the best Pallas schedule, {s['problems_with_jax_hopper']} problems",
+            s,
+            "pallas_vs_jax_hopper",
+        ),
+        (
+            f"XLA / `tuned_matmul` with bias, activation or residual, {fused['problems']} problems",
+            fused,
+            "final_vs_written",
+        ),
+    ):
+        yield line(title, number(summary[f"{name}_geomean"], 3), number(summary[f"{name}_worst"], 3))
+    for title, ratios in (
+        (f"XLA / `tuned_softmax`, `tuned_rms_norm`, `tuned_silu_and_mul`, {len(rows)} problems", rows),
+        (f"cuDNN / `tuned_flash_attention`, forward and backward, {len(attention)} problems", attention),
+    ):
+        yield line(title, number(statistics.geometric_mean(ratios), 3), number(min(ratios), 3))
+
+
 def _example(row: Row, words: str) -> str:
     return f"{words} takes {row['final_us']:.1f} us, by XLA {row['xla_us']:.1f}"
 
@@ -138,149 +110,120 @@ def page(results: Mapping[str, Result]) -> str:
         "",
         *text(
             "Written by `python benchmarks/results_page.py` from `benchmarks/results/` and `records/`; do not edit. "
-            "A ratio above 1 says that ours is faster. Times are microseconds of the kernels on the device, operands "
-            "out of the cache unless the result file says `warm` ([how times are taken](measuring.md)). How each "
-            "kernel is designed: [matmul](kernels/matmul-hopper.md), [rows](kernels/rows-hopper.md), "
-            "[attention](kernels/flash-attention.md). What was tried: [experiments](experiments.md)."
+            "The JSON file of a section has every row, the command and the environment. A table of ratios shows the "
+            f"worst row, all others below {LOSS}, the median and the best. A ratio above 1 means that ours is faster. "
+            "Times are microseconds of the kernels on the device, operands out of the cache unless the file says "
+            "`warm` ([how times are taken](measuring.md)). Kernels: [matmul](kernels/matmul-hopper.md), "
+            "[rows](kernels/rows-hopper.md), [attention](kernels/flash-attention.md). What was tried: "
+            "[experiments](experiments.md)."
         ),
-        *headline(results)[:-1],
+        *_ratios(results),
         *_matmul(of["matmul"]),
         *_fused(of["fused"]),
         *_rows(of["rows"]),
-        *_unaligned(),
         *_quality(of["search_quality"]),
         *_times(of["tuning_time"], of["call_overhead"], of["call_overhead-cpu"]),
         *_attention(of["attention"]),
         *_layers(of["layer"]),
-        *(line for name in sorted(of) if name.startswith("many_gpus") for line in _many_gpus(name, of[name])),
+        *_many_gpus({name: result for name, result in sorted(results.items()) if name.startswith("many_gpus")}),
         *_sizes(of["sizes"]),
         *_faults(of["faults-cpu"], of["faults"]),
         *_compiled(results),
     ]
-    return "\n".join(lines) + "\n"
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def notable(rows: Sequence[Row], ratio: str) -> list[Row]:
+    """The worst row, all others below `LOSS`, the median (the lower of two) and the best, in this order."""
+    ranked = sorted((row for row in rows if row.get(ratio)), key=lambda row: row[ratio])
+    losses = sum(row[ratio] < LOSS for row in ranked)
+    last = len(ranked) - 1
+    return [ranked[place] for place in sorted({*range(max(losses, 1)), last // 2, last})]
 
 
 def _matmul(result: Result) -> Iterator[str]:
+    rows = result["rows"]
     yield from _section("Matrix products", "matmul-nvidia-h200", result)
     yield from text(
-        "The roofline is the larger of flops / peak rate (989 TFLOP/s in bfloat16) and bytes / bandwidth (4.8 "
-        "TB/s), each operand read and the result written once; no kernel can be faster. *Answer* is what "
-        "`tuned_matmul` runs: the faster of XLA's program and the best Pallas schedule of a search of up to 64 "
-        "trials. *JAX's* is the best of a random draw of 64 schedules of `hopper_matmul_mgpu`; empty where that "
-        "kernel cannot do the problem."
+        "The roofline is the larger of flops / peak rate (989 TFLOP/s in bfloat16) and bytes / bandwidth (4.8 TB/s). "
+        "*Answer* is what `tuned_matmul` runs: the faster of XLA's program and the best Pallas schedule of a search "
+        "of up to 64 trials. *JAX's* is the best of 64 random schedules of `hopper_matmul_mgpu`; empty "
+        f"where that kernel cannot do the problem. Pallas alone is slower than XLA on "
+        f"{sum((row['pallas_vs_xla'] or 1) < 1 for row in rows)} of {len(rows)} problems."
     )
-    measured = {posed(MatmulProblem, row["problem"]): row for row in result["rows"]}
-    yield from table(
-        "problem",
-        "from",
-        "roofline",
-        "bound by",
-        "XLA",
-        "JAX's",
-        "Pallas",
-        "answer",
-        "XLA / Pallas",
-        "JAX's / Pallas",
-        "XLA / answer",
-        "Pallas tile",
-        left=2,
-    )
-    for product in MATMULS:
-        yield _product(product, measured.get(product.problem, {}))
-
-
-def _product(product: Product, row: Row) -> str:
-    problem = product.problem
-    arithmetic_s = problem.flops / H200.peak(problem.arithmetic)
-    memory_s = problem.bytes_moved / H200.hbm_bytes_per_s
-    times = ("xla_us", "jax_hopper_us", "pallas_us", "final_us")
-    ratios = ("pallas_vs_xla", "pallas_vs_jax_hopper", "final_vs_xla")
-    return line(
-        str(problem),
-        product.origin,
-        f"{max(arithmetic_s, memory_s) * 1e6:.1f}",
-        "flops" if arithmetic_s > memory_s else "bytes",
-        *(number(row.get(name), 1) for name in times),
-        *(number(row.get(name), 3) for name in ratios),
-        _tile(row.get("pallas_schedule")),
-    )
+    titles = ("problem", "from", "roofline", "XLA", "JAX's", "Pallas", "answer", "XLA / Pallas", "XLA / answer")
+    yield from table(*titles, left=2)
+    for row in notable(rows, "pallas_vs_xla"):
+        times = (number(row[f"{name}_us"], 1) for name in ("bound", "xla", "jax_hopper", "pallas", "final"))
+        ratios = (number(row[name], 3) for name in ("pallas_vs_xla", "final_vs_xla"))
+        yield line(row["problem"], row["origin"], *times, *ratios)
 
 
 def _fused(result: Result) -> Iterator[str]:
     yield from _section("Bias, activation and residual", "fused-nvidia-h200", result)
     yield from text(
-        "In the epilogue of the product, against XLA's program for what people write, `activation(a @ b + bias) + "
-        "residual` in bfloat16, which rounds at each step."
+        "In the epilogue of the product, against XLA's program for `activation(a @ b + bias) + residual` in bfloat16, "
+        "which rounds at each step."
     )
-    titles = ("problem", "from", "as written", "XLA in float32", "Pallas", "as written / Pallas", "as written / answer")
+    titles = ("problem", "from", "as written", "XLA in float32", "Pallas", "as written / Pallas")
     yield from table(*titles, left=2)
-    for row in result["rows"]:
-        times = (row.get(name) for name in ("as_written_us", "xla_us", "pallas_us"))
-        ratios = (row.get(name) for name in ("pallas_vs_written", "final_vs_written"))
-        cells = (*(number(time, 1) for time in times), *(number(ratio, 3) for ratio in ratios))
-        yield line(row["problem"], row["origin"], *cells)
+    for row in notable(result["rows"], "pallas_vs_written"):
+        times = (number(row[f"{name}_us"], 1) for name in ("as_written", "xla", "pallas"))
+        yield line(row["problem"], row["origin"], *times, number(row["pallas_vs_written"], 3))
 
 
 def _rows(result: Result) -> Iterator[str]:
     yield from _section("Rows: softmax, RMS norm, SiLU-and-mul", "rows-nvidia-h200", result)
     yield from text(
-        "Bytes are each operand read once and each result written once; XLA is its program for the formula in "
-        "float32. *Schedule* says where the best Pallas schedule keeps a row ([rows on "
-        "Hopper](kernels/rows-hopper.md))."
+        "XLA is its program for the formula in float32. TB/s count each operand read once and each result written once."
     )
-    titles = ("operation", "problem", "MiB", "schedule", "XLA", "Pallas", "TB/s", "XLA / Pallas", "XLA / answer")
-    yield from table(*titles, left=2)
-    for row in result["rows"]:
-        yield line(
-            row["operation"],
-            row["problem"],
-            f"{row['bytes'] / 2**20:,.3g}" if row["bytes"] < 1000 * 2**20 else f"{row['bytes'] / 2**20:,.0f}",
-            _residency(row.get("pallas_schedule") or {}),
-            *(number(row.get(name), 1) for name in ("xla_us", "pallas_us")),
-            number(row.get("pallas_tb_per_s"), 2),
-            *(number(row.get(name), 3) for name in ("pallas_vs_xla", "final_vs_xla")),
-        )
-
-
-def _unaligned() -> Iterator[str]:
+    yield from _table_of_rows(result["rows"])
     yield from ("", "### Rows that start anywhere, and float32 weights", "")
     yield from text(
         "By the final comparisons of the shipped records (`records/`). XLA is the faster of its two programs: the "
         "formula in float32, and what people write."
     )
-    yield from table("operation", "problem", "schedule", "XLA", "Pallas", "TB/s", "XLA / Pallas", left=2)
-    for name, record in _shipped("softmax", "rms_norm"):
-        problem = load(name).problem.from_canonical(record.key.problem)
-        best = {entry.backend: entry for entry in reversed(record.entries)}
-        unaligned = problem.columns * problem.operands()[0].dtype.itemsize % 16
-        mixed = getattr(problem, "weight_dtype", "") not in ("", problem.dtype)
-        if (unaligned or mixed) and {"xla", "mosaic_gpu"} <= best.keys():
-            xla_s, pallas_s = (best[backend].measurement.median_s for backend in ("xla", "mosaic_gpu"))
-            yield line(
-                name,
-                told(problem),
-                _residency(best["mosaic_gpu"].schedule),
-                *(f"{seconds * 1e6:.1f}" for seconds in (xla_s, pallas_s)),
-                f"{problem.bytes_moved / pallas_s / 1e12:.2f}",
-                f"{xla_s / pallas_s:.3f}",
-            )
+    yield from _table_of_rows(list(_unaligned()))
 
 
-def _shipped(*operations: str) -> Iterator[tuple[str, Record]]:
-    """The shipped records of these operations on an H200, in the order of their files."""
-    for name in operations:
+def _table_of_rows(rows: Sequence[Row]) -> Iterator[str]:
+    yield from table("operation", "problem", "XLA", "Pallas", "TB/s", "XLA / Pallas", left=2)
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        for row in notable([row for row in rows if row["operation"] == operation], "pallas_vs_xla"):
+            times = (number(row[f"{name}_us"], 1) for name in ("xla", "pallas"))
+            rates = (number(row["pallas_tb_per_s"], 2), number(row["pallas_vs_xla"], 3))
+            yield line(operation, row["problem"], *times, *rates)
+
+
+def _unaligned() -> Iterator[Row]:
+    """Of the shipped records of an H200, rows of no multiple of 16 bytes or with weights of another type."""
+    for name in ("softmax", "rms_norm"):
         for path in sorted((ROOT / "records").glob(f"nvidia-h200*/{name}.jsonl")):
-            yield from ((name, codec.record_from_text(text)) for text in path.read_text().splitlines())
+            for record in map(codec.record_from_text, path.read_text().splitlines()):
+                problem = load(name).problem.from_canonical(record.key.problem)
+                best = {entry.backend: entry.measurement.median_s for entry in reversed(record.entries)}
+                unaligned = problem.columns * problem.operands()[0].dtype.itemsize % 16
+                mixed = getattr(problem, "weight_dtype", "") not in ("", problem.dtype)
+                if (unaligned or mixed) and {"xla", "mosaic_gpu"} <= best.keys():
+                    yield {
+                        "operation": name,
+                        "problem": told(problem),
+                        "xla_us": best["xla"] * 1e6,
+                        "pallas_us": best["mosaic_gpu"] * 1e6,
+                        "pallas_tb_per_s": problem.bytes_moved / best["mosaic_gpu"] / 1e12,
+                        "pallas_vs_xla": best["xla"] / best["mosaic_gpu"],
+                    }
 
 
 def _quality(result: Result) -> Iterator[str]:
     rows, s = result["rows"], result["summary"]
     yield from _section("The model and the search", "search_quality-nvidia-h200", result)
     yield from text(
-        f"On recorded sweeps of {s['shapes']} matmuls. Shares are of the fastest schedule of the sweep's second pass, "
-        "1 is the best; a shape's figure is the median of its seeds, the table's are the median and the worst of the "
-        "shapes ([what they say, and what not](search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)). "
-        f"Whoever knew the first pass of each sweep would reach {s['noise_ceiling_worst']:.3f} at worst."
+        f"On recorded sweeps of {s['shapes']} matmuls. Shares are of the fastest schedule of the sweep's second pass. "
+        "A shape's figure is the median of its seeds; the tables have the median and the worst of the "
+        "shapes ([limits of these figures]"
+        "(search-and-model.md#how-it-is-judged-and-what-the-figures-do-not-say)). The best schedule of the first pass "
+        f"reaches {s['noise_ceiling_worst']:.3f} at worst."
     )
     yield from table("", "median", "worst", left=1)
     columns = {
@@ -292,28 +235,24 @@ def _quality(result: Result) -> Iterator[str]:
     }
     for title, name in columns.items():
         yield line(title, *spread(row[name] for row in rows))
+    yield ""
+    yield from table("strategy", *(f"{n} trials{of}" for n in TRIALS for of in ("", ", worst")), left=1)
     for strategy in rows[0]["search"]:
-        for trials in rows[0]["search"][strategy]:
-            found = [row["search"][strategy][trials]["median"] for row in rows]
-            yield line(f"{trials} trials, {strategy}", *spread(found))
-    picks = [row["nvmatmulheuristics"] for row in rows if row["nvmatmulheuristics"]]
-    for count in ("1", "8", "16") if picks else ():
-        title = f"nvMatmulHeuristics, best of {count} ({len(picks)} shapes)"
-        yield line(title, *spread(one[count] for one in picks))
+        found = (spread(row["search"][strategy][n]["median"] for row in rows) for n in TRIALS)
+        yield line(strategy, *(figure for pair in found for figure in pair))
     yield from ("", "![best so far against trials](../benchmarks/results/search_quality-nvidia-h200.svg)", "")
-    yield from ("What each term is worth, one change at a time:", "")
-    worst = {"model_first_8": "best of 8", "model_first_16": "best of 16", "prune20": "best 20 %"}
-    worst = {name: title for name, title in worst.items() if all(name in one for one in rows[0]["ablations"].values())}
-    titles = [f"{title}, worst" for title in worst.values()]
-    yield from table("", "top prediction, median", "worst", *titles, "tau, median", left=1)
-    for change in rows[0]["ablations"]:
+    whole, *changes = rows[0]["ablations"]
+    worst = {change: min(row["ablations"][change]["first_choice"] for row in rows) for change in (whole, *changes)}
+    harmful = [change for change in changes if worst[change] < worst[whole]]
+    yield from text(
+        f"Of {len(changes)} changes that take a term out of the model, one at a time, these {len(harmful)} lower the "
+        "worst top prediction:"
+    )
+    yield from table("", "top prediction, median", "worst", "tau, median", left=1)
+    for change in (whole, *harmful):
         found = [row["ablations"][change] for row in rows]
-        yield line(
-            change,
-            *spread(one["first_choice"] for one in found),
-            *(f"{min(one[name] for one in found):.3f}" for name in worst),
-            f"{statistics.median(one['tau'] for one in found):.2f}",
-        )
+        tau = statistics.median(one["tau"] for one in found)
+        yield line(change, *spread(one["first_choice"] for one in found), number(tau, 2))
 
 
 def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
@@ -338,78 +277,78 @@ def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
 
 
 def _attention(result: Result) -> Iterator[str]:
-    s, missing = result["summary"], result["environment"].get("missing", ())
+    rows, s = result["rows"], result["summary"]
     yield from _section("Attention", "attention-nvidia-h200", result)
     yield from text(
-        "*Pallas* is the best schedule of a search of up to 12 trials, *model* what the cost model picks without any, "
-        "all timed in turns, by a process that chose none. Rates are TFLOP/s of the products that visible pairs of "
-        "queries and keys need, and TB/s where there is one query (decoding). The geometric mean against cuDNN is "
+        "*Pallas* is the best schedule of a search of up to 12 trials, *model* the cost model's first choice. All are "
+        "timed in turns, by a process that chose none. Rates are TFLOP/s of the visible pairs of queries and keys, and "
+        "TB/s in decoding (one query). The geometric mean against cuDNN is "
         f"{s['pallas_vs_cudnn_geomean']:.3f} forward ({s['causal_vs_cudnn_geomean']:.3f} causal), "
         f"{s['backward_vs_cudnn_geomean']:.3f} backward; the worst are {s['pallas_vs_cudnn_worst']:.3f}, "
         f"{s['backward_vs_cudnn_worst']:.3f}, and {s['decode_vs_cudnn_worst']:.3f} decoding; against tokamax' kernel, "
         f"forward without decoding, {s['pallas_vs_tokamax_geomean']:.3f}, at worst {s['pallas_vs_tokamax_worst']:.3f}. "
-        f"{len(result['rows'])} of {len(result['rows']) + len(missing)} points have been timed."
+        f"The {len(rows)} points are in bfloat16 unless they say otherwise."
     )
-    yield from table("", "cuDNN", "JAX's kernel", "tokamax", "Pallas", "rate", "vs cuDNN", "model vs Pallas", left=1)
-    for row in result["rows"]:
-        rate = row["pallas_tb_per_s"] if row["kind"] == "decode" else row["pallas_tflops"]
-        # Of decoding what tokamax has for it was not timed (benchmarks/results/README.md).
-        tokamax_us = None if row["kind"] == "decode" else row["tokamax_us"]
-        times = (row["cudnn_us"], row["jax_us"], tokamax_us, row["pallas_us"])
-        microseconds = (number(time_us, 1) for time_us in times)
-        ratios = (f"{row[name]:.3f}" for name in ("pallas_vs_cudnn", "model_vs_pallas"))
-        yield line(row["point"], *microseconds, number(rate, 2 if row["kind"] == "decode" else 0), *ratios)
+    yield from table("", "cuDNN", "tokamax", "Pallas", "rate", "cuDNN / Pallas", "Pallas / model", left=1)
+    for decode, backward in ((False, False), (True, False), (False, True)):
+        kind = [row for row in rows if (row["kind"] == "decode", row["backward"]) == (decode, backward)]
+        for row in notable(kind, "pallas_vs_cudnn"):
+            # The decoding kernel of tokamax was not timed (benchmarks/results/README.md).
+            times = (row["cudnn_us"], None if decode else row["tokamax_us"], row["pallas_us"])
+            rate = number(row["pallas_tb_per_s"], 2) if decode else number(row["pallas_tflops"], 0)
+            ratios = (number(row[name], 3) for name in ("pallas_vs_cudnn", "model_vs_pallas"))
+            yield line(
+                row["point"].removesuffix(" dtype=bfloat16"), *(number(time_us, 1) for time_us in times), rate, *ratios
+            )
 
 
 def _layers(result: Result) -> Iterator[str]:
     yield from _section("Whole layers", "layer-nvidia-h200", result)
     yield from text(
-        "Wall time of a layer, microseconds, under sustained load, in turns: plain jnp with cuDNN's attention; tuned "
-        "calls under a plan that was decided in context; all of them as their records say; and `optimize` of the plain "
-        "code. *Error* is the plan's distance from the same model in float32, over that of jnp."
+        "Wall time of a layer, microseconds, under sustained load, in turns: plain jnp with cuDNN's attention, tuned "
+        "calls under a plan decided in context, tuned calls as their records say, and `optimize` of the plain code. "
+        "*Error* is the plan's distance from the same model in float32, over that of jnp."
     )
-    ratios = ("plan", "tuned", "optimize")
-    yield from table(
-        "", "jnp", "plan", "tuned calls", "`optimize`", *(f"jnp / {name}" for name in ratios), "error", left=1
-    )
+    names = ("jnp", "plan", "tuned", "optimize")
+    ratios = [f"jnp / {name}" for name in names[1:]]
+    yield from table("", "jnp", "plan", "tuned calls", "`optimize`", *ratios, "error", left=1)
     for row in result["rows"]:
-        times = (number(row[f"{name}_us"], 1) for name in ("jnp", "plan", "tuned", "optimize"))
-        what = f"{row['case']}: {row['model']}"
-        over = (f"{row[f'{name}_vs_jnp']:.3f}" for name in ratios)
-        yield line(what, *times, *over, f"{row['error_vs_jnp']['plan']:.3f}")
+        model = row["model"].partition(",")[0].replace("(tokens=", ", ")
+        times = (number(row[f"{name}_us"], 1) for name in names)
+        over = (number(row[f"{name}_vs_jnp"], 3) for name in names[1:])
+        yield line(f"{row['case']}: {model} tokens", *times, *over, number(row["error_vs_jnp"]["plan"], 3))
 
 
-def _many_gpus(name: str, result: Result) -> Iterator[str]:
-    """Of the chip that all results are of, or of another, which `name` then ends with."""
-    layers, own = [row for row in result["rows"] if "tuned_vs_jnp" in row], name == "many_gpus"
-    chip = result["environment"]["device"].partition(" (")[0]
-    title = "Several GPUs of one host" if own else f"Several GPUs of one host: {chip}"
-    yield from _section(title, "many_gpus-nvidia-h200" if own else name, result)
-    if layers:
-        alike = "the same" if all(row["same_collectives"] for row in layers) else "not the same"
-        yield from text(
-            "MLPs of Llama 3 70B, divided over GPUs (tokens x columns) by the shardings of their arguments: wall time "
-            "of a layer, microseconds, under sustained load, in turns. *Error* is the distance from float32, over that "
-            f"of jnp. Both have {alike} collectives, whose results on a GPU are so large."
-        )
-        yield from table("", "GPUs", "jnp", "tuned calls", "jnp / tuned", "error", "MB, jnp", "MB, tuned", left=2)
+def _many_gpus(results: Mapping[str, Result]) -> Iterator[str]:
+    if not results:
+        return
+    yield from ("", "## Several GPUs of one host", "")
+    yield from text(
+        "MLPs of Llama 3 70B, divided over GPUs (tokens x columns) by the shardings of their arguments: wall time of a "
+        "layer, microseconds, under sustained load, in turns. *Error* is the distance from float32, over that of jnp; "
+        "MB are the results of the collectives on a GPU. The job tunes problems drawn from public models, from an "
+        "empty cache. *Busy* is the share of the time in which any kernel ran."
+    )
+    for name, result in results.items():
+        yield from _source(name, result)
+        layers = [row for row in result["rows"] if "tuned_vs_jnp" in row]
+        jobs = [row for row in result["rows"] if row not in layers]
+        if layers:
+            yield from table("", "GPUs", "jnp", "tuned calls", "jnp / tuned", "error", "MB, jnp", "MB, tuned", left=2)
         for row in layers:
-            times = (number(row[f"{name}_us"], 1) for name in ("jnp", "tuned"))
-            ratios = (number(row[name], 3) for name in ("tuned_vs_jnp", "error_vs_jnp"))
-            bytes_of = (sum(each["bytes"] for each in row["collectives"][name].values()) for name in ("jnp", "tuned"))
+            times = (number(row[f"{of}_us"], 1) for of in ("jnp", "tuned"))
+            ratios = (number(row[of], 3) for of in ("tuned_vs_jnp", "error_vs_jnp"))
+            bytes_of = (sum(each["bytes"] for each in row["collectives"][of].values()) for of in ("jnp", "tuned"))
             mesh = f"{row['mesh']['data']} x {row['mesh']['model']}"
             yield line(row["case"], mesh, *times, *ratios, *(number(size / 1e6, 1) for size in bytes_of))
         yield ""
-    if jobs := [row for row in result["rows"] if row not in layers]:
-        yield from text(
-            "A job of problems that were drawn from what public models ask for, from an empty cache. *Busy* is the "
-            "share of the time in which any kernel ran."
-        )
-        yield from table("GPUs", "problems", "trials of each", "seconds", "busy", left=0)
+        if jobs:
+            yield from table("GPUs", "problems", "trials of each", "seconds", "busy", left=0)
         for row in jobs:
             busy = percent(statistics.fmean(row["busy"])) if row["busy"] else ""
-            told = f"{len(row['results'])} of {len(row['problems'])}"
-            yield line(str(row["gpus"]), told, str(row["budget"]), number(row["seconds"], 0), busy)
+            done = f"{len(row['results'])} of {len(row['problems'])}"
+            yield line(str(row["gpus"]), done, str(row["budget"]), number(row["seconds"], 0), busy)
+        yield ""
 
 
 def _sizes(result: Result) -> Iterator[str]:
@@ -424,58 +363,51 @@ def _sizes(result: Result) -> Iterator[str]:
 
 
 def _faults(cpu: Result, gpu: Result) -> Iterator[str]:
-    kinds = {row["fault"]: row for row in cpu["rows"]}
-    devices = {row["fault"]: row for row in gpu["rows"]}
     yield from _section("Injected faults", "faults-cpu", cpu)
     yield from _source("faults-nvidia-h200", gpu)
-    each_time = all(row["right_one_won"] for row in (*cpu["rows"], *gpu["rows"]))
+    rows = (*cpu["rows"], *gpu["rows"])
+    injected, lost, blamed = (sum(row[name] for row in rows) for name in ("injected", "lost", "innocent_blamed"))
+    won = "each time" if all(row["right_one_won"] for row in rows) else "not each time"
     yield from text(
-        "Each fault is injected into searches among right candidates. *Lost* are trials that ended neither as a "
-        "measurement nor as a failure; *blamed* are right candidates that failed, or faults taken for another "
-        "kind. Where candidates are right, the fault is in what surrounds them. The right candidate won "
-        f"{'each time' if each_time else 'not each time'}."
+        f"Faults are injected into searches among right candidates: {injected} injections, {lost} lost "
+        f"(neither a measurement nor a failure), {blamed} blamed (right candidates that failed, or faults taken for "
+        f"another kind). The right candidate won {won}."
     )
-    yield from table("fault", "CPU: caught as", "lost", "blamed", "H200: caught as", "lost", "blamed", left=1)
-    for fault in dict.fromkeys((*kinds, *devices)):
-        cells = [cell for where in (kinds, devices) for cell in _caught(where.get(fault))]
-        yield line(FAULTS.get(fault, fault), *cells)
-
-
-def _caught(row: Row | None) -> tuple[str, str, str]:
-    if row is None:
-        return "", "", ""
-    caught = ", ".join(f"{count} {STAGES.get(stage, stage)}" for stage, count in row["caught_as"].items())
-    return caught, str(row["lost"]), str(row["innocent_blamed"])
+    caught: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for stage in row["caught_as"]:
+            caught.setdefault(STAGES.get(stage, stage), {})[f"`{row['fault']}`"] = None
+    yield from table("caught as", "faults", left=2)
+    for stage, faults in caught.items():
+        yield line(stage, ", ".join(faults))
 
 
 def _compiled(results: Mapping[str, Result]) -> Iterator[str]:
     yield from ("", "## Kernels for chips that are not here, by their compilers", "")
     yield from text(
-        "Schedules drawn at random and from the top of the model's ranking, ragged problems included. *Accepted "
-        "falsely* is what the model calls legal and the compiler refuses, *rejected falsely* the reverse; *to the "
-        "byte* are programs whose on-chip memory is what was predicted, of those that were compiled; tau is Kendall's, "
-        "between the model's times and the compiler's estimates, the median over problems. "
-        "`benchmarks/results/tpu_fit-*.json`, by `benchmarks/tpu_fit.py`:"
+        "Schedules drawn at random and from the top of the model's ranking, ragged problems included, by "
+        "`benchmarks/tpu_fit.py` (`benchmarks/results/tpu_fit-*.json`). *Accepted falsely*: the model calls the "
+        "schedule legal and the compiler refuses it; *rejected falsely*: the reverse. *To the byte*: the compiled "
+        "program has the on-chip memory that was predicted. Tau is Kendall's, between the model's times and the "
+        "compiler's estimates, the median over problems."
     )
-    yield from table("TPU", "schedules", "accepted falsely", "rejected falsely", "to the byte", "tau", left=1)
+    yield from table("chip", "schedules", "accepted falsely", "rejected falsely", "to the byte", "tau", left=1)
     for name, of in sorted(results.items()):
         if name.startswith("tpu_fit"):
             s = of["summary"]
             exact = f"{s['bytes_equal']} of {s['bytes_compared']}"
-            wrong = str(s["false_accepts"]), str(s["false_rejects"])
+            counts = (str(s[count]) for count in ("schedules", "false_accepts", "false_rejects"))
             tau = number(s["tau_median"], 2) if s["tau_median"] is not None else "no estimates"
-            yield line(of["environment"]["device"], str(s["schedules"]), *wrong, exact, tau)
+            yield line(_chip(of), *counts, exact, tau)
     yield ""
+    chips = [of["summary"] for name, of in results.items() if name.startswith("mma_fit")]
+    ways = [s for chip in chips for s in (chip, *(s for name, s in chip.items() if name.startswith("sm_")))]
     yield from text(
-        "Matmuls by warp-level MMA, by ptxas, for each architecture: `benchmarks/results/mma_fit-*.json`, by "
-        "`benchmarks/mma_fit.py`:"
+        "Matmuls by warp-level MMA, compiled by ptxas for sm_80, sm_86 and sm_89 by `benchmarks/mma_fit.py` "
+        f"(`benchmarks/results/mma_fit-*.json`): {sum(s['schedules'] for s in ways)} compilations, "
+        f"{sum(s['refused'] for s in chips)} refused, {sum(s['spilled'] for s in ways)} with spills, "
+        f"{sum(s['other_onchip_bytes'] for s in chips)} with other on-chip bytes than predicted."
     )
-    yield from table("", "schedules", "refused", "spilled", "other on-chip bytes", left=1)
-    mma = [results[f"mma_fit-nvidia-{chip}"]["summary"] for chip in MMA_CHIPS.values()]
-    for architecture, of_own in zip(MMA_CHIPS, mma, strict=True):
-        others = [s[architecture] for s in mma if architecture in s]
-        schedules, spilled = (sum(s[name] for s in (of_own, *others)) for name in ("schedules", "spilled"))
-        yield line(architecture, *map(str, (schedules, of_own["refused"], spilled, of_own["other_onchip_bytes"])))
 
 
 def _section(title: str, name: str, result: Result) -> Iterator[str]:
@@ -488,26 +420,16 @@ def _source(name: str, result: Result) -> Iterator[str]:
     made = result["environment"]
     when = f", {made['date'][:10]}" if made.get("date") else ""
     commits = ", ".join(f"`{commit.strip()[:7]}`" for commit in made["commit"].split(","))
-    yield f"`benchmarks/results/{name}.json`: {made['device']}, jax {made['jax']}{when}, commit {commits}."
+    yield f"`benchmarks/results/{name}.json`, by `benchmarks/{name.partition('-')[0]}.py`:"
+    yield f"{_chip(result)}, jax {made['jax']}{when}, commit {commits}."
     if missing := made.get("missing"):
         many = len(missing) > MOST_NAMED
         yield f"Not measured: {f'{len(missing)} others, which the file names' if many else ', '.join(missing)}."
     yield ""
 
 
-def _residency(schedule: Mapping[str, Any]) -> str:
-    today = aliases.schedule(schedule)
-    cluster = today.get("cluster", 1)
-    where = RESIDENCIES[str(today.get("residency", "registers"))]
-    return where + (f", cluster of {cluster}" if cluster != 1 else "")
-
-
-def _tile(schedule: Mapping[str, Any] | None) -> str:
-    return " x ".join(str(schedule[name]) for name in ("tile_m", "tile_n", "tile_k")) if schedule else ""
-
-
-def _both(summary: Mapping[str, Any], name: str) -> tuple[str, str]:
-    return f"{summary[f'{name}_geomean']:.3f}", f"{summary[f'{name}_worst']:.3f}"
+def _chip(result: Result) -> str:
+    return str(result["environment"]["device"]).partition(" (")[0]
 
 
 if __name__ == "__main__":
