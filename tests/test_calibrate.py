@@ -100,9 +100,7 @@ def test_a_recorded_shape_is_ranked_as_it_was_measured(path):
     seen = recorded(path)
     seconds = CostModel(H200).seconds(KERNEL.footprint(seen.problem, seen.schedules, H200.target))
     best, ranked = seen.seconds.min(), np.argsort(seconds, kind="stable")
-    assert best / seen.seconds[ranked[0]] >= 0.93, (
-        "0.939, of 3000 x 500 x 2000, is the worst (docs/results.md)"
-    )
+    assert best / seen.seconds[ranked[0]] >= 0.93, "0.939, of 3000 x 500 x 2000, is the worst (docs/results.md)"
     assert best / seen.seconds[ranked[:8]].min() >= 0.95
     assert best / seen.seconds[ranked[:16]].min() >= 0.99
     assert best / seen.seconds[ranked[: -(-len(ranked) // 5)]].min() >= 0.99

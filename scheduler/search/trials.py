@@ -40,8 +40,8 @@ class Keeping:
 
     The search costs more than its trace: a warning says so, and it goes on.
 
-    Optuna takes tens of milliseconds to write a trial. So a search leaves trials to `later`, has the device begin with
-    the next candidates, and then calls `flush`. The end of a ``with`` flushes, too.
+    A write takes milliseconds, or longer where the disk is slow. So a search leaves trials to `later`, has the device
+    begin with the next candidates, and then calls `flush`. The end of a ``with`` flushes, too.
     """
 
     def __init__(self, store: Keeper | None) -> None:
