@@ -99,7 +99,11 @@ def tune(job: str, gpus: Sequence[Gpu], cache: str, most_s: float, cores: Collec
 
 
 def verify(gpus: Sequence[Gpu], cache: str, cores: Collection[int]) -> dict[str, Any]:
-    """Runs ``tile-scheduler verify`` on the first GPU; its wall time in seconds, and the verdict of each record."""
+    """Runs ``tile-scheduler verify`` on the first of `gpus`.
+
+    Returns:
+      ``verify_seconds``, the wall time of the command, and ``verdicts``, the state of each record.
+    """
     command = [sys.executable, "-m", "scheduler", "verify", "--json"]
     began = time.perf_counter()
     with _on(cores):

@@ -176,8 +176,8 @@ def job_row(name: str, gpus: Sequence[Gpu], options: argparse.Namespace) -> Row:
     with tempfile.TemporaryDirectory() as empty:
         cache = str(Path(empty) / "cache.db")
         ran = tune(job, some, cache, 60 * options.minutes, cores)
-        verified = verify(some, cache, cores) if name == JOB_ON_ONE else {}
-    recorded = [result["record"] for result in ran.results if "record" in result]
+        recorded = [result["record"] for result in ran.results if "record" in result]
+        verified = verify(some, cache, cores) if recorded and name == JOB_ON_ONE else {}
     if not recorded:
         raise SystemExit(f"{name} tuned no problem: {'; '.join(ran.failed) or 'there was no time'}")
     asked = {"problems": [str(task) for task in tasks], "budget": options.budget, "seed": options.seed}

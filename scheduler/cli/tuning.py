@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +32,10 @@ from scheduler.cli.stores import no_store, user_store
 from scheduler.cli.terminal import console_here, output, print_json, say, shown_progress
 from scheduler.core.checked import MOST
 from scheduler.core.errors import SchedulerError, StoreError
-from scheduler.core.threads import in_thread
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from scheduler.core.hardware import Hardware
     from scheduler.core.progress import Progress
     from scheduler.measure.runner import Runner, RunnerOptions
@@ -133,9 +134,9 @@ def tune(
         raise typer.BadParameter("budget, effort, seconds and backends of a job are written in its file")
     from scheduler.measure.runner import RunnerOptions
 
-    opened = None
+    options, opened = RunnerOptions(device, workers, compile_timeout, run_timeout), None
     if operation is not None and (replay, engine, devices, hardware) == (None, None, None, None):
-        opened = _begun(operation, RunnerOptions(device, workers, compile_timeout, run_timeout))
+        opened = _begun(operation, options)
         context.call_on_close(functools.partial(_closed, opened))
     from scheduler.cli.misses import tasks_missed
     from scheduler.core.hardware import find
@@ -170,8 +171,8 @@ def tune(
     recording = None if replay is None else Replay(replay)
     store = user_store() if recording is None or keep else no_store()
     with usage_errors():
-        chip = "" if hardware is None or engine is not None else find(hardware).kind
-    options = RunnerOptions(device, workers, compile_timeout, run_timeout, hardware=chip)
+        if hardware is not None and engine is None:
+            options = dataclasses.replace(options, hardware=find(hardware).kind)
     if missed:
         search = functools.partial(Task, budget=wanted, seconds=seconds)
         choose = functools.partial(tasks_missed, store, search=search, everything=everything, part=part, own=own or ())
@@ -219,7 +220,8 @@ def tune(
 
 
 def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
-    """A runner whose processes start while this process imports what else it needs."""
+    """Starts a runner in a thread: its processes start while this process imports its other modules."""
+    from scheduler.core.threads import in_thread
     from scheduler.measure.pool import start_runner
     from search_spaces import load
 
@@ -229,7 +231,7 @@ def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
 
 
 def _closed(opened: Future[Runner]) -> None:
-    """Closes the runner, which the command may have ended without."""
+    """Closes the runner, which is open still where the command ended before a search."""
     if opened.exception() is None:
         opened.result().close()
 

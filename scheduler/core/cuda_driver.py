@@ -1,6 +1,6 @@
-"""Which GPU the CUDA driver sees first, printed as JSON: no CUDA context is created, and the answer takes 0.3 s.
+"""Prints the GPU that the CUDA driver lists first, as JSON, within 0.3 s and without a CUDA context.
 
-This program runs by itself (`Gpu.target`), and imports nothing of this package.
+`Gpu.target` runs this file as a program of its own. The file imports nothing of this package.
 """
 
 from __future__ import annotations

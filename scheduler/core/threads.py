@@ -44,7 +44,7 @@ atexit.register(_end_at_once)
 
 
 def in_thread(call: Callable[[], R], name: str) -> Future[R]:
-    """What `call` returns or raises, in a thread that nobody waits for where the process ends."""
+    """Runs `call` in a daemon thread. The future has the result of `call`, or what `call` raised."""
     future: Future[R] = Future()
 
     def run() -> None:

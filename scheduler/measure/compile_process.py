@@ -28,7 +28,7 @@ from search_spaces.problem import Problem
 
 # A compiler keeps some memory of each program: a process that holds so much gives way to a new one.
 MOST_BYTES = 2 * GIB
-# Of Linux: 19 is the lowest, and weighs a seventieth of the usual 0.
+# A Linux nice value: 19 is the lowest priority, and weighs 1/68 of the usual 0.
 LOWEST_PRIORITY = 19
 
 
@@ -98,9 +98,10 @@ class Compiling:
 
 
 def _yield_to_others() -> None:
-    """Gives this process the lowest priority on the CPU: the one process that measures must not wait for many.
+    """Gives this process the lowest priority on the CPU, so that the measuring process does not wait for it.
 
-    In a session of its own, as each process of a pool is, a Linux desktop goes by the priority of the session.
+    Each process of a pool has a session of its own. Where Linux groups processes by session (autogroup), as on
+    desktops, the priority of the group counts.
     """
     os.nice(LOWEST_PRIORITY)
     with contextlib.suppress(OSError):

@@ -35,7 +35,8 @@ from scheduler.measure.worker_process import (
 )
 from search_spaces.kernel import Target
 
-# What is compiled first: the measuring process waits for what checks answers, and finalists end a search.
+# The order in which requests get a process. The measuring process waits for the programs that check answers, which are
+# of "prepare". A search ends with the confirmation of its finalists.
 URGENCY: tuple[Do, ...] = ("prepare", "confirm", "measure")
 # What a compile process takes of the host's memory.
 PROCESS_BYTES = GIB
@@ -252,7 +253,7 @@ class Compilers:
                 return None
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
-        """The most urgent request that waits for such a process. What another host prepares is of no use here."""
+        """The most urgent request that this process may take. What another host prepares is of no use here."""
         away = isinstance(process, Helper)
         return min((one for one in self._waiting if not (away and URGENCY[one[0]] == "prepare")), default=None)
 

@@ -156,11 +156,9 @@ class Pool:
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
         self._changed = threading.Condition()  # of these
-        self._starting = threading.Thread(target=self._begin, name="scheduler-start", daemon=True)
-        self._refused: WorkerError | None = None  # why the measuring process does not start
+        self._began = in_thread(self._measuring.begin, "scheduler-start")
         atexit.register(self.close)
         try:
-            self._starting.start()
             self._compilers.start()
             # The driver tells at once for which chip to compile: the measuring process takes seconds to start.
             self._target = gpu.target() or self._found()
@@ -244,8 +242,7 @@ class Pool:
                 return
             self._closed = True
         self._measuring.abandon()
-        if self._starting.ident is not None:
-            self._starting.join()
+        self._began.exception()  # which is there soon, as the process is ended
         if self._owns_compilers:
             self._compilers.close()
         self._measuring.stop()
@@ -271,18 +268,14 @@ class Pool:
             raise DeviceLost(f"the device takes no measuring process: {result.lost}")
         return result.outcome
 
-    def _begin(self) -> None:
-        try:
-            self._refused = self._measuring.begin()
-        except Exception as error:  # the pool is closed meanwhile
-            self._refused = WorkerError(str(error))
-
     def _found(self) -> Target:
-        """The chip that the measuring process has found. Blocks until that has started."""
-        while self._starting.is_alive():
-            self._starting.join(WAKE_S)
-        if self._refused is not None:
-            raise self._refused
+        """The chip that the measuring process has found. Blocks until the process has started.
+
+        Raises:
+          WorkerError: the process does not start, or the pool was closed meanwhile.
+        """
+        if (refused := self._began.result()) is not None:
+            raise refused
         assert self._measuring.target is not None
         return self._measuring.target
 

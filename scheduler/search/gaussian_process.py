@@ -53,7 +53,7 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     """By how much a value drawn at each point is expected to fall below `best` (Jones et al., 1998)."""
     z = (best - mean) / deviation
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-    below = (1 + np.array([*map(math.erf, z / 2**0.5)])) / 2
+    below = np.array([*map(math.erfc, -z / 2**0.5)]) / 2
     improvement: Array = deviation * (z * below + density)
     return improvement
 

@@ -198,7 +198,7 @@ class _Tuning:
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
-        self._ahead: set[int] = set()  # finalists so far, for which programs are compiled already
+        self._finalists: dict[int, Task] = {}  # candidates that were finalists at some time
         self.repetitions, self.repetitions_of_round = runner.hardware.abilities.repetitions
 
     def run(
@@ -418,16 +418,18 @@ class _Tuning:
         return self.runner.measure(self._task(index, self.repetitions))
 
     def _compile_ahead(self) -> None:
-        """Uses processes that have no candidate left to compile for those that are the finalists by now."""
+        """Has processes without a candidate to compile compile for the confirmation of those that lead now."""
         if isinstance(self.runner, CompilesAhead):
             trials = self.trials
             for index in fastest(trials.measured(), FINALISTS, lambda index: trials.ended[index].backend):
-                if index not in self._ahead:
-                    self._ahead.add(index)
+                if index not in self._finalists:
                     self.runner.compile_ahead(self._finalist(index))
 
     def _finalist(self, index: int) -> Task:
-        return identified(self._task(index, self.repetitions), self.runner.hardware.target)
+        if index not in self._finalists:
+            task = self._task(index, self.repetitions)
+            self._finalists[index] = identified(task, self.runner.hardware.target)
+        return self._finalists[index]
 
     def _confirm(self, index: int) -> Failure | None:
         return self.runner.confirm(self._finalist(index))

@@ -4,7 +4,8 @@ A study is one search of one problem on one chip. `optuna-dashboard` opens the d
 median time in microseconds, its parameters are the backend and the fields of its schedule, and its attribute "trial" is
 the whole trial as text, which is what this program reads back. Optuna makes the tables and the studies. Trials are read
 by SQL alone, so that reading works on a file that may not be written, and without the import of Optuna. Trials are
-written by SQL, too: Optuna's own way takes 37 ms of CPU for each trial (SQL 3 ms), and all searches of a job wait.
+written by SQL, too: a trial takes 3 ms of CPU by SQL and 37 ms by `RDBStorage.create_new_trial`, and all searches of a
+job share one process.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ class Studies:
                 self._insert(study, frozen)
 
     def _insert(self, study: _Study, frozen: FrozenTrial) -> bool:
-        """Adds a trial to a study, as Optuna does; False where that cannot be.
+        """Adds a trial to a study; False where the study is gone, or a parameter has other choices there.
 
-        A dashboard may have deleted the study. The kernel may have changed, and so the choices of a parameter: Optuna
-        asks that the choices are the same in all trials of a study.
+        A dashboard may delete a study. Choices change with the kernel, and Optuna requires the same choices of a
+        parameter in all trials of a study.
         """
         texts = {name: _distribution_text(one) for name, one in frozen.distributions.items()}
         with self._database.write() as connection:
@@ -99,9 +100,9 @@ class Studies:
             if connection.execute(there).first() is None:
                 return False
             if study.distributions is None:
-                told = sa.select(_PARAMETERS.c.param_name, _PARAMETERS.c.distribution_json).distinct()
-                told = told.join(_TRIALS, _TRIALS.c.trial_id == _PARAMETERS.c.trial_id)
-                of_study = told.where(_TRIALS.c.study_id == study.id)
+                every = sa.select(_PARAMETERS.c.param_name, _PARAMETERS.c.distribution_json).distinct()
+                every = every.join(_TRIALS, _TRIALS.c.trial_id == _PARAMETERS.c.trial_id)
+                of_study = every.where(_TRIALS.c.study_id == study.id)
                 study.distributions = {row.param_name: row.distribution_json for row in connection.execute(of_study)}
             if any(study.distributions.setdefault(name, text) != text for name, text in texts.items()):
                 return False
