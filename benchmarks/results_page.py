@@ -260,8 +260,8 @@ def _times(tuning: Result, calls: Result, calls_cpu: Result) -> Iterator[str]:
     s = tuning["summary"]
     yield from text(
         f"4096 x 4096 x 4096: {s['trials']} trials in {s['seconds_64_trials']:.1f} s on {s['workers']} workers, "
-        f"{s['seconds_with_startup']:.1f} s with their start{_older(s)}. The winners of two searches with different seeds "
-        f"differ by {percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
+        f"{s['seconds_with_startup']:.1f} s with their start{_older(s)}. The winners of two searches with different "
+        f"seeds differ by {percent(s['winner_disagreement_worst'])} at most, on {s['problems']} problems."
     )
     if not _older(s):
         yield from text(
