@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 import numpy as np
 
-from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
@@ -69,8 +68,6 @@ class Kernel(abc.ABC, Generic[P, S]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "backend" in vars(cls):
-            cls.backend = aliases.backend(cls.backend)
         # What a kernel says is checked where it is said: it is asked in many places.
         for name, checked in (("supports", _in_words), ("footprint", _of_many), ("verified", _of_many)):
             if name in vars(cls):

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 
 import jax.numpy as jnp
 
-from search_spaces import aliases
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.sharding import Sharding
@@ -149,13 +148,13 @@ class Operation(Generic[P]):
         return next(kernel for kernel in self.kernels if kernel.library)
 
     def kernel(self, backend: str) -> Kernel[P, Any]:
-        """The kernel of `backend`, which may be spelled as it once was (`aliases`).
+        """Returns the kernel of `backend`.
 
         Raises:
           ValueError: there is none; the message names those there are.
         """
         for kernel in self.kernels:
-            if kernel.backend == aliases.backend(backend):
+            if kernel.backend == backend:
                 return kernel
         close = meant(backend, self.backends) if isinstance(backend, str) else None
         hint = f"; did you mean {close!r}?" if close else ""

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from search_spaces import aliases
 from search_spaces.errors import DeclarationError
 
 # A tuple is of choices, too.
@@ -216,21 +215,17 @@ class Space(Generic[S]):
         return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
 
     def encode(self, values: Mapping[str, Choice]) -> dict[str, Choice]:
-        """A point as stores keep it, fields at their defaults left out: one schedule has one spelling, old or new."""
+        """A point as stores keep it, fields at their defaults left out: one schedule has one spelling."""
         defaults = self.defaults
         return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
     def decode(self, values: Mapping[str, Choice]) -> S:
         """The schedule with these field values, those with a default where they are left out: undoes `encode`.
 
-        Values in an old spelling (`aliases`) are read, too.
-
         Raises:
           ValueError: a field is missing, unknown or of another type, with the right names in the message.
         """
         fields = [field.name for field in dataclasses.fields(self.schedule)]  # type: ignore[arg-type]
-        if not values.keys() <= set(fields):
-            values = aliases.schedule(values)
         for name in values:
             if name not in fields:
                 raise ValueError(f"a schedule has no field {unknown(name, fields)}")

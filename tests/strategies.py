@@ -20,9 +20,7 @@ from scheduler.core.records import (
     Verdict,
 )
 
-# Not the old spelling of a backend, which is read as the new one (search_spaces/aliases.py), and which Hypothesis finds
-# in these sources.
-_names = st.text(max_size=8).filter(lambda name: name != "portable")
+_names = st.text(max_size=8)
 _counts = st.integers(0, 2**63 - 1)
 _times = st.floats(allow_nan=False, allow_infinity=False)
 _schedules = st.dictionaries(_names, st.integers() | st.booleans() | st.text(max_size=8), max_size=3)

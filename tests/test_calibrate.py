@@ -17,7 +17,7 @@ from scipy.stats import kendalltau
 from typer.testing import CliRunner
 
 from scheduler.cli.app import app
-from scheduler.core import aliases, codec
+from scheduler.core import codec
 from scheduler.core.errors import NoCandidate, RecordingError
 from scheduler.core.hardware import find
 from scheduler.core.records import Calibration, Measurement, Trial
@@ -167,19 +167,6 @@ def test_the_users_constants_are_used_before_the_shipped_and_not_where_processes
 def test_a_constant_that_todays_model_lacks_is_left_out():
     Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(of_library(library_s=1e-3, phlogiston=2.0))
     assert constants.model_of(MATMUL, MATMUL.library, H200).in_force.library_s == 1e-3
-
-
-def test_a_constant_of_before_is_read_by_its_new_name():
-    """A user's own calibration, as it was stored when `wgmma_bubble_s` was `gap_s`."""
-    kept = dataclasses.replace(of_library(gap_s=3e-7, exposed=0.5), backend="mosaic_gpu")
-    Store(os.environ["TILE_SCHEDULER_CACHE"]).put_calibration(kept)
-    assert constants.model_of(MATMUL, KERNEL, H200).in_force.wgmma_bubble_s == 3e-7
-
-
-def test_every_old_name_stands_for_one_that_the_model_has():
-    names = {field.name for field in dataclasses.fields(Constants)}
-    assert set(aliases.CONSTANTS.values()) < names
-    assert not set(aliases.CONSTANTS) & names
 
 
 def test_constants_that_mean_nothing_are_told_of_once_and_the_defaults_are_taken(caplog):

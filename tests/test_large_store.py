@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import sqlite3
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -27,7 +26,6 @@ from scheduler.prediction.evidence import read
 from scheduler.prediction.transfer import MOST_SPELLINGS, near, nearest
 from scheduler.store import patience
 from scheduler.store.database import Database
-from scheduler.store.schema import MIGRATIONS
 from scheduler.store.store import Store, default_url, shipped
 from search_spaces import load
 from search_spaces.flash_attention import FLASH_ATTENTION, FlashAttentionProblem
@@ -203,26 +201,6 @@ def test_every_shipped_record_has_its_place():
             assert store.nearest(question) == [one.record for one in expected]
         heads = {head.key: head.estimated for head in store.heads()}
         assert heads == {record.key: record.estimated for record in store.records()}
-
-
-def test_records_of_an_older_store_get_their_places(tmp_path):
-    path = tmp_path / "old.db"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        text = (Path(__file__).parent / "schemas" / "6.sql").read_text()
-        for default in ('"dtype":"bfloat16",', '"dtype": "bfloat16", '):  # which no operation writes
-            text = text.replace(default, "")
-        connection.executescript(text)
-        connection.execute(
-            "INSERT INTO schedules SELECT operation, hardware, 'broken', backend, kernel_version, schedule, median_s, "
-            "xla_s, jax, jaxlib, driver, date, '{}' FROM schedules"
-        )
-        connection.commit()
-    similar = near(MATMUL, MatmulProblem(257, 256, 512), identified(values.KEY.hardware), within=1)
-    with contextlib.closing(Store(path)) as store:
-        (found,) = store.nearest(similar)
-        assert found == dataclasses.replace(values.record(), key=found.key)
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT version FROM schema_version").fetchone() == (len(MIGRATIONS),)
 
 
 def test_similar_problems_and_searches_cut_short_are_found_by_an_index(tmp_path):

@@ -232,14 +232,6 @@ def test_rows_that_mean_nothing_are_skipped(tmp_path, caplog):
     assert "is skipped, a number and four texts are wanted" in caplog.text
 
 
-def test_an_older_store_gets_them(open_path):
-    with contextlib.closing(sqlite3.connect(open_path)) as connection:
-        connection.executescript((ROOT / "tests" / "schemas" / "4.sql").read_text())
-    store = Store(open_path)
-    store.misses.note([miss()])
-    assert (store.get(values.KEY), store.misses.all()) == (values.record(), [miss()])
-
-
 # What goes wrong
 
 

@@ -209,8 +209,7 @@ def test_no_file_is_longer_than_500_lines():
     assert not long
 
 
-# Words of our own for what the field has words for, as far as they mean nothing else; `aliases.py` of both packages
-# reads old spellings.
+# Words of our own for what the field has words for, as far as they mean nothing else.
 OWN_WORDS = re.compile(
     r"\b(multipliers?|copiers?|copy units?|blocks? that stays?|to and fro|fills? the cores|tiles shared along k"
     r"|what follows|whole numbers?|in_groups|mailed|(?-i:Board|Team|Everyone)|askew|met in the cache|portable"
@@ -225,6 +224,6 @@ def test_the_words_are_those_of_the_field():
     found = {
         str(path.relative_to(ROOT)): sorted({match[0] for match in OWN_WORDS.finditer(path.read_text())})
         for path in read
-        if path.name != "aliases.py" and OWN_WORDS.search(path.read_text())
+        if OWN_WORDS.search(path.read_text())
     }
     assert not found

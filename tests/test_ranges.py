@@ -663,13 +663,6 @@ def test_a_row_that_is_no_range_is_skipped_and_said(tmp_path, caplog):
     assert "a range of stepped" in caplog.text
 
 
-def test_an_older_file_has_no_ranges(tmp_path):
-    path = tmp_path / "old.db"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript((HERE / "schemas" / "5.sql").read_text())
-    assert Store(path).ranges.all() == []  # brought to today's schema
-
-
 def test_ranges_travel_with_records_as_lines_and_in_directories(tmp_path):
     records = [values.record()]
     text = text_files.export_text(records, [ONE])

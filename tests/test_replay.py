@@ -23,7 +23,7 @@ import scheduler
 from scheduler.cli.app import app
 from scheduler.core import codec
 from scheduler.core.errors import NotRecorded, RecordingError
-from scheduler.core.hardware import CPU, find
+from scheduler.core.hardware import CPU, find, swept
 from scheduler.core.identity import key_of, schedule_to_text
 from scheduler.core.records import Failure, Measurement
 from scheduler.measure.replay import Recorder, Replay, read, read_again
@@ -437,3 +437,20 @@ def test_a_replay_of_nothing_is_a_sentence():
 def test_the_files_of_sweeps_that_were_begun_are_found_under_the_same_names():
     assert file_name(MATMUL, MatmulProblem(1, 4096, 14336)) == "matmul-m1-n4096-k14336.jsonl.gz"
     assert (ROOT / "sweeps" / "nvidia-h200" / file_name(MATMUL, MatmulProblem(1, 4096, 14336))).exists()
+
+
+def test_every_shipped_sweep_holds_schedules_of_todays_spaces():
+    paths = sorted(ROOT.glob("sweeps/*/*.jsonl.gz"))
+    assert paths
+    for path in paths:
+        head, trials = read(path)
+        operation = load(head.operation)
+        problem, target = operation.problem.from_canonical(head.problem), swept(head).target
+        spaces = {backend: operation.kernel(backend).space(problem, target) for backend in {t.backend for t in trials}}
+        assert head.refused.keys() <= set(operation.backends)
+        assert len(trials) > 2
+        runner = Replay(path)
+        for trial in (*trials, *read_again(path)):
+            space = spaces[trial.backend]
+            assert space.encode(dataclasses.asdict(space.decode(trial.schedule))) == trial.schedule, path
+            assert runner.version(trial.backend, trial.schedule) == trial.version

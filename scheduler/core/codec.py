@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from scheduler.core.aliases import STAGES
 from scheduler.core.decoding import (
     DEEPEST,
     Check,
@@ -23,7 +22,6 @@ from scheduler.core.decoding import (
     text,
     whole,
 )
-from scheduler.core.identity import label_of
 from scheduler.core.records import (
     LIBRARY,
     Calibration,
@@ -37,7 +35,6 @@ from scheduler.core.records import (
     Trial,
     Verdict,
 )
-from search_spaces import aliases
 from search_spaces.space import Choice
 
 FORMAT = 1
@@ -222,10 +219,6 @@ def _choice(value: object) -> Choice:
     raise ValueError(f"a finite number, true, false, null, text or a list of these is wanted, found {value!r:.100}")
 
 
-def _stage(value: object) -> Stage:
-    return one_of(Stage)(STAGES.get(value, value) if isinstance(value, str) else value)
-
-
 def _problem(value: object) -> str:
     if not isinstance(value, dict):
         return text(value)
@@ -235,36 +228,15 @@ def _problem(value: object) -> str:
         raise ValueError(f"finite numbers are wanted, found {_canonical(value)}") from None
 
 
-def _backend(value: object) -> str:
-    return aliases.backend(text(value))
-
-
-def _schedule(value: object) -> dict[str, Choice]:
-    return aliases.schedule(map_of(_choice)(value))
-
-
-def _by_backend(check: Check[T]) -> Check[dict[str, T]]:
-    return lambda value: {aliases.backend(name): item for name, item in map_of(check)(value).items()}
-
-
-def _label(value: object) -> str:
-    """As `identity.label_of` writes it today; words of another form stay as they are."""
-    backend, _, schedule = text(value).partition(" ")
-    try:
-        return label_of(_backend(backend), _schedule(json.loads(schedule)))
-    except (ValueError, RecursionError):
-        return text(value)
-
-
 BY_NAME: Mapping[str, Check[Any]] = {
     "problem": _problem,
-    "backend": _backend,
-    "library": _backend,
-    "schedule": _schedule,
-    "versions": _by_backend(whole),
-    "refused": _by_backend(text),
-    "tied": list_of(_label),
-    "stage": _stage,
+    "backend": text,
+    "library": text,
+    "schedule": map_of(_choice),
+    "versions": map_of(whole),
+    "refused": map_of(text),
+    "tied": list_of(text),
+    "stage": one_of(Stage),
     "key": made_already,
     "outcome": made_already,
     "brief": Scalar("true or false", lambda value: value if isinstance(value, bool) else None),

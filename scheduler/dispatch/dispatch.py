@@ -39,7 +39,7 @@ from scheduler.model import constants
 from scheduler.model.feasibility import has_fields, illegal
 from scheduler.prediction.validation import recheck
 from scheduler.store.layered import Cache, warn_once
-from search_spaces import aliases, end_load
+from search_spaces import end_load
 from search_spaces.kernel import Kernel, Library, Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
@@ -111,7 +111,7 @@ def options(
         schedule = dataclasses.asdict(schedule)
     try:
         given = {} if schedule is None else {name: as_choice(value) for name, value in dict(schedule).items()}
-        items = None if schedule is None else tuple(sorted(aliases.schedule(given).items()))
+        items = None if schedule is None else tuple(sorted(given.items()))
     except (TypeError, ValueError):
         raise TypeError(f"schedule={schedule!r} is neither a dict of field and value nor a schedule") from None
     policy, among = _policy(on_miss), named_backends(operation, backends)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from scheduler.core.aliases import CONSTANTS
 from scheduler.core.errors import StoreError
 from scheduler.core.hardware import Hardware
 from scheduler.core.records import Calibration
@@ -91,10 +90,9 @@ def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = Fals
 
 
 def known(calibration: Calibration) -> dict[str, float]:
-    """Those of its constants that today's model has, by today's names."""
+    """Returns the constants of `calibration` that the cost model has."""
     names = {field.name for field in dataclasses.fields(Constants)}
-    today = {CONSTANTS.get(name, name): value for name, value in calibration.constants.items()}
-    return {name: value for name, value in today.items() if name in names}
+    return {name: value for name, value in calibration.constants.items() if name in names}
 
 
 def forget() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
 
-from scheduler.core import codec
 from scheduler.core.similar import SUMS, place_of
 
 # Where the problem of a record lies among similar ones (`similar.Place`), and whether its times are estimates.
@@ -51,91 +50,25 @@ def place_columns(problem: str, *, estimated: bool) -> dict[str, object]:
     }
 
 
-def _place_all(connection: sa.Connection) -> None:
-    """Fills `PLACE` of every record that can be read."""
-    columns = SCHEDULES.c
-    for *names, line in connection.execute(sa.select(*(columns[name] for name in KEY), columns.record)).all():
-        try:
-            record = codec.record_from_text(line)
-        except ValueError:
-            continue
-        same = (columns[name] == value for name, value in zip(KEY, names, strict=True))
-        values = place_columns(record.key.problem, estimated=record.estimated)
-        connection.execute(sa.update(SCHEDULES).where(*same).values(values))
-
-
 Step = str | Callable[[sa.Connection], None]
-# What brings a file from schema version i to i + 1: steps that stay as they are once released, so that a file of any
-# age ends up the same. {serial} is a number that counts up by itself.
+# The steps from schema version i to i + 1, for each i. A released step never changes, so that a file of any age ends up
+# the same. {serial} is a number that the database increments.
 MIGRATIONS: tuple[Sequence[Step], ...] = (
     (
         "CREATE TABLE schema_version (version BIGINT NOT NULL)",
         "INSERT INTO schema_version VALUES (0)",
-        """CREATE TABLE schedules (
+        f"""CREATE TABLE schedules (
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
              backend TEXT NOT NULL, kernel_version BIGINT NOT NULL, schedule TEXT NOT NULL,
              median_s DOUBLE PRECISION NOT NULL, xla_s DOUBLE PRECISION,
              jax TEXT NOT NULL, jaxlib TEXT NOT NULL, driver TEXT NOT NULL, date TEXT NOT NULL,
              record TEXT NOT NULL,
+             pattern TEXT, estimated BIGINT, size DOUBLE PRECISION,
+             {", ".join(f"{name} DOUBLE PRECISION" for name in SUM_COLUMNS)},
              PRIMARY KEY (operation, hardware, problem))""",
-        """CREATE TABLE trials (
-             id {serial} PRIMARY KEY,
-             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
-             number BIGINT NOT NULL, backend TEXT NOT NULL, kernel_version BIGINT NOT NULL, schedule TEXT NOT NULL,
-             predicted_s DOUBLE PRECISION NOT NULL, median_s DOUBLE PRECISION, failed_stage TEXT,
-             jax TEXT NOT NULL, jaxlib TEXT NOT NULL, driver TEXT NOT NULL, date TEXT NOT NULL,
-             trial TEXT NOT NULL)""",
-        "CREATE INDEX trials_by_key ON trials (operation, hardware, problem)",
-    ),
-    (
-        # 1 where the search of the trial came to its end: only the others are there to be resumed.
-        "ALTER TABLE trials ADD COLUMN finished BIGINT NOT NULL DEFAULT 0",
-        "UPDATE trials SET finished = 1",
-    ),
-    (
-        # Who tunes a problem now, and the Unix time, in seconds, until which that counts unless it is renewed.
-        """CREATE TABLE leases (
-             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
-             owner TEXT NOT NULL, expires_s DOUBLE PRECISION NOT NULL,
-             PRIMARY KEY (operation, hardware, problem))""",
-    ),
-    (
-        # What the cost model's constants were fitted to: the trials of one kernel on one chip.
-        """CREATE TABLE constants (
-             hardware TEXT NOT NULL, operation TEXT NOT NULL, backend TEXT NOT NULL,
-             kernel_version BIGINT NOT NULL, date TEXT NOT NULL, calibration TEXT NOT NULL,
-             PRIMARY KEY (hardware, operation, backend))""",
-    ),
-    (
-        # What calls posed and no record answered: how often it was lowered, when, from which line, and where its
-        # operation is defined.
-        """CREATE TABLE misses (
-             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
-             lowered BIGINT NOT NULL, first TEXT NOT NULL, last TEXT NOT NULL, line TEXT NOT NULL, place TEXT NOT NULL,
-             PRIMARY KEY (operation, hardware, problem))""",
-    ),
-    (
-        # Of problems that differ in one extent: the values that have records, which answer those between them.
-        """CREATE TABLE ranges (
-             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
-             field TEXT NOT NULL, low BIGINT NOT NULL, high BIGINT NOT NULL,
-             date TEXT NOT NULL, range TEXT NOT NULL,
-             PRIMARY KEY (operation, hardware, problem, field, low, high))""",
-    ),
-    (
-        # Records of similar problems, and searches that were cut short, are found without reading all others.
-        "ALTER TABLE schedules ADD COLUMN pattern TEXT",
-        "ALTER TABLE schedules ADD COLUMN estimated BIGINT",
-        "ALTER TABLE schedules ADD COLUMN size DOUBLE PRECISION",
-        *(f"ALTER TABLE schedules ADD COLUMN {name} DOUBLE PRECISION" for name in SUM_COLUMNS),
-        _place_all,
         "CREATE INDEX schedules_by_place ON schedules "
         f"(operation, hardware, pattern, estimated, size, {', '.join(SUM_COLUMNS)})",
-        "CREATE INDEX trials_unfinished ON trials (operation, hardware, problem) WHERE finished = 0",
-    ),
-    (
-        # Trials are in studies of Optuna, whose tables Optuna makes itself: one of them is named `trials`, too.
-        "DROP TABLE trials",
+        # The searches of a problem, each with the name of its Optuna study. Optuna creates the tables of studies.
         """CREATE TABLE searches (
              id {serial} PRIMARY KEY,
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL, study TEXT NOT NULL,
@@ -143,6 +76,28 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
              finished BIGINT NOT NULL DEFAULT 0)""",
         "CREATE INDEX searches_by_key ON searches (operation, hardware, problem)",
         "CREATE INDEX searches_unfinished ON searches (operation, hardware, problem) WHERE finished = 0",
+        # The process that tunes a problem now, and the Unix time in seconds at which its lease expires unless renewed.
+        """CREATE TABLE leases (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             owner TEXT NOT NULL, expires_s DOUBLE PRECISION NOT NULL,
+             PRIMARY KEY (operation, hardware, problem))""",
+        # The fitted constants of the cost model, of one kernel on one chip.
+        """CREATE TABLE constants (
+             hardware TEXT NOT NULL, operation TEXT NOT NULL, backend TEXT NOT NULL,
+             kernel_version BIGINT NOT NULL, date TEXT NOT NULL, calibration TEXT NOT NULL,
+             PRIMARY KEY (hardware, operation, backend))""",
+        # Cache misses of calls: how often the problem was lowered, when, from which line, and the file that defines
+        # its operation.
+        """CREATE TABLE misses (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             lowered BIGINT NOT NULL, first TEXT NOT NULL, last TEXT NOT NULL, line TEXT NOT NULL, place TEXT NOT NULL,
+             PRIMARY KEY (operation, hardware, problem))""",
+        # Ranges of one extent: the values that have records, which also serve the values between them.
+        """CREATE TABLE ranges (
+             operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
+             field TEXT NOT NULL, low BIGINT NOT NULL, high BIGINT NOT NULL,
+             date TEXT NOT NULL, range TEXT NOT NULL,
+             PRIMARY KEY (operation, hardware, problem, field, low, high))""",
     ),
 )
 VERSION = sa.table("schema_version", sa.column("version"))

@@ -36,7 +36,6 @@ from scheduler.store.schema import (
 )
 from scheduler.store.similar import CANDIDATES, similar
 from scheduler.store.studies import Described, Studies
-from search_spaces import aliases
 
 
 class Store:
@@ -349,11 +348,6 @@ class Store:
         Raises:
           StoreError: they cannot be written.
         """
-        older = sa.delete(CONSTANTS).where(
-            CONSTANTS.c.hardware == calibration.hardware,
-            CONSTANTS.c.operation == calibration.operation,
-            CONSTANTS.c.backend.in_(aliases.spellings(calibration.backend)[1:]),
-        )
         new = {
             "hardware": calibration.hardware,
             "operation": calibration.operation,
@@ -363,7 +357,6 @@ class Store:
             "calibration": codec.calibration_to_text(calibration),
         }
         with self._database.write() as connection:
-            connection.execute(older)
             connection.execute(self._database.upsert(CONSTANTS, KERNEL_ON_CHIP), new)
 
     def calibrations(self, *, hardware: str | None = None, operation: str | None = None) -> list[Calibration]:
