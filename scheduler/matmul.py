@@ -69,8 +69,8 @@ def tuned_matmul(
     Terms that are None are skipped. Sums, bias, activation and residual are computed in float32 and rounded once, to
     the dtype of the result. They are computed in float64 or complex if an operand is float64 or complex, and in
     integers if all operands are integers. With an epilogue, a search also times an XLA program that rounds after each
-    step, as users write it. That program is used if it was measured to be the fastest; ``schedule={"program":
-    "float32"}`` or ``backends="pallas"`` excludes it.
+    step, as users write it. That program is used if it was measured to be the fastest;
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes it.
 
     Works in eager mode and under `jax.jit`, `vmap`, `grad`, `jvp`, `lax.scan` and inside `shard_map`. Matmuls of the
     backward pass are tuned calls, too. For arrays sharded over a mesh, each device runs such a call on its shard, with
