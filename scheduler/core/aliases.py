@@ -1,6 +1,6 @@
-"""Old spellings that stores and recordings still hold: read here, never written.
+"""Old names that stores and recordings may still contain: they are read, never written.
 
-Those of schedules and backends are the search spaces' own.
+Old names of schedules and backends are in the search spaces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 STAGES: Mapping[str, str] = MappingProxyType({"suspect": "implausible"})
 
-# Of the cost model. What is neither here nor among today's constants is gone from the model.
+# Constants of the cost model. A stored name that is neither here nor a current constant was removed from the model.
 CONSTANTS: Mapping[str, str] = MappingProxyType(
     {
         "alpha": "l2_share",
