@@ -1,4 +1,4 @@
-"""The tables of a store, and the steps that bring those of an older store to today's schema."""
+"""The tables of a store, and the migrations from older schemas to the current one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sqlalchemy as sa
 from scheduler.core import codec
 from scheduler.core.similar import SUMS, place_of
 
-# Where the problem of a record lies among similar ones (`similar.Place`), and whether its times are estimates.
+# Coordinates of a record's problem among similar ones (`similar.Place`), and whether its times are estimates.
 SUM_COLUMNS = tuple(f"size_{index}" for index in range(SUMS))
 PLACE = ("pattern", "estimated", "size", *SUM_COLUMNS)
-# `record` and `trial` are the whole text, and what is read back; the other columns repeat what a person asks SQL for,
-# and what is searched by.
+# `record` and `trial` contain the complete text, which is read back. The other columns repeat values for SQL queries
+# and for indexes.
 SCHEDULES = sa.table(
     "schedules",
     *map(sa.column, ("operation", "hardware", "problem", "backend", "kernel_version", "schedule", "median_s", "xla_s")),
     *map(sa.column, ("jax", "jaxlib", "driver", "date", "record", "pattern", "estimated")),
     *(sa.column(name, sa.Double) for name in ("size", *SUM_COLUMNS)),
 )
-# A search and the name of its Optuna study, which holds the trials. `studies.py` describes Optuna's own tables.
+# A search and the name of its Optuna study, which has the trials. `studies.py` describes Optuna's own tables.
 SEARCHES = sa.table(
     "searches",
     *map(sa.column, ("id", "operation", "hardware", "problem", "study", "jax", "jaxlib", "driver", "date", "finished")),
@@ -41,7 +41,7 @@ KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
 
 def place_columns(problem: str, *, estimated: bool) -> dict[str, object]:
-    """The values of `PLACE`."""
+    """Returns the values of the columns `PLACE`."""
     place = place_of(problem)
     return {
         "pattern": place.pattern,
@@ -52,7 +52,7 @@ def place_columns(problem: str, *, estimated: bool) -> dict[str, object]:
 
 
 def _place_all(connection: sa.Connection) -> None:
-    """Fills `PLACE` of every record that can be read."""
+    """Fills the columns `PLACE` of every readable record."""
     columns = SCHEDULES.c
     for *names, line in connection.execute(sa.select(*(columns[name] for name in KEY), columns.record)).all():
         try:
@@ -65,8 +65,8 @@ def _place_all(connection: sa.Connection) -> None:
 
 
 Step = str | Callable[[sa.Connection], None]
-# What brings a file from schema version i to i + 1: steps that stay as they are once released, so that a file of any
-# age ends up the same. {serial} is a number that counts up by itself.
+# Migrations from schema version i to i + 1. Released steps must not change, so that a file of any age gets the same
+# schema. {serial} is an auto-increment column.
 MIGRATIONS: tuple[Sequence[Step], ...] = (
     (
         "CREATE TABLE schema_version (version BIGINT NOT NULL)",
@@ -88,34 +88,34 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
         "CREATE INDEX trials_by_key ON trials (operation, hardware, problem)",
     ),
     (
-        # 1 where the search of the trial came to its end: only the others are there to be resumed.
+        # 1 if the trial's search finished; only unfinished searches are resumed.
         "ALTER TABLE trials ADD COLUMN finished BIGINT NOT NULL DEFAULT 0",
         "UPDATE trials SET finished = 1",
     ),
     (
-        # Who tunes a problem now, and the Unix time, in seconds, until which that counts unless it is renewed.
+        # The owner of the right to tune a problem, and the Unix time of expiry in seconds unless it is renewed.
         """CREATE TABLE leases (
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
              owner TEXT NOT NULL, expires_s DOUBLE PRECISION NOT NULL,
              PRIMARY KEY (operation, hardware, problem))""",
     ),
     (
-        # What the cost model's constants were fitted to: the trials of one kernel on one chip.
+        # Fitted constants of the cost model, per kernel and chip.
         """CREATE TABLE constants (
              hardware TEXT NOT NULL, operation TEXT NOT NULL, backend TEXT NOT NULL,
              kernel_version BIGINT NOT NULL, date TEXT NOT NULL, calibration TEXT NOT NULL,
              PRIMARY KEY (hardware, operation, backend))""",
     ),
     (
-        # What calls posed and no record answered: how often it was lowered, when, from which line, and where its
-        # operation is defined.
+        # Problems of calls without a record: how often each was lowered, when, from which line, and where its operation
+        # is defined.
         """CREATE TABLE misses (
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
              lowered BIGINT NOT NULL, first TEXT NOT NULL, last TEXT NOT NULL, line TEXT NOT NULL, place TEXT NOT NULL,
              PRIMARY KEY (operation, hardware, problem))""",
     ),
     (
-        # Of problems that differ in one extent: the values that have records, which answer those between them.
+        # Problems that differ in one extent: the values with records, which are also used for values between them.
         """CREATE TABLE ranges (
              operation TEXT NOT NULL, hardware TEXT NOT NULL, problem TEXT NOT NULL,
              field TEXT NOT NULL, low BIGINT NOT NULL, high BIGINT NOT NULL,
@@ -123,7 +123,7 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
              PRIMARY KEY (operation, hardware, problem, field, low, high))""",
     ),
     (
-        # Records of similar problems, and searches that were cut short, are found without reading all others.
+        # Indexes for records of similar problems and for interrupted searches.
         "ALTER TABLE schedules ADD COLUMN pattern TEXT",
         "ALTER TABLE schedules ADD COLUMN estimated BIGINT",
         "ALTER TABLE schedules ADD COLUMN size DOUBLE PRECISION",
@@ -134,7 +134,7 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
         "CREATE INDEX trials_unfinished ON trials (operation, hardware, problem) WHERE finished = 0",
     ),
     (
-        # Trials are in studies of Optuna, whose tables Optuna makes itself: one of them is named `trials`, too.
+        # Trials are in Optuna studies. Optuna creates its own tables, one of which is also named `trials`.
         "DROP TABLE trials",
         """CREATE TABLE searches (
              id {serial} PRIMARY KEY,
@@ -146,7 +146,7 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
     ),
 )
 VERSION = sa.table("schema_version", sa.column("version"))
-# Tables of every schema since the first: a database that has these is one of ours.
+# Tables of every schema since the first one, which identify a database of this program.
 OLDEST = frozenset({"schema_version", "schedules"})
-# {serial} of a migration, by database.
+# {serial} in a migration, by database.
 SERIAL = {"sqlite": "INTEGER", "postgresql": "BIGSERIAL"}
