@@ -1,4 +1,4 @@
-"""Which schedule to run: predicted, searched on the device, stored, and served at call time."""
+"""Autotuner for Pallas kernels: predicts, searches, stores and serves schedules at call time."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _HOMES = dict.fromkeys(_ERRORS, "scheduler.core.errors") | {
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when first used: `import scheduler` costs nothing, and worker processes load only what they run.
+    # Lazy imports: `import scheduler` is cheap, and a worker process loads only the modules that it runs.
     if name not in __all__:
         raise AttributeError(f"module 'scheduler' has no attribute {name!r} (it has: {', '.join(__all__)})")
     value = getattr(importlib.import_module(_HOMES.get(name, "scheduler.api")), name)

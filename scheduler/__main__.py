@@ -1,4 +1,4 @@
-"""``python -m scheduler``: the same as the command ``tile-scheduler``."""
+"""Runs the ``tile-scheduler`` command as ``python -m scheduler``."""
 
 from tile_scheduler import main
 

@@ -1,4 +1,4 @@
-"""The public calls: those of row-wise operations, ``tuned`` for any operation, and what steers them."""
+"""Public API: the row-wise operations, ``tuned`` for any operation, and the functions that configure them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 Backends = str | Sequence[str]
-# What a call takes as an array, whether it has values or not.
+# Types that a call accepts as an array, with or without values.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
@@ -74,26 +74,27 @@ def tuned_softmax(
     schedule: Any = None,
     **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``jax.nn.softmax(x, axis)`` by the best known schedule for its shape on this chip.
+    """Computes ``jax.nn.softmax(x, axis)`` with the best known schedule for its shape on this chip.
 
-    It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as `jax.nn.softmax`
-    does it, where that program of XLA's was measured to be the fastest (``schedule={"program": "float32"}`` or
-    ``backends="pallas"`` leaves it out). Along another axis it is `jax.nn.softmax`. Integers are converted first, so
-    that unsigned ones do not wrap.
+    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
+    in the dtype of `x`, as `jax.nn.softmax` does, is used if it was measured to be the fastest.
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program. Integers are converted to
+    float32 first, so that unsigned integers do not wrap.
 
-    Works where `tuned_matmul` works; derivatives are XLA's. XLA also answers for another axis than the last, for
-    arrays other than float32, bfloat16 or float16, and for empty ones; with `return_lse` also on a mesh outside of
-    manual axes.
+    Works wherever `tuned_matmul` works. Derivatives are computed by XLA. The call falls back to XLA (`jax.nn.softmax`)
+    for an axis other than the last, for dtypes other than float32, bfloat16 or float16, and for empty arrays. With
+    `return_lse` it also falls back to XLA on a mesh outside of manual axes.
 
     Args:
       x: ``[..., columns]``.
-      axis: along which the results sum to 1: an integer, several in a tuple, or None for all.
-      return_lse: return ``jax.nn.logsumexp(x, axis)`` in float32, too. It is an operation of its own,
-        "softmax_with_lse", tuned as such, and always computed in float32.
+      axis: the axis along which the results sum to 1: an integer, a tuple of integers, or None for all axes.
+      return_lse: also return ``jax.nn.logsumexp(x, axis)`` in float32. This is a separate operation,
+        "softmax_with_lse", which is tuned separately and always computes in float32.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      An array of the shape and dtype of `x`; or that and the log-sum-exp, ``[...]`` without `axis`.
+      An array of the shape and dtype of `x`. With `return_lse`, a pair of that array and the log-sum-exp, of the shape
+      of `x` without `axis`.
 
     Raises:
       CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`.
@@ -107,25 +108,25 @@ def tuned_softmax(
 def tuned_silu_and_mul(
     x: Any, *, on_miss: OnMiss | None = None, backends: Backends | None = None, schedule: Any = None, **others: Never
 ) -> jax.Array:
-    """``silu(x[..., :d]) * x[..., d:]`` with ``silu(g) = g / (1 + exp(-g))``, by the best known schedule.
+    """Computes ``silu(x[..., :d]) * x[..., d:]``, where ``silu(g) = g / (1 + exp(-g))``, with the best known schedule.
 
-    It is computed in float32 and rounded once; or, of bfloat16 and float16, in the dtype of `x`, as
-    ``jax.nn.silu(gate) * up`` is, where that program of XLA's was measured to be the fastest
-    (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it out).
+    The computation is in float32 and the result is rounded once. For bfloat16 and float16, an XLA program that computes
+    ``jax.nn.silu(gate) * up`` in the dtype of `x` is used if it was measured to be the fastest.
+    ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes that program.
 
-    Works where `tuned_matmul` works; its gradient is a tuned call, too ("silu_and_mul_backward"). XLA also answers for
-    arrays other than float32, bfloat16 or float16, and for empty ones.
+    Works wherever `tuned_matmul` works. The gradient is a tuned call, too ("silu_and_mul_backward"). The call falls
+    back to XLA for dtypes other than float32, bfloat16 or float16, and for empty arrays.
 
     Args:
       x: ``[..., 2 * d]``; the first half of the last axis is the gate.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      ``[..., d]``, of the dtype of `x`.
+      An array ``[..., d]`` of the dtype of `x`.
 
     Raises:
-      ValueError: the last axis has no two halves.
-      TypeError: `x` holds integers or truth values, as `jax.nn.silu` raises it.
+      ValueError: the length of the last axis is not even.
+      TypeError: `x` holds integers or booleans, as in `jax.nn.silu`.
       CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
     """
     if others:
@@ -134,17 +135,18 @@ def tuned_silu_and_mul(
 
 
 def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
-    """A function that runs `operation` by the best known schedule: the treatment of `tuned_matmul` for any kernel.
+    """Returns a function that runs `operation` with the best known schedule, as `tuned_matmul` does for matmul.
 
-    `operation` may be given by its name, as `search_spaces.load` takes it. The function is
-    ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. What `arrays` and `params` are says the
-    operation's `front_end`. Without one, `arrays` are shaped as ``operation.problem.operands()`` says, and `params` are
-    fields of the problem that shapes do not tell, and the operation's own `params`, which reach the kernel; an
-    operation with several results returns a tuple. The other arguments and errors are those of `tuned_matmul`.
-    It differentiates, batches and shards by the operation's rules, or by their defaults (see `Operation`).
+    `operation` may be a name, as accepted by `search_spaces.load`. The signature of the function is
+    ``f(*arrays, on_miss=None, backends=None, schedule=None, **params)``. The operation's `front_end` defines `arrays`
+    and `params`. Without a `front_end`, `arrays` have the shapes of ``operation.problem.operands()``, and `params` are
+    the fields of the problem that the shapes do not determine, plus the operation's own `params`, which are passed to
+    the kernel. An operation with several results returns a tuple. The other arguments and the errors are those of
+    `tuned_matmul`. The operation's rules for differentiation, vmap and sharding apply, or the default rules (see
+    `Operation`).
 
     Raises:
-      TypeError, ValueError: `operation` is none, and no name of one.
+      TypeError, ValueError: `operation` is not an operation or the name of one.
     """
     operation = _operation_of(operation)
 
@@ -162,7 +164,7 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = f"tuned_{operation.name}"
 
     def problem(*arrays: Any, **params: Any) -> Problem:
-        """The problem that a call poses, of arrays or `jax.ShapeDtypeStruct`; a ValueError says why there is none."""
+        """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s; see `_posed_by` for errors."""
         return _posed_by(operation, arrays, params)
 
     call.operation, call.problem = operation, problem  # type: ignore[attr-defined]
@@ -174,13 +176,13 @@ def tuned(operation: Operation[Any] | str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def target(kind: str) -> Iterator[None]:
-    """Answer for a chip that is not here: ``with target("NVIDIA H200"): jitted.trace(a, b).lower(...)``.
+    """Selects schedules for another chip: ``with target("NVIDIA H200"): jitted.trace(a, b).lower(...)``.
 
-    It matters while a call is traced; what `jax.jit` has traced outside of it is traced again here, and the other way
-    round. What is not here cannot be measured: ``on_miss="tune"`` then means "model".
+    The context applies while a call is traced. `jax.jit` keeps separate traces for calls inside and outside of the
+    context. A chip that is not present cannot be measured, so ``on_miss="tune"`` then means "model".
 
     Raises:
-      ValueError: no such chip is known; the message names those that are.
+      ValueError: unknown chip; the message lists the known ones.
     """
     chips.find(checked.text("kind", kind))
     with calls.target(kind):
@@ -188,9 +190,10 @@ def target(kind: str) -> Iterator[None]:
 
 
 def reload() -> None:
-    """Forgets the answers given so far, so that the next calls ask the stores and the environment again.
+    """Clears the schedules selected so far, so that the next calls read the stores and the environment again.
 
-    What the caller's own `jax.jit` has compiled keeps its schedules: clear it with ``jitted.clear_cache()``.
+    Functions that the caller's own `jax.jit` has compiled keep their schedules: clear them with
+    ``jitted.clear_cache()``.
     """
     dispatch.reload()
     calls.forget()
@@ -198,7 +201,7 @@ def reload() -> None:
 
 
 def forget(operation: Operation[Any]) -> None:
-    """Forgets the answers to calls of one operation, whose kernels or reference now compute something else."""
+    """Clears the schedules selected for `operation`; required after its kernels or its reference change."""
     dispatch.forget(operation)
     calls.forget(operation)
 
@@ -211,31 +214,34 @@ def tune(
     hardware: str = "",
     **named: Any,
 ) -> Record:
-    """Searches the best schedule of a problem on this machine's device, stores it and lets calls use it.
+    """Searches for the best schedule of a problem on the local device, stores it, and makes calls use it.
 
-    ``tune(f, problem, budget=64)``; or, of the problem that a call poses, ``tune(f, *arrays, **options, budget=64)``,
-    which ``f.tune(*arrays, **options, budget=64)`` is, too, for functions by `tuned` and `autotune`.
+    The problem is given as ``tune(f, problem, budget=64)``, or by the arguments of a call, as
+    ``tune(f, *arrays, **options, budget=64)``. Functions created by `tuned` and `autotune` accept the latter as
+    ``f.tune(*arrays, **options, budget=64)``.
 
-    Where `store` has a record already that still holds, that is the answer, and nothing is searched. A backend none of
-    whose schedules ran is warned of, and named in the record's `failed`; the next `tune` tries it again.
+    If `store` already has a valid record, that record is returned without a search. If no schedule of a backend ran,
+    the function warns, lists the backend in the record's `failed`, and the next `tune` tries the backend again.
 
     Args:
-      operation: an `Operation`, its name as in `search_spaces.load`, or a function that runs it (`tuned_matmul`).
-      posed: a problem of that operation, or its fields; or what a call of the operation takes by place: arrays, or
-        `jax.ShapeDtypeStruct` in place of them.
-      store: a `Store`; None is the one that calls ask first, the user's own, and none where a recording is searched.
-      backends: the kernels to try beside the library, named as in `tuned_matmul`; None tries all.
-      hardware: a chip, by a part of its name; "" is the one that is here. Times of another are what its compiler, which
-        the extra `tpu` installs, estimates (`Record.estimated`).
+      operation: an `Operation`, its name as accepted by `search_spaces.load`, or a function that runs it
+        (`tuned_matmul`).
+      posed: a problem of that operation, or a dict of its fields; or the positional arguments of a call, arrays or
+        `jax.ShapeDtypeStruct`s.
+      store: a `Store`. None means the user's own store, which calls read first; for a search on a recording, None means
+        no store.
+      backends: the kernels to try in addition to the library, named as in `tuned_matmul`; None tries all.
+      hardware: a chip, by a part of its name; "" means the local one. Times for a chip that is not present are
+        estimates by its compiler (`Record.estimated`), which the extra `tpu` installs.
       named: `force`, `first_error`, `budget`, `effort`, `seconds`, `seed`, `sampler`, `l2`, `runner`, `options`,
-        `progress`: as in `search.tuner.tune`. Beside arrays, what else the call takes by name. A parameter that is
-        named as one of these, or as an argument above, is given by its problem: ``tune(f, f.problem(x, seed=3),
-        seed=0)``.
+        `progress`: as in `search.tuner.tune`. With arrays, also the keyword arguments of the call. If a parameter has
+        the same name as one of these or of the arguments above, give the problem instead:
+        ``tune(f, f.problem(x, seed=3), seed=0)``.
 
     Raises:
-      ValueError: an unknown operation, field, backend or chip; the call poses no problem.
-      TypeError: an argument of another type or name, with what is wanted.
-      NoCandidate, CandidateFailed, WorkerError: as `search.tuner.tune`.
+      ValueError: unknown operation, field, backend or chip, or a call that no kernel supports.
+      TypeError: an argument of the wrong type or an unknown name; the message says what is expected.
+      NoCandidate, CandidateFailed, WorkerError: as in `search.tuner.tune`.
     """
     end_load()
     if isinstance(store, str | os.PathLike):
@@ -264,10 +270,10 @@ def predict(
     kind: str | None = None,
     backends: Backends | None = None,
 ) -> Answer:
-    """The top prediction for `problem`, on this machine's device or the chip of that `kind`; measures nothing.
+    """Returns the top prediction for `problem` on the local device, or on the chip `kind`, without measuring.
 
-    What is stored of similar problems on that chip counts; what is stored of this one, or of a range that it lies in,
-    and still holds, is the answer.
+    Stored records of similar problems on that chip contribute to the prediction. If there is a valid record of the
+    problem, or of a range that contains it, the result is that record's schedule.
     """
     operation, posed = _named(operation, (problem,))
     chip = chips.detect() if kind is None else chips.find(checked.text("kind", kind))
@@ -279,11 +285,12 @@ def predict(
 def _named(
     given: Any, posed: tuple[Any, ...], options: Mapping[str, Any] | None = None, search: frozenset[str] = frozenset()
 ) -> tuple[Operation[Any], Problem]:
-    """The operation, and its problem: itself, its fields, or of what a call takes by place and by name.
+    """Returns the operation and its problem.
 
     Args:
-      options: what the call takes by name.
-      search: names of what the search is told.
+      posed: a problem, a dict of its fields, or the positional arguments of a call.
+      options: keyword arguments of the call.
+      search: names of the search options.
     """
     operation, named = _operation_of(given), dict(options or {})
     if not posed and "problem" in named:
@@ -315,14 +322,18 @@ def _named(
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
-    """Names of what a decorated function takes; of another, and of what is no function, none."""
+    """Returns the parameter names of a decorated function, and an empty tuple for any other object."""
     if not isinstance(function, types.FunctionType) or not hasattr(function, "__wrapped__"):
         return ()
     return tuple(inspect.signature(function).parameters)
 
 
 def _posed_by(operation: Operation[Any], arrays: Sequence[Any], params: Mapping[str, Any]) -> Problem:
-    """The problem that a call poses, of arrays or `jax.ShapeDtypeStruct`; a ValueError says why there is none."""
+    """Returns the problem of a call with these arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: no kernel supports the call; the message has the reason.
+    """
     bound: list[Bound[Any] | Unbound] = []
     named = {name: x for name, x in params.items() if isinstance(x, _ARRAYS)}
     options = {name: x for name, x in params.items() if name not in named}
@@ -349,7 +360,7 @@ for _function, _its in _functions:
 
 
 def _typed(value: Any) -> str:
-    """A field's value as a command line has it; `jnp.float32` is a type, and a dtype by its name."""
+    """Formats a field's value as on the command line; a type such as `jnp.float32` becomes its dtype name."""
     return jnp.dtype(value).name if isinstance(value, type) else str(value)
 
 

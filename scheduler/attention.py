@@ -1,4 +1,4 @@
-"""The public call ``tuned_flash_attention``: as `jax.nn.dot_product_attention`, and tuned as every other."""
+"""The public function ``tuned_flash_attention``: a tuned `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -67,43 +67,43 @@ def tuned_flash_attention(
     schedule: Any = None,
     **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``softmax(q k^T * scale) v``, as `jax.nn.dot_product_attention`, by the best known schedule on this chip.
+    """Computes ``softmax(q k^T * scale) v`` with the best known schedule on this chip.
 
-    Layout and meaning are that function's: query head n uses key head ``n // (heads // kv_heads)``, and a causal mask
-    is aligned at the top left, so that query i sees keys 0 to i however many keys there are. In one thing they differ:
-    a query that sees no key at all (its length or its window leaves none) has a result of zeros here, a log-sum-exp of
-    minus infinity, and no part in any gradient. Logits, softmax and sums are float32; probabilities are rounded to the
-    dtype of the operands before they multiply values.
+    Layout and semantics are those of `jax.nn.dot_product_attention`: query head n uses key head
+    ``n // (heads // kv_heads)``, and the causal mask is aligned at the top left, so that query i sees keys 0 to i for
+    any number of keys. There is one difference. If the lengths or the window leave no key for a query, its result here
+    is zeros, its log-sum-exp is minus infinity, and it contributes to no gradient. Logits, softmax and sums are
+    float32. Probabilities are rounded to the dtype of the operands before they multiply values.
 
-    Works where `tuned_matmul` works, but in reverse mode alone: `jax.jvp` raises a TypeError, as of any
-    `jax.custom_vjp`. The backward pass is an operation of its own, "flash_attention_backward", tuned and cached as
-    such, and under a derivative the forward pass also returns the log-sum-exp: what is tuned for training is
-    ``return_lse=True`` and that. XLA answers for q, k and v of another dtype than bfloat16, float16 or float32, which
-    is one for all three, and for empty arrays.
+    Works wherever `tuned_matmul` works, but in reverse mode only: `jax.jvp` raises a TypeError, as for any
+    `jax.custom_vjp`. The backward pass is a separate operation, "flash_attention_backward", which is tuned and cached
+    separately. Under a derivative, the forward pass also returns the log-sum-exp, so for training tune
+    ``return_lse=True`` and "flash_attention_backward". The call falls back to XLA for empty arrays, and unless q, k and
+    v have the same dtype and it is bfloat16, float16 or float32.
 
     Args:
       q: ``[batch, q_len, heads, head_dim]`` or ``[q_len, heads, head_dim]``.
       k: ``[batch, kv_len, kv_heads, head_dim]`` or without `batch`; `heads` is a multiple of `kv_heads`.
-      v: ``[batch, kv_len, kv_heads, head_dim_v]`` likewise; `head_dim_v` may differ from `head_dim`.
+      v: ``[batch, kv_len, kv_heads, head_dim_v]`` or without `batch`; `head_dim_v` may differ from `head_dim`.
       causal: query i sees no key beyond i.
-      scale: of logits, a number; None is ``1 / sqrt(head_dim)``.
-      window: query i sees keys from ``i - left`` to ``i + right``, both included: an integer of 0 or more for both, or
-        two, of which one may be None.
+      scale: factor of the logits, a number; None means ``1 / sqrt(head_dim)``.
+      window: query i sees keys from ``i - left`` to ``i + right``, inclusive. One integer, 0 or more, sets both; a pair
+        ``(left, right)`` sets each, and None in the pair means no limit.
       softcap: logits become ``softcap * tanh(logits / softcap)``; a finite number above 0.
-      q_lengths: ``int32[batch]``: the first so many queries of each sequence are there, the results of others zeros.
-      kv_lengths: ``int32[batch]``: the first so many keys of each sequence are there.
-      return_lse: return the log-sum-exp of each query's logits, too.
-      deterministic: gradients are the same bits in every run.
-      on_miss, backends, schedule: as in `tuned_matmul`; "pallas" leaves out cuDNN, too. A `schedule` is one of the
-        forward pass as it is called, and the passes of a derivative do without it.
+      q_lengths: ``int32[batch]``: the number of valid queries of each sequence; results of the other queries are zeros.
+      kv_lengths: ``int32[batch]``: the number of valid keys of each sequence.
+      return_lse: also return the log-sum-exp of each query's logits.
+      deterministic: gradients are bitwise reproducible between runs.
+      on_miss, backends, schedule: as in `tuned_matmul`; "pallas" excludes cuDNN, too. A `schedule` applies to the
+        forward pass of this call only, not to the passes of a derivative.
 
     Returns:
-      ``[batch, q_len, heads, head_dim_v]`` or without `batch`; or that and the log-sum-exp, natural, in float32:
-      ``[batch, heads, q_len]`` or without `batch`.
+      An array ``[batch, q_len, heads, head_dim_v]`` or without `batch`. With `return_lse`, a pair of that array and the
+      natural log-sum-exp in float32, ``[batch, heads, q_len]`` or without `batch`.
 
     Raises:
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as `tuned_matmul`, and what
-        `jax.nn.dot_product_attention` refuses.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError, ValueError: as in `tuned_matmul`, and for arguments that
+        `jax.nn.dot_product_attention` rejects.
     """
     if others:
         raise calls.unexpected(tuned_flash_attention, others)

@@ -1,4 +1,4 @@
-"""autotune(): a plain function that leaves choices to its caller becomes a tuned one."""
+"""The decorator ``autotune``: turns a plain Pallas function with tunable parameters into a tuned function."""
 
 from __future__ import annotations
 
@@ -46,46 +46,49 @@ def autotune(
         def row_sum(x, *, tile_m, target):
             ...  # a pallas_call with blocks of tile_m rows, interpreted where target.platform is "cpu"
 
-    The function's parameters are arrays, then, after a ``*``, its choices and what else is static. It becomes
-    ``row_sum(*arrays, on_miss=None, backends=None, schedule=None, **static)``, a function as `tuned` makes them;
-    ``row_sum.tune(x)`` searches for the problem of such a call, ``row_sum.problem(x)``; ``row_sum.operation`` is what
-    is tuned. Schedules are stored by the shapes and dtypes of the arrays and by the static parameters: int, float,
-    bool, str, None, a dtype (which arrives as its name), or a tuple of these. An array that may be left out has the
-    default None.
+    The function's positional parameters are arrays. Its keyword-only parameters are the choices and the static
+    parameters. The decorated function is ``row_sum(*arrays, on_miss=None, backends=None, schedule=None, **static)``, as
+    `tuned` creates it. ``row_sum.tune(x)`` searches for the problem of such a call, ``row_sum.problem(x)`` returns that
+    problem, and ``row_sum.operation`` is the tuned operation. Schedules are stored by the shapes and dtypes of the
+    arrays and by the static parameters: int, float, bool, str, None, a dtype (passed as its name), or a tuple of these.
+    An optional array has the default None.
 
-    Those below are functions of what their parameters name: arrays, each with a shape and a dtype; static parameters;
-    and, where it is said, choices and `target` (`search_spaces.Target`, the chip). The function itself may have a
-    parameter `target`, too.
+    The callables below receive the arguments that their parameters name: arrays, each with a shape and a dtype; static
+    parameters; and, if documented, choices and `target` (`search_spaces.Target`, the chip). The decorated function may
+    also have a parameter `target`.
 
     Args:
-      reference: the right answer of the same arrays (by place, with those static parameters that it names) by plain
-        JAX. It is verified against in float32 or wider, with products at the highest precision; XLA's program of it is
-        the answer to beat, and derivatives are its own.
-      configs: in place of `choices`, a list of complete ones, ``[{"tile_m": 64, "stages": 2}, ...]``, as Triton's
-        `@autotune` has them; rules may leave some out.
-      rules: the reason in words -> what a legal schedule obeys; may name choices and `target`. It is asked of many
-        schedules at once: `&`, `|` and `np.where` in place of `and`, `or` and `if`.
-      footprint: what one launch demands (`search_spaces.Footprint`); may name choices, each an array of many values,
-        and `target`. None prunes nothing, and ranks nothing before it is measured.
-      supports: why there is no kernel for these arrays on `target`, in words, or None where there is.
-      tolerance: how far an element may be off, absolutely and relative to the right one; one for each result, or one
-        for all. None is 8 eps of the result's dtype: long sums need more. Of a number the absolute error is for right
-        elements up to 1 or more, and less where all are smaller; that of a `Tolerance` is what it says. Integers and
-        truth values are exact by default.
-      inputs: operands to measure with, one for each array, given `rng`, a `jax.random.key`; None draws normal numbers.
-      special: which operands of other values the result must be right for, too, before it is stored: some of "large",
+      reference: a plain JAX function that computes the correct result from the same arrays (positional) and the static
+        parameters that it names. Results are verified against it in float32 or wider, with matmuls at the highest
+        precision. XLA's program of it is the baseline. Derivatives are those of the reference.
+      configs: an alternative to `choices`: a list of complete configurations, ``[{"tile_m": 64, "stages": 2}, ...]``,
+        as in Triton's `@autotune`. Rules may drop some of them.
+      rules: a dict from a reason, as text, to a predicate for legal schedules. A predicate may name choices and
+        `target`. It is evaluated for many schedules at once: use `&`, `|` and `np.where` instead of `and`, `or` and
+        `if`.
+      footprint: the resources of one launch (`search_spaces.Footprint`). It may name choices, each an array of many
+        values, and `target`. With None, nothing is pruned, and nothing is ranked before it is measured.
+      supports: returns the reason why there is no kernel for these arrays on `target`, or None if there is one.
+      tolerance: the allowed absolute and relative error of an element; one for each result, or one for all. None means
+        8 eps of the result's dtype; long sums need more. For a number, the absolute error applies to correct elements
+        of magnitude up to 1 or more, and shrinks if all of them are smaller. A `Tolerance` is used as given. Integers
+        and booleans must match exactly by default.
+      inputs: creates the operands to measure with, one per array, from `rng`, a `jax.random.key`. None draws normally
+        distributed numbers.
+      special: kinds of special operand values for which the result is also verified before it is stored: "large",
         "tiny" (magnitudes, and the extremes of integers), "halves" (ties, zeros, equal elements), "nan", "inf" and
-        "-inf". True is all, False none. None is all, or none where `inputs` is given: then only such operands are
-        promised. With both, floating-point numbers take these values, and integers stay as `inputs` draws them.
-      flops, bytes_moved: what the answer needs: no time below what the chip takes for them is believed. None is no
-        operation, and every array moved once.
-      name: under which schedules are stored; None is the function's module and name.
-      choices: keyword of the function -> the values to try, or a function of arrays, static parameters and `target`.
-        Values are int, bool, float, str or tuples, of one type for each choice, and None beside them. Rules and
-        footprints that look at tuples or None are asked of one schedule after another.
+        "-inf". True means all, False none. None means all, or none if `inputs` is given, because then only such
+        operands are guaranteed. With both, floating-point numbers take these values, and integers stay as `inputs`
+        draws them.
+      flops, bytes_moved: the work that the result needs. A measured time below what the chip needs for that work is
+        rejected. None means zero operations, and each array moved once.
+      name: the name under which schedules are stored; None means the function's module and name.
+      choices: for each keyword of the function, the values to try, or a function of arrays, static parameters and
+        `target` that returns them. Values are int, bool, float, str or tuples, of one type per choice, and optionally
+        None. Rules and footprints that use tuples or None are evaluated for one schedule at a time.
 
     Raises:
-      DeclarationError: what cannot be meant, with what to write instead.
+      DeclarationError: an invalid declaration; the message says what to write instead.
     """
     if function is not None:
         raise DeclarationError(
@@ -113,7 +116,7 @@ def autotune(
         arrays, chosen = arguments.arrays, frozenset(arguments.choices)
 
         def placed(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-            """All arrays by place: the named ones are taken from `named`, of which the rest is static."""
+            """Moves the arrays in `named` to their positions; the rest of `named` is static."""
             if wrong := sorted(chosen & named.keys()):
                 raise TypeError(f"{wrong[0]} is chosen for {function.__name__}: to choose it, give schedule={{...}}")
             if any(array in named for array in arrays[: len(given)]):

@@ -1,4 +1,4 @@
-"""The public call ``tuned_gated_matmul``: both products of a gated linear unit and what joins them, tuned as one."""
+"""The public function ``tuned_gated_matmul``: a gated linear unit, tuned as one operation."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ def tuned_gated_matmul(
     schedule: Any = None,
     **others: Never,
 ) -> jax.Array:
-    """``activation(x @ gate + gate_bias) * (x @ up + up_bias)`` by the best known schedule for its shapes on this chip.
+    """Computes ``activation(x @ gate + gate_bias) * (x @ up + up_bias)`` with the best known schedule on this chip.
 
-    One kernel reads `x` once and writes the result alone. Sums, biases, activation and the product of both factors are
-    float32, and rounded once; or, where that program of XLA's was measured to be the fastest, rounded after each step,
-    as users write it (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it out).
+    One kernel reads `x` once and writes only the result. Sums, biases, activation and the product of both factors are
+    float32, and the result is rounded once. An XLA program that rounds after each step, as users write it, is used if
+    it was measured to be the fastest; ``schedule={"program": "float32"}`` or ``backends="pallas"`` excludes it.
 
-    Works where `tuned_matmul` works. Under a derivative both products, by `tuned_matmul`'s kernels, are rounded and
-    kept, and the backward pass is of such products, too. XLA also answers for real operands of 16 bits or more
-    that are not both bfloat16 or float16, and for empty ones. A vmapped `x` is more rows; of vmapped weights
-    each takes a call of its own.
+    Works wherever `tuned_matmul` works. Under a derivative, the kernels of `tuned_matmul` compute both matmuls, whose
+    results are rounded and saved, and the backward pass uses such matmuls, too. The call falls back to XLA for empty
+    operands, and for real operands of 16 bits or more unless both are bfloat16 or both float16. Under `jax.vmap`, a
+    batched `x` becomes more rows, and batched weights run one call each.
 
     Args:
       x: ``[..., k]``.
-      w: ``[k, 2 * n]``, whose first half is the gate's; or a pair ``(gate, up)`` of arrays ``[k, n]``, which nothing
-        joins.
-      activation: "silu" (SwiGLU), "gelu" (in its tanh form; GeGLU) or "relu" (ReGLU).
+      w: ``[k, 2 * n]``, with the gate in the first half; or a pair ``(gate, up)`` of arrays ``[k, n]``, which are not
+        concatenated.
+      activation: "silu" (SwiGLU), "gelu" (the tanh form; GeGLU) or "relu" (ReGLU).
       bias: ``[2 * n]``, or a pair of ``[n]``.
-      transpose_w: `w` is ``[2 * n, k]``, or a pair of ``[n, k]``: read in that layout, not copied.
+      transpose_w: `w` is ``[2 * n, k]``, or a pair of ``[n, k]``. It is read in that layout without a copy.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      ``[..., n]``, of the dtype of the operands.
+      An array ``[..., n]`` of the dtype of the operands.
 
     Raises:
-      TypeError, ValueError: weights or a bias of another shape, an unknown activation; operands of integers, of 8 bits
-        or complex; as `jnp.matmul`.
-      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
+      TypeError, ValueError: weights or a bias of the wrong shape, an unknown activation, or integer, 8-bit or complex
+        operands; otherwise as in `jnp.matmul`.
+      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     if others:
         raise calls.unexpected(tuned_gated_matmul, others)
@@ -62,7 +62,7 @@ def tuned_gated_matmul(
 
 
 def _apart(given: Any, name: str) -> tuple[Any, Any]:
-    """A pair as it is; an array as the first of a pair without a second."""
+    """Returns a pair unchanged, and a single array as a pair with None."""
     if not isinstance(given, tuple | list):
         return given, None
     if len(given) != 2:

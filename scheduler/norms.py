@@ -1,4 +1,4 @@
-"""The public call ``tuned_rms_norm``, with a residual or without."""
+"""The public function ``tuned_rms_norm``, with an optional residual."""
 
 from __future__ import annotations
 
@@ -47,29 +47,30 @@ def tuned_rms_norm(
     schedule: Any = None,
     **others: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis by the best known schedule.
+    """Computes ``x / sqrt(mean(x^2) + eps) * weight`` along the last axis with the best known schedule.
 
-    It is computed in float32, and rounded once. With a residual it is the norm of ``total = x + residual``, and `total`
-    is returned, too: a step of a residual stream, as vLLM's ``fused_add_rms_norm``. The sum is rounded to the dtype of
-    `x`, and the norm is that of the rounded sum (where XLA fuses both, it may leave that rounding out).
+    The computation is in float32 and the result is rounded once. With a residual, the function normalizes
+    ``total = x + residual`` and also returns `total`, as vLLM's ``fused_add_rms_norm`` does. The sum is rounded to the
+    dtype of `x` before it is normalized; XLA may skip that rounding if it fuses both steps.
 
-    Works where `tuned_matmul` works; derivatives are XLA's, in all operands. XLA also answers for a weight that is
-    neither of the dtype of `x` nor float32, for a residual of another dtype than `x`, for arrays other than float32,
-    bfloat16 or float16, and for empty ones.
+    Works wherever `tuned_matmul` works. Derivatives in all operands are computed by XLA. The call falls back to XLA for
+    a weight of a dtype other than float32 or that of `x`, for a residual of a dtype other than that of `x`, for arrays
+    of a dtype other than float32, bfloat16 or float16, and for empty arrays.
 
     Args:
       x: ``[..., columns]``.
       weight: ``[columns]``, of the dtype of `x` or float32.
-      eps: keeps rows of zeros finite; a number, no array.
-      residual: of the shape and dtype of `x`. It is an operation of its own, "add_rms_norm", tuned as such.
+      eps: a number, not an array; keeps rows of zeros finite.
+      residual: of the shape and dtype of `x`. This is a separate operation, "add_rms_norm", which is tuned separately.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      An array of the shape and dtype of `x`; with a residual that, and the sum, of the same shape and dtype.
+      An array of the shape and dtype of `x`. With a residual, a pair of that array and the sum, of the same shape and
+      dtype.
 
     Raises:
-      ValueError: `weight` is not as long as a row, or `residual` is not of the shape of `x`.
-      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as `tuned_matmul`.
+      ValueError: the length of `weight` is not that of a row, or `residual` does not have the shape of `x`.
+      CacheMiss, NoCandidate, IllegalSchedule, TypeError: as in `tuned_matmul`.
     """
     if others:
         raise calls.unexpected(tuned_rms_norm, others)

@@ -1,4 +1,4 @@
-"""The public call ``tuned_scaled_matmul``: a product of 8-bit operands by their scales, tuned."""
+"""The public function ``tuned_scaled_matmul``: a tuned matmul of scaled 8-bit operands."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ def tuned_scaled_matmul(
     schedule: Any = None,
     **others: Never,
 ) -> jax.Array:
-    """``(a * a_scale) @ (b * b_scale)`` of 8-bit operands by the best known schedule for its shapes on this chip.
+    """Computes ``(a * a_scale) @ (b * b_scale)`` for 8-bit operands with the best known schedule on this chip.
 
-    Scales belong to rows of `a` and columns of `b` (as Qwix and MaxText quantize), or to blocks of 128 along k: of each
-    row of `a`, and of 128 x 128 of `b` (DeepSeek-V3, arXiv:2412.19437, 3.3.2); each operand has its own kind. Sums are
-    float32, and rounded once; or, where that program of XLA's was measured to be the fastest, those of operands that
-    were scaled in bfloat16, as users write it (``schedule={"program": "float32"}`` or ``backends="pallas"`` leaves it
-    out).
+    Scales are per row of `a` and per column of `b` (as in Qwix and MaxText), or per block of 128 along k: for each row
+    of `a`, and for blocks of 128 x 128 of `b` (DeepSeek-V3, arXiv:2412.19437, 3.3.2). Each operand has its own kind of
+    scale. Sums are float32 and the result is rounded once. An XLA program that scales the operands in bfloat16, as
+    users write it, is used if it was measured to be the fastest; ``schedule={"program": "float32"}`` or
+    ``backends="pallas"`` excludes it.
 
-    Works where `tuned_matmul` works. The operands are quantized: a derivative is that of XLA's program for them. XLA
-    also answers where they are not both float8_e4m3fn or both float8_e5m2, or a scale is not float32. A vmapped `a` is
-    more rows.
+    Works wherever `tuned_matmul` works. The operands are quantized, so the derivative is that of the XLA program. The
+    call falls back to XLA unless both operands are float8_e4m3fn or both are float8_e5m2, and unless all scales are
+    float32. Under `jax.vmap`, a batched `a` becomes more rows.
 
     Args:
       a: ``[..., k]``.
-      b: ``[k, n]``. The Hopper kernel reads ``[n, k]`` alone (`transpose_b`).
-      a_scale: float32, ``[...]`` or ``[..., 1]``, one for each row; or ``[..., ceil(k / 128)]``; or one number.
-      b_scale: float32, ``[n]`` or ``[1, n]``, one for each column; or ``[ceil(k / 128), ceil(n / 128)]``; or one
-        number. With `transpose_b` turned as `b` is.
+      b: ``[k, n]``. The Hopper kernel supports only ``[n, k]`` (`transpose_b`).
+      a_scale: float32, ``[...]`` or ``[..., 1]``, one per row; or ``[..., ceil(k / 128)]``; or one number.
+      b_scale: float32, ``[n]`` or ``[1, n]``, one per column; or ``[ceil(k / 128), ceil(n / 128)]``; or one number.
+        With `transpose_b`, transposed like `b`.
       transpose_b: `b` is ``[n, k]``.
-      out_dtype: of the result: bfloat16, float16 or float32.
+      out_dtype: dtype of the result: bfloat16, float16 or float32.
       on_miss, backends, schedule: as in `tuned_matmul`.
 
     Returns:
-      ``[..., n]``.
+      An array ``[..., n]``.
 
     Raises:
-      TypeError, ValueError: operands that do not multiply, or are complex; a result of another dtype; a scale of
-        another shape, with those that it may have.
-      CacheMiss, NoCandidate, IllegalSchedule: as `tuned_matmul`.
+      TypeError, ValueError: operands that cannot be multiplied or are complex, an unsupported result dtype, or a scale
+        of the wrong shape; the message lists the supported shapes.
+      CacheMiss, NoCandidate, IllegalSchedule: as in `tuned_matmul`.
     """
     if others:
         raise calls.unexpected(tuned_scaled_matmul, others)

@@ -1,1 +1,1 @@
-"""Values and tables that every other part speaks of; knows nothing of models, devices in use, databases or searches."""
+"""Values and tables shared by all other packages; independent of cost models, devices, databases and searches."""

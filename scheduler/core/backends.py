@@ -1,4 +1,4 @@
-"""Which backends of an operation a caller allows."""
+"""Selection of the backends of an operation that a caller allows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from search_spaces.operation import Operation
 
 
 def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None) -> frozenset[str] | None:
-    """The backends that `wanted` names: None for all; "pallas" is all but the libraries', among other names, too.
+    """Returns the backends that `wanted` names, or None if `wanted` is None, which allows all.
+
+    "pallas" stands for all backends except libraries, and may be combined with other names.
 
     Raises:
-      TypeError: `wanted` is neither a name nor several.
-      ValueError: an unknown backend, or none at all; the message names those there are.
+      TypeError: `wanted` is neither a name nor a collection of names.
+      ValueError: an unknown backend, or an empty collection; the message lists the available ones.
     """
     if wanted is None:
         return None
@@ -33,15 +35,15 @@ def named_backends(operation: Operation[Any], wanted: str | Sequence[str] | None
 def backends_of_each(
     operations: Sequence[Operation[Any]], wanted: str | Sequence[str] | None
 ) -> list[Sequence[str] | None]:
-    """For each of these operations, which of the backends that `wanted` names it has; its library where it has none.
+    """Returns, for each operation, the names in `wanted` that it has, or its library if it has none of them.
 
     Raises:
-      TypeError, ValueError: as `named_backends`; of a name, where no operation has it.
+      TypeError, ValueError: as in `named_backends`; a name that no operation has.
     """
     if wanted is None:
         return [None] * len(operations)
     if isinstance(wanted, Mapping) or not isinstance(wanted, Iterable) or not wanted:
-        named_backends(operations[0], wanted)  # says what is wrong
+        named_backends(operations[0], wanted)  # raises the error
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     for name in names:
         if not any(_has(operation, name) for operation in operations):
@@ -61,10 +63,11 @@ def _has(operation: Operation[Any], name: str) -> bool:
 def backends_of_another(
     other: Operation[Any], operation: Operation[Any], allowed: frozenset[str] | None
 ) -> frozenset[str] | None:
-    """What a caller of `operation` who allows these backends allows of `other`, which a rule of `operation` calls.
+    """Returns the backends of `other` that a rule of `operation` may call if the caller allows `allowed` of it.
 
-    The library's answers where it may here, alone where it alone may or `other` has nothing else, and of the rest those
-    that are not left out by their names.
+    The library of `other` is included if `allowed` includes that of `operation`. It is the only one if `allowed`
+    contains only the library, or if `other` has no other backend. Kernels of `other` are included unless `operation`
+    has a backend of the same name that `allowed` excludes.
     """
     if allowed is None:
         return None
@@ -77,5 +80,5 @@ def backends_of_another(
 
 
 def allowed_backends(operation: Operation[Any], backends: frozenset[str] | None) -> frozenset[str]:
-    """`backends` by name, where None stands for all of the operation."""
+    """Returns `backends`, or all backends of the operation if `backends` is None."""
     return frozenset(operation.backends) if backends is None else backends

@@ -1,6 +1,7 @@
-"""Arguments and settings, checked: every public call refuses the same wrong numbers, flags and words alike.
+"""Validation of arguments and settings, with the same checks and messages in every public call.
 
-NaN compares with nothing, so that a bound such as `x <= 0` lets it through; True is an integer to Python.
+Two traps are handled here: comparisons with NaN are false, so a check such as `x <= 0` accepts NaN; and True is an
+integer in Python.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=str)
 
-# Counts and seeds that every library takes.
+# The largest count and the largest seed that all libraries accept.
 MOST = 2**31 - 1
 MOST_SEED = 2**32 - 1
 
 
 def whole(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int:
-    """`value` as an integer from `least` to `most`.
+    """Returns `value` as an integer from `least` to `most`.
 
     Raises:
-      TypeError: it is no integer.
-      ValueError: it is out of range.
+      TypeError: `value` is not an integer.
+      ValueError: `value` is out of range.
     """
     wanted = f"an integer from {least} to {most}"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -34,34 +35,34 @@ def whole(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int:
 
 
 def whole_or_none(name: str, value: Any, *, least: int = 1, most: int = MOST) -> int | None:
-    """As `whole`; None stays."""
+    """Returns None for None, otherwise the result of `whole`."""
     return None if value is None else _or_none(whole, name, value, least=least, most=most)
 
 
 def seed(value: Any) -> int:
-    """`value` as the seed of a random draw, from 0 to 2^32 - 1; raises as `whole`."""
+    """Returns `value` as the seed of a random draw, from 0 to 2^32 - 1; raises as `whole` does."""
     return whole("seed", value, least=0, most=MOST_SEED)
 
 
 def positive(name: str, value: Any) -> float:
-    """`value` as a finite number above 0; raises as `number`."""
+    """Returns `value` as a finite number above 0; raises as `number` does."""
     return number(name, value, above=True)
 
 
 def positive_or_none(name: str, value: Any) -> float | None:
-    """As `positive`; None stays."""
+    """Returns None for None, otherwise the result of `positive`."""
     return None if value is None else _or_none(positive, name, value)
 
 
 def number(name: str, value: Any, *, above: bool = False) -> float:
-    """`value` as a finite number, 0 or more.
+    """Returns `value` as a finite number, 0 or more.
 
     Args:
-      above: 0 is refused, too.
+      above: also reject 0.
 
     Raises:
-      TypeError: it is no number.
-      ValueError: it is negative, NaN or infinite.
+      TypeError: `value` is not a number.
+      ValueError: `value` is negative, NaN or infinite.
     """
     wanted = "a finite number above 0" if above else "a finite number, 0 or more"
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
@@ -76,10 +77,10 @@ def number(name: str, value: Any, *, above: bool = False) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value`, which is True or False: "no" is true to Python.
+    """Returns `value` if it is True or False; other truthy values, such as "no", are rejected.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: `value` is not a bool.
     """
     if not isinstance(value, bool):
         raise _type_error(name, value, "True or False")
@@ -87,10 +88,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, words: Sequence[T]) -> T:
-    """`value`, which is one of these words.
+    """Returns `value` if it is one of `words`.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: `value` is not one of `words`.
     """
     for word in words:
         if isinstance(value, str) and value == word:
@@ -99,10 +100,10 @@ def one_of(name: str, value: Any, words: Sequence[T]) -> T:
 
 
 def text(name: str, value: Any) -> str:
-    """`value`, which is a text.
+    """Returns `value` if it is a string.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: `value` is not a string.
     """
     if not isinstance(value, str):
         raise _type_error(name, value, "a text")

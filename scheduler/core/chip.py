@@ -1,4 +1,4 @@
-"""What a chip supplies, in SI units, and what it offers those who measure on it: the columns of the table of chips."""
+"""Hardware description of a chip in SI units, and its measurement capabilities: the columns of the hardware table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ MB = 10**6
 
 @dataclasses.dataclass(frozen=True)
 class Abilities:
-    """What a kind of device offers those who measure on it.
+    """Measurement capabilities of a kind of device.
 
     Attributes:
-      clock: by what its times are taken.
-      repetitions: of a candidate, and of one in each round of a final comparison: times settle soon on a device's own
-        clock. 0 of the latter: each time is the same as the last, and one decides.
-      cold: operands can be made to come from its memory, by rotating through more of them than its caches hold.
-      host_memory: its memory is that of the host.
-      interpreted: Pallas kernels are interpreted there, which only rehearses: a search may take hours, a final
-        comparison as few rounds as can be, and shares of the peaks tell nothing.
+      clock: the clock that measures times.
+      repetitions: the number of repetitions for a candidate, and for each round of a final comparison. Times on the
+        device's own clock converge quickly, so few suffice. 0 for the latter: times are deterministic, so one
+        measurement decides.
+      cold: whether operands can be made to come from device memory, by rotating through buffers larger than the caches.
+      host_memory: whether device memory is host memory.
+      interpreted: whether Pallas kernels run in the interpreter. Such runs are rehearsals: a search may take hours, the
+        final comparison uses the fewest rounds possible, and fractions of the peaks are meaningless.
     """
 
     clock: Clock
@@ -37,49 +38,50 @@ class Abilities:
 
     @property
     def estimates(self) -> bool:
-        """Whether its times are not taken, but told by a compiler."""
+        """Whether times are compiler estimates instead of measurements."""
         return self.clock == "static"
 
 
 GPU = Abilities("cupti", repetitions=(10, 10))
-# Of a chip that is not here, of which its compiler tells.
+# A chip that is not present: its compiler estimates times.
 NOT_HERE = Abilities("static", repetitions=(1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One chip.
+    """Description of one chip.
 
     Attributes:
-      kind: the name its driver gives.
+      kind: the name that its driver reports.
       platform, architecture, cores: as in `Target`.
       memory_bytes: device memory.
       flops_per_s: dense peak by arithmetic: dtype names, "tf32", "bf16_3x".
       hbm_bytes_per_s: device memory bandwidth, reads plus writes.
-      l2_bytes_per_s, l2_bytes: bandwidth and capacity of the last-level cache; where there is none (0 bytes), the
-        bandwidth of copies into on-chip memory.
-      sector_bytes: of the least part of a line that this cache delivers.
-      onchip_bytes: the most on-chip memory that one block may ask for.
-      onchip_default_bytes: what it has where it asks for no limit of its own (`Footprint.onchip_limit_bytes`); 0 where
-        that is all of them.
-      onchip_bytes_per_core: what the resident blocks of a core share, `onchip_reserved_bytes` of it lost per block.
+      l2_bytes_per_s, l2_bytes: bandwidth and capacity of the last-level cache. If there is none (0 bytes), the
+        bandwidth is that of copies into on-chip memory.
+      sector_bytes: size of a sector, the smallest part of a cache line that the last-level cache transfers.
+      onchip_bytes: maximum on-chip memory per block.
+      onchip_default_bytes: on-chip memory of a block that requests no limit (`Footprint.onchip_limit_bytes`); 0 if that
+        is the maximum.
+      onchip_bytes_per_core: on-chip memory shared by the resident blocks of a core; each block reserves
+        `onchip_reserved_bytes` of it.
       onchip_bytes_per_clock: read bandwidth of one core's on-chip memory.
       registers_per_thread, registers_per_core, threads_per_core, blocks_per_core: limits.
-      clock_hz: the highest.
-      boost: that over the clock which `flops_per_s` assumes: while few cores are busy, they compute so much faster.
+      clock_hz: the maximum clock rate.
+      boost: `clock_hz` over the clock that `flops_per_s` assumes; the speedup per core while few cores are busy.
       special_per_clock, lanes_per_core: exponentials per clock and float32 lanes of one core.
-      memory_latency_s, l2_latency_s: of a loaded machine.
-      launch_s: an empty launch, as a kernel's own duration shows it.
-      sequential_grid: a core takes the tiles of a launch in one loop, which starts a step's copies at the beginning of
-        an earlier step, waits for its own, and copies no block again that the step before had (Pallas' pipelining on
-        TPUs: docs.jax.dev/en/latest/pallas/pipelining.html).
-      names: what people call it beside its driver's name.
-      topology: JAX's name of machines with such chips, for which its compiler compiles on any host
-        (`jax.experimental.topologies`); "" where there is no such compiler.
-      static_cycles: that compiler estimates how many cycles a program takes.
-      borrowed: the figures are good for ranking, and bound nothing: they are another chip's of its architecture, or
-        times are told by a compiler that does not keep to them.
-      abilities: what measuring on it can count on.
+      memory_latency_s, l2_latency_s: latencies under load.
+      launch_s: duration of an empty launch, as measured for the kernel itself.
+      sequential_grid: a core runs the tiles of a launch in one loop. A step's copies start at the beginning of an
+        earlier step, each step waits for its own copies, and a block that the previous step had is not copied again
+        (pipelining on TPUs: docs.jax.dev/en/latest/pallas/pipelining.html).
+      names: common names of the chip in addition to its driver's name.
+      topology: JAX's topology name of machines with this chip, for ahead-of-time compilation on any host
+        (`jax.experimental.topologies`); "" if there is no such compiler.
+      static_cycles: whether that compiler estimates the cycles of a program.
+      borrowed: the figures are valid for ranking but not as bounds, because they come from another chip of the
+        architecture, or because times are estimates by a compiler that does not respect them.
+      abilities: the measurement capabilities.
     """
 
     kind: str
@@ -117,7 +119,7 @@ class Hardware:
 
     @property
     def id(self) -> str:
-        """Kind, cores and memory: slices and variants of one chip are different machines to a tuner."""
+        """Kind, cores and memory, because slices and variants of one chip have different best schedules."""
         return f"{self.kind} ({self.cores} cores, {round(self.memory_bytes / GIB)} GiB)"
 
     @property
@@ -125,11 +127,11 @@ class Hardware:
         return Target(self.platform, self.kind, self.architecture, self.cores)
 
     def peak(self, arithmetic: str) -> float:
-        """Dense peak in FLOP/s; an arithmetic the table lacks runs at the float32 rate."""
+        """Returns the dense peak in FLOP/s; an arithmetic that is not in the table has the float32 rate."""
         return self.flops_per_s.get(arithmetic, self.flops_per_s["float32"])
 
     def ridge(self, arithmetic: str) -> float:
-        """Arithmetic intensity in FLOP/B at which the memory stops being the bound (roofline model)."""
+        """Returns the ridge point of the roofline in FLOP/B; below it, memory bandwidth is the bound."""
         return self.peak(arithmetic) / self.hbm_bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""Records, trials, sweeps and the model's constants as text: JSON that diffs and merges, read back fully checked."""
+"""Serialization of records, trials, sweeps and model constants as JSON that diffs and merges; validated when read."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from scheduler.core.records import (
 from search_spaces.space import Choice
 
 FORMAT = 1
-SECOND_PASS = 2  # of a sweep: lines marked "again" may follow
+SECOND_PASS = 2  # format of a sweep in which lines marked "again" may follow
 
 T = TypeVar("T")
 
 
 def record_to_text(record: Record) -> str:
-    """One line of JSON, always the same for the same record.
+    """Returns one line of JSON, deterministic for the same record.
 
     Raises:
-      ValueError: a time that is not finite, or another value that `record_from_text` would refuse.
+      ValueError: a time that is not finite, or another value that `record_from_text` would reject.
     """
     return line_of(
         {
@@ -87,16 +87,16 @@ def record_to_text(record: Record) -> str:
 
 
 def record_from_text(line: str) -> Record:
-    """The inverse of `record_to_text`; names that it does not know are ignored.
+    """Parses the result of `record_to_text`; unknown names are ignored.
 
     Raises:
-      ValueError: `line` is no record; the message leads to the value that is missing or wrong.
+      ValueError: `line` is not a record; the message has the path of the missing or invalid value.
     """
     return _record(parsed(line))
 
 
 def trial_to_text(trial: Trial) -> str:
-    """One line of JSON; raises as `record_to_text` does."""
+    """Returns one line of JSON; raises as `record_to_text` does."""
     outcome = trial.outcome
     return line_of(
         {
@@ -113,25 +113,25 @@ def trial_to_text(trial: Trial) -> str:
 
 
 def trial_from_text(line: str) -> Trial:
-    """The inverse of `trial_to_text`; raises as `record_from_text` does."""
+    """Parses the result of `trial_to_text`; raises as `record_from_text` does."""
     return _trial(parsed(line))
 
 
 def again_to_text(trial: Trial) -> str:
-    """One line of JSON, of a second pass; raises as `record_to_text` does."""
+    """Returns one line of JSON for a trial of the second pass; raises as `record_to_text` does."""
     return line_of({"again": True} | json.loads(trial_to_text(trial)), _trial)
 
 
 def is_again(line: str) -> bool:
-    """Whether a line of a recording is of its second pass."""
+    """Whether a line of a recording belongs to its second pass."""
     fields = parsed(line)
     return isinstance(fields, dict) and fields.get("again") is True
 
 
 def sweep_to_text(sweep: Sweep) -> str:
-    """One line of JSON; raises as `record_to_text` does."""
+    """Returns one line of JSON; raises as `record_to_text` does."""
     fields = vars(sweep) | {"problem": problem_to_json(sweep.problem), "environment": vars(sweep.environment)}
-    if not (sweep.again or sweep.rounds):  # readers of format 1 know of no second pass
+    if not (sweep.again or sweep.rounds):  # format 1 has no second pass
         fields = {name: value for name, value in fields.items() if name not in ("again", "rounds")}
     if sweep.library == LIBRARY:
         del fields["library"]
@@ -139,12 +139,12 @@ def sweep_to_text(sweep: Sweep) -> str:
 
 
 def sweep_from_text(line: str) -> Sweep:
-    """The inverse of `sweep_to_text`; raises as `record_from_text` does."""
+    """Parses the result of `sweep_to_text`; raises as `record_from_text` does."""
     return _sweep(parsed(line))
 
 
 def calibration_to_text(calibration: Calibration) -> str:
-    """One line of JSON; raises as `record_to_text` does."""
+    """Returns one line of JSON; raises as `record_to_text` does."""
     fields = vars(calibration) | {
         "constants": _sorted(calibration.constants),
         "environment": vars(calibration.environment),
@@ -155,17 +155,17 @@ def calibration_to_text(calibration: Calibration) -> str:
 
 
 def calibrations_from_text(text: str) -> tuple[Calibration, ...]:
-    """The calibrations of a list in JSON; raises as `record_from_text` does."""
+    """Parses a JSON list of calibrations; raises as `record_from_text` does."""
     return list_of(_calibration)(parsed(text))
 
 
 def calibration_from_text(line: str) -> Calibration:
-    """The inverse of `calibration_to_text`; raises as `record_from_text` does."""
+    """Parses the result of `calibration_to_text`; raises as `record_from_text` does."""
     return _calibration(parsed(line))
 
 
 def _given(**texts: str) -> dict[str, str]:
-    """Those that are not empty."""
+    """Returns the items with a nonempty text."""
     return {name: value for name, value in texts.items() if value}
 
 
@@ -175,12 +175,12 @@ def _sorted(values: Mapping[str, T]) -> dict[str, T]:
 
 def line_of(fields: Mapping[str, object], check: Check[object]) -> str:
     line = json.dumps(fields, allow_nan=False)
-    check(json.loads(line))  # What could not be read again is refused now, not when it is needed.
+    check(json.loads(line))  # Reject unreadable text when it is written, not when it is read.
     return line
 
 
 def parsed(line: str) -> object:
-    if not isinstance(line, str):  # SQLite keeps in a column of text whatever it is given
+    if not isinstance(line, str):  # an SQLite column of type text may hold other types
         raise ValueError(f"text is wanted, found {type(line).__name__}")
     try:
         value: object = json.loads(line)
@@ -194,7 +194,7 @@ def parsed(line: str) -> object:
 
 
 def problem_to_json(problem: str) -> object:
-    """The problem as a JSON object, which a reviewer reads more easily; its text, where that would not restore it."""
+    """Returns the problem as a JSON object, for readable diffs, or as text if the object would not restore the text."""
     try:
         fields = json.loads(problem)
         return fields if isinstance(fields, dict) and _canonical(fields) == problem else problem
@@ -203,15 +203,15 @@ def problem_to_json(problem: str) -> object:
 
 
 def _canonical(fields: Mapping[str, object], *, allow_nan: bool = True) -> str:
-    """As `Problem.canonical` writes it."""
+    """Returns the text that `Problem.canonical` would return."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=allow_nan)
 
 
-# Decoding: by the types of the fields, but for these, which mean the same wherever they occur.
+# Decoding follows the types of the fields, except for these names, which mean the same wherever they occur.
 
 
 def _choice(value: object) -> Choice:
-    """A list is a tuple, which JSON has not."""
+    """Converts lists to tuples, which JSON does not have."""
     if isinstance(value, list):
         return tuple(map(_choice, value))
     if value is None or isinstance(value, (int, str)) or (isinstance(value, float) and math.isfinite(value)):

@@ -1,6 +1,6 @@
-"""Prints the GPU that the CUDA driver lists first, as JSON, within 0.3 s and without a CUDA context.
+"""Prints the first GPU of the CUDA driver as JSON, within 0.3 s and without creating a CUDA context.
 
-`Gpu.target` runs this file as a program of its own. The file imports nothing of this package.
+`Gpu.target` runs this file as a separate program. The file imports nothing from this package.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ LONGEST_NAME = 256
 
 
 def described() -> dict[str, str | int]:
-    """The name, the architecture and the number of multiprocessors of the first GPU.
+    """Returns the name, the architecture and the number of multiprocessors of the first GPU.
 
     Raises:
-      OSError: there is no CUDA driver, or the driver refuses; the message has the number of the driver's error.
+      OSError: there is no CUDA driver, or a driver call failed; the message has the driver's error code.
     """
     driver = ctypes.CDLL("libcuda.so.1")
 

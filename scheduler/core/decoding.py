@@ -1,7 +1,7 @@
-"""Parsed JSON as frozen values: the type of a field says what it must hold, and a wrong value is named by its place.
+"""Decoding of parsed JSON into frozen dataclasses: field types determine the checks, and errors name the field.
 
-Why not `msgspec`: it reads the same types, but its messages give a type in place of the value that was found, and not
-the words that would have done; and old spellings, problems and outcomes would each need a class of their own.
+`msgspec` reads the same types, but its messages have the type of the value instead of the value, and do not list the
+allowed values. In addition, old names, problems and outcomes would each need a separate class.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-# Takes a parsed JSON value and returns it typed, or raises a ValueError that says what was wanted.
+# Converts a parsed JSON value to a typed value, or raises a ValueError that says what is expected.
 Check = Callable[[object], T]
 
 
-# Of what others wrote: no record, plan or job is nested deeper than a few levels.
+# Limit for untrusted input: records, plans and jobs have only a few levels.
 DEEPEST = 100
 
 
 def require_shallow(value: object) -> None:
-    """Raises a ValueError if a parsed value is nested so deeply that code which follows it could not end."""
+    """Raises a ValueError if `value` is nested deeper than `DEEPEST`; recursive code could overflow the stack."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -38,11 +38,11 @@ def require_shallow(value: object) -> None:
 
 
 def maker(cls: type[T], by_name: Mapping[str, Check[Any]], *, optional: Collection[str] = ()) -> Check[T]:
-    """A check that makes a `cls`, a dataclass, of a JSON object; names that are no fields of it are ignored.
+    """Returns a check that converts a JSON object to the dataclass `cls`; unknown names are ignored.
 
     Args:
-      by_name: checks of the fields of these names, here and in dataclasses within, whatever their types.
-      optional: fields of `cls` that text may lack, and that then have their defaults.
+      by_name: checks by field name, for `cls` and nested dataclasses; these override the field types.
+      optional: fields of `cls` that may be missing; they get their defaults.
     """
     hints = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def list_of(check: Check[T]) -> Check[tuple[T, ...]]:
         if not isinstance(value, list):
             raise _wanted("a list", value)
         if numbers and set(map(type, value)) == {float} and all(map(math.isfinite, value)):
-            return tuple(value)  # most of a record: samples
+            return tuple(value)  # fast path for samples, which are most of a record
         return tuple(_at(f"item {index}", check, item) for index, item in enumerate(value))
 
     return check_list
@@ -80,7 +80,7 @@ def map_of(check: Check[T]) -> Check[dict[str, T]]:
 
 
 def one_of(literal: Any) -> Scalar[Any]:
-    """A check of one of the values of a `Literal`."""
+    """Returns a check for the values of a `Literal`."""
     values = typing.get_args(literal)
     return Scalar(f"one of {', '.join(values)}", lambda value: value if value in values else None)
 
@@ -100,8 +100,8 @@ class Scalar(Generic[T]):
     """A check of one value.
 
     Attributes:
-      wanted: what it must be, in words.
-      read: the value, typed, or None where it is something else.
+      wanted: description of valid values.
+      read: returns the typed value, or None if the value is invalid.
     """
 
     wanted: str
@@ -118,14 +118,14 @@ class Scalar(Generic[T]):
 
 
 def _finite(value: object) -> float | None:
-    """`json` also reads NaN, Infinity and 1e999."""
+    """Returns a finite float, or None; `json` also parses NaN, Infinity and 1e999."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
         return float(value)
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def _encodable(value: object) -> str | None:
-    """No half of a surrogate pair, which JSON can spell and no database or terminal takes."""
+    """Returns a string without lone surrogates, or None; JSON can contain them, but databases and terminals cannot."""
     if not isinstance(value, str):
         return None
     try:
@@ -144,7 +144,7 @@ _SECONDS = Scalar("a finite number of seconds", _finite)
 
 
 def _of_type(hint: Any, name: str, by_name: Mapping[str, Check[Any]]) -> Check[Any]:
-    """The check of a field by its type; names that end in ``_s`` are of seconds."""
+    """Returns the check for the type of a field; names that end in ``_s`` are seconds."""
     if hint in _SCALARS:
         return _SECONDS if hint is float and name.endswith("_s") else _SCALARS[hint]
     if dataclasses.is_dataclass(hint):

@@ -1,81 +1,81 @@
-"""What goes wrong, by name: each message says what was wanted, what was found and what to do."""
+"""Exceptions; each message says what was expected, what was found and what to do."""
 
 from scheduler.core.safe_text import printable
 
 
 class SchedulerError(Exception):
-    """Any error of this project. Its text may quote what others wrote, and is made safe for a terminal."""
+    """Base class of this project's errors. The message may quote untrusted text and is sanitized for terminals."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class CacheMiss(SchedulerError):
-    """No stored schedule, and the caller asked for an error rather than an answer without measuring."""
+    """No schedule is stored, and the caller requested an error in that case."""
 
 
 class IllegalSchedule(SchedulerError, ValueError):
-    """A schedule that its kernel cannot run for this problem, with the reason."""
+    """A schedule that its kernel cannot run for this problem; the message has the reason."""
 
 
 class NoCandidate(SchedulerError):
-    """Nothing could run: every schedule was dropped or failed, or none can be asked; the message says why."""
+    """No candidate can run: all schedules were dropped or failed, or no backend applies; the message has the reason."""
 
 
 class CandidateFailed(SchedulerError):
-    """The first candidate that failed, where that is wanted rather than a search; its cause is what was raised."""
+    """The first failed candidate, if the caller requested an error instead of a search; its cause is the error."""
 
 
 class RemoteTrace(Exception):
-    """A traceback as another process wrote it: the cause of what is raised here for it."""
+    """A traceback from another process, as the cause of the exception that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{printable(super().__str__())}"
 
 
 class TakesHours(SchedulerError):
-    """A search that nobody would wait for: what it would take, and what to do instead."""
+    """A search that would take too long; the message has the expected time and an alternative."""
 
 
 class RecordingError(SchedulerError):
-    """A recorded sweep that cannot be read, or is one of something else."""
+    """A recorded sweep that cannot be read or belongs to something else."""
 
 
 class NotRecorded(SchedulerError, LookupError):
-    """A recorded sweep was asked for what it does not hold."""
+    """A lookup in a recorded sweep that does not contain the candidate."""
 
 
 class StoreError(SchedulerError):
-    """A cache that cannot be read or written, with what to do about it."""
+    """A cache that cannot be read or written; the message says what to do."""
 
 
 class MalformedRecord(StoreError):
-    """A record that a cache holds and that cannot be read; all others can."""
+    """A single record in a cache that cannot be read; the other records are readable."""
 
 
 class PlanError(SchedulerError):
-    """A plan that cannot be read, was changed by hand, or differs between the processes of one job."""
+    """A plan that cannot be read, was edited by hand, or differs between the processes of a job."""
 
 
 class UnknownChip(SchedulerError):
-    """A chip of whose architecture nothing is known."""
+    """A chip of an architecture that is not in the hardware table."""
 
 
 class WorkerError(SchedulerError):
-    """Worker processes that could not be started or went away."""
+    """Worker processes that could not be started or were lost."""
 
 
 class DeviceLost(WorkerError):
-    """All worker processes of a device were lost, and it takes no new ones."""
+    """All worker processes of a device were lost, and no new ones can be started on it."""
 
 
 class PlaceLost(SchedulerError):
-    """A place where problems are tuned went away, a GPU or a host, and with it the search that it was at."""
+    """An executor of tuning jobs, a GPU or a host, was lost together with its current search."""
 
 
 class MissingPackage(SchedulerError):
-    """What is asked for needs a package that is not installed; the message says how to install it."""
+    """A required package is not installed; the message says how to install it."""
 
 
 class NothingToDraw(SchedulerError):
-    """A picture of what is not there, with what to do about it."""
+    """A plot of data that does not exist; the message says what to do."""

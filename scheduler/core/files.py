@@ -1,4 +1,4 @@
-"""Files that are read within limits, and written whole or not at all."""
+"""Reading of files within limits, and atomic writing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import BinaryIO
 
 from scheduler.core.interrupts import WAKE_S
 
-# No job, plan, sweep or export comes near it: 100,000 records take 170 MB.
+# Larger than any job, plan, sweep or export: 100,000 records take 170 MB.
 MOST_BYTES = 256 * 2**20
-# A pipe that gives nothing for so long is given up; a program at its other end may have much to do.
+# Timeout for a pipe without data; the program at the other end may compute for a while.
 LONGEST_WAIT_S = 60.0
 _PIECE_BYTES = 2**20
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """As `read_bytes`, the text in UTF-8.
+    """Returns the content of a file as UTF-8 text; limits are those of `read_bytes`.
 
     Raises:
-      OSError, UnicodeDecodeError: it cannot be read, or is no text.
+      OSError, UnicodeDecodeError: it cannot be read, or is not UTF-8 text.
     """
     return read_bytes(path).decode("utf-8")
 
@@ -34,14 +34,14 @@ def read_text(path: str | os.PathLike[str]) -> str:
 def read_bytes(
     path: str | os.PathLike[str], most: int = MOST_BYTES, *, longest_wait_s: float = LONGEST_WAIT_S
 ) -> bytes:
-    """What a file, a pipe or a device holds, up to its end.
+    """Returns the content of a file, a pipe or a device, up to its end.
 
     Args:
-      most: bytes that are read at most.
-      longest_wait_s: seconds that a pipe may give nothing.
+      most: maximum number of bytes.
+      longest_wait_s: maximum time without data from a pipe, in seconds.
 
     Raises:
-      OSError: it cannot be read, is a directory, holds more than `most` bytes, or gave nothing for so long.
+      OSError: it cannot be read, is a directory, has more than `most` bytes, or timed out.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -59,7 +59,7 @@ def read_bytes(
 
 
 def read_stream(stream: BinaryIO, most: int = MOST_BYTES) -> bytes:
-    """What a stream gives up to its end; raises as `read_bytes`, but waits as long as it takes."""
+    """Returns the content of a stream up to its end; raises as `read_bytes` does, but has no timeout."""
     read = stream.read(most + 1)
     if len(read) > most:
         raise _too_large(most)
@@ -67,11 +67,11 @@ def read_stream(stream: BinaryIO, most: int = MOST_BYTES) -> bytes:
 
 
 def unzipped(raw: bytes, most: int = MOST_BYTES) -> bytes:
-    """All that can be had of gzipped bytes, whose end may be missing.
+    """Decompresses gzipped bytes, as far as possible if the end is missing.
 
     Raises:
-      OSError: it is more than `most` bytes.
-      zlib.error: they are not gzipped.
+      OSError: the result has more than `most` bytes.
+      zlib.error: the bytes are not gzipped.
     """
     out = bytearray()
     while raw:
@@ -84,7 +84,7 @@ def unzipped(raw: bytes, most: int = MOST_BYTES) -> bytes:
 
 
 def _piece(file: int, most: int, longest_wait_s: float) -> bytes:
-    """The next bytes, none at the end; a pipe is waited for."""
+    """Returns the next bytes, or none at the end; waits for a pipe."""
     ready = select.poll()
     ready.register(file, select.POLLIN)
     waited_s = 0.0
@@ -101,15 +101,15 @@ def _too_large(most: int) -> OSError:
 
 
 def replace_text(path: str | os.PathLike[str], text: str) -> None:
-    """As `replace_bytes`, in UTF-8 with lines as they are."""
+    """Writes text as `replace_bytes` does, in UTF-8 and without newline conversion."""
     replace_bytes(path, text.encode())
 
 
 def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file in place of what is there, which stays as it was unless all of the new one is on the disk.
+    """Replaces a file atomically: the old content stays until the new content is completely on disk.
 
-    A link stays one. What is no regular file (a terminal, a pipe), and a file in a directory that may not be written,
-    are written in place.
+    Symbolic links are kept. Anything but a regular file (a terminal, a pipe) and files in a directory without write
+    permission are overwritten in place.
 
     Raises:
       OSError: it cannot be written.

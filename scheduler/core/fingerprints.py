@@ -1,4 +1,4 @@
-"""Whether a kernel and its reference still trace to what was measured, where no version kept by hand tells."""
+"""Change detection for kernels and references without a version number: compares their traces with stored ones."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from search_spaces.kernel import Kernel, Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# The version of a kernel that has none kept by hand.
+# The version of a kernel that has no manual version number.
 BY_PROGRAM = 0
 
 
 class Changed(str):
-    """Why a stored answer no longer holds: the kernel or its reference was edited after it was measured."""
+    """Reason why a stored record is stale: the kernel or its reference changed after it was measured."""
 
     __slots__ = ()
 
 
 class Fingerprinted(Protocol):
-    """A schedule with the fingerprint that it had when it was measured: an entry, or a trial."""
+    """A schedule with the fingerprint from its measurement: an entry or a trial."""
 
     @property
     def backend(self) -> str: ...
@@ -37,7 +37,7 @@ class Fingerprinted(Protocol):
 
 
 def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, target: Target) -> str:
-    """The fingerprint of one schedule as it is traced now; "" where the kernel's version is kept by hand."""
+    """Returns the current fingerprint of a schedule; "" for a kernel with a manual version."""
     if kernel.version != BY_PROGRAM:
         return ""
 
@@ -48,14 +48,14 @@ def of_schedule(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, 
 
 
 def of_reference(operation: Operation[Any], problem: Problem) -> str:
-    """The fingerprint of the reference as it is traced now; "" where all versions are kept by hand."""
+    """Returns the current fingerprint of the reference; "" if all kernels have manual versions."""
     if all(kernel.version != BY_PROGRAM for kernel in operation.kernels):
         return ""
     return _apart(lambda: _traced(problem.reference, problem.operands()))
 
 
 def of_candidate(operation: Operation[Any], problem: Problem, backend: str, schedule: Schedule, target: Target) -> str:
-    """Those of a schedule and of the reference, as one text, by which two processes compare what they have loaded."""
+    """Returns the fingerprints of a schedule and of the reference as one text, to compare two processes' code."""
     kernel = operation.kernel(backend)
     return f"{of_schedule(kernel, problem, schedule, target)} {of_reference(operation, problem)}".strip()
 
@@ -69,14 +69,14 @@ def changed(
     reference: str,
     jax_version: str,
 ) -> Changed | None:
-    """What was edited since these schedules were measured, in words; None where nothing was.
+    """Returns which kernel or reference changed since these schedules were measured, or None.
 
-    Schedules without a fingerprint are not compared. Those of another version of JAX cannot be, unless they are the
-    same: what such a record says holds as it does for kernels whose versions are kept by hand.
+    Schedules without a fingerprint are not compared. A fingerprint that differs under another version of JAX proves
+    nothing, so the record then counts as unchanged, as it does for kernels with manual versions.
 
     Args:
-      reference: the fingerprint of the reference then, "" where none was kept.
-      jax_version: under which the fingerprints were made.
+      reference: the stored fingerprint of the reference, or "".
+      jax_version: the version of JAX that made the stored fingerprints.
     """
     for then in measured:
         if then.fingerprint and then.backend in operation.backends:
@@ -90,9 +90,10 @@ def changed(
 
 
 def _apart(call: Callable[[], str]) -> str:
-    """What `call` returns, in a thread without the caller's mesh, traces and settings.
+    """Calls `call` in a new thread, without the caller's mesh, traces and settings.
 
-    While a module is imported, its own thread holds a lock that an import within a kernel would wait for: it calls.
+    During the import of a module, `call` runs in the current thread: that thread holds the import lock, so an import
+    inside a kernel would block a new thread forever.
     """
     specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
     importing = any(getattr(spec, "_initializing", False) for spec in specs)
@@ -108,5 +109,5 @@ def _changed(what: str, jax_version: str) -> Changed | None:
 def _traced(run: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> str:
     try:
         return fingerprint(run, operands)
-    except Exception as error:  # whatever a kernel raises; a call then raises it, too, or never asks the kernel
+    except Exception as error:  # kernels raise anything; a call raises the same error, or never selects the kernel
         return f"raises {type(error).__name__}"

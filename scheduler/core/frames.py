@@ -1,4 +1,4 @@
-"""Whose code a frame is, or an exception comes from: a library's, a kernel's, a user's or this program's."""
+"""Attribution of frames and exceptions to code: a library's, a kernel's, the user's or this program's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Owner = Literal["library", "scheduler", "search_spaces", "user"]
 Place = tuple[str, int, str]
 
 _ROOT = Path(__file__).parents[2]
-# Of this environment, of one below it, of a distribution or of a user's home.
+# Directory names of installed packages: of this environment, a nested one, a distribution, or the user's home.
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _STANDARD = tuple(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "scripts"))
-# What kernels and this program call. Whatever else is installed may be an operation of one's own.
+# Packages that kernels and this program call. Other installed packages may contain a user's operations.
 _CALLED = frozenset(
     {"absl", "alembic", "click", "jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "optuna"}
     | {"platformdirs", "psycopg", "rich", "scipy", "sqlalchemy", "typer"}
@@ -37,9 +37,9 @@ class Call:
 
 
 def calls(error: BaseException) -> Iterator[Call]:
-    """The calls in the traceback of `error` that no library made, the innermost first.
+    """Yields the calls in the traceback of `error`, innermost first, without calls made by libraries.
 
-    Libraries raise for whoever called them.
+    Libraries are skipped because they raise on behalf of their callers.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code
@@ -48,12 +48,12 @@ def calls(error: BaseException) -> Iterator[Call]:
 
 
 def asked_by(places: Iterable[Place]) -> Call | None:
-    """The first of these places that is in a user's code; None where none is.
+    """Returns the first of these places that is in user code, or None.
 
-    What is installed, a library of models say, comes after what is not.
+    Code that is not installed has priority over installed code, for example a library of models.
 
     Args:
-      places: the innermost first.
+      places: innermost first.
     """
     installed = None
     for file, line, function in places:
@@ -66,16 +66,16 @@ def asked_by(places: Iterable[Place]) -> Call | None:
 
 
 def traced(traceback: Any) -> Iterator[Place]:
-    """The calls under which JAX traced that of which it keeps this; None is of nothing."""
+    """Yields the calls in a traceback that JAX kept while tracing; nothing for None."""
     if traceback is not None:
         for code, instruction in zip(*traceback.raw_frames(), strict=True):
-            first_line, *_ = traceback.code_addr2location(code, instruction)  # as JAX itself asks
+            first_line, *_ = traceback.code_addr2location(code, instruction)  # as in JAX
             yield code.co_filename, first_line, code.co_name
 
 
 @functools.cache
 def _libraries() -> tuple[Path, ...]:
-    """The folders of packages that kernels and this program call, wherever Python finds them."""
+    """Returns the directories of the packages in `_CALLED`."""
     found = map(importlib.util.find_spec, _CALLED)
     return tuple(Path(folder) for spec in found if spec for folder in spec.submodule_search_locations or ())
 
@@ -89,9 +89,9 @@ def _is_installed(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def owner_of(file: str) -> Owner:
-    """Whose code a file is; code without a file, which begins with "<", counts as a library's."""
+    """Returns the owner of a file; code without a file, whose name begins with "<", counts as library code."""
     path = Path(file)
-    if file.startswith("<") or path == _ROOT / "search_spaces" / "jax_compat.py":  # which speaks for JAX
+    if file.startswith("<") or path == _ROOT / "search_spaces" / "jax_compat.py":  # which wraps JAX
         return "library"
     if path.is_relative_to(_ROOT / "scheduler"):
         return "scheduler"

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, a row for each kind, with sources; what a row does not name is as in the one that it is made of."""
+"""NVIDIA GPUs: one row per kind, with sources. A derived row inherits the values that it does not set."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from types import MappingProxyType
 from scheduler.core.chip import GIB, KIB, MB, Hardware, peaks
 
 # NVIDIA H100 Tensor Core GPU Architecture (whitepaper, 2022), tables of the SXM5: rates, registers, threads, memory.
-# Block limit 227 KiB and 1 KiB reserved per block: CUDA C Programming Guide, compute capability 9.0. The L2 rate is the
-# 64 bytes that each core takes per clock (matmuls on an H200 come within 5 % of it, counting what cores ask for);
-# latencies are priors; 60 MB of L2 is what an H200's driver reports, 1.98 GHz its highest clock, and 1.83 GHz follows
-# from 4,096 bfloat16 operations per core and clock and the peak.
+# Block limit 227 KiB and 1 KiB reserved per block: CUDA C Programming Guide, compute capability 9.0. The L2 rate is 64
+# bytes per core and clock (matmuls on an H200 reach within 5 % of it, counting the requests of cores). Latencies are
+# priors. An H200's driver reports 60 MB of L2 and a maximum clock of 1.98 GHz. 1.83 GHz follows from 4,096 bfloat16
+# operations per core and clock and the peak.
 _H100 = Hardware(
     kind="NVIDIA H100 80GB HBM3",
     platform="cuda",
@@ -39,11 +39,11 @@ _H100 = Hardware(
     boost=1.98 / 1.83,
 )
 
-# What the chips of one processor share; the rest is in their rows. Compute capability 8.9 has 99 KiB a block, 100 KiB a
-# core, 1 KiB reserved per block, 1,536 threads and 24 blocks: CUDA C Programming Guide, technical specifications per
-# compute capability; 8.6 has the same, but for 16 blocks. 128 float32 lanes and 16 exponentials a clock: the same
-# guide, throughput of native arithmetic instructions. As above, the L2 rate is 64 bytes for each core and clock, which
-# bounds what a core gets, and latencies are priors.
+# Values that chips with the same processor share; the other values are in their rows. Compute capability 8.9 has 99 KiB
+# per block, 100 KiB per core, 1 KiB reserved per block, 1,536 threads and 24 blocks: CUDA C Programming Guide,
+# technical specifications per compute capability; 8.6 differs in having 16 blocks. 128 float32 lanes and 16
+# exponentials per clock: the same guide, throughput of native arithmetic instructions. As above, the L2 rate is 64
+# bytes per core and clock, which is an upper bound, and latencies are priors.
 _AD102 = dataclasses.replace(
     _H100,
     kind="AD102",
@@ -100,8 +100,8 @@ GPUS: tuple[Hardware, ...] = (
         l2_bytes=96 * MB,
         boost=2.52 / 2.49,
     ),
-    # NVIDIA Ada GPU Architecture (whitepaper, 2022), table of the RTX 4090: rates with float32 accumulators, which are
-    # half of those with float16 ones, at 2.52 GHz. Its driver allows 3.105 GHz.
+    # NVIDIA Ada GPU Architecture (whitepaper, 2022), table of the RTX 4090: rates with float32 accumulators at 2.52
+    # GHz, half of the rates with float16 accumulators. Its driver allows 3.105 GHz.
     dataclasses.replace(
         _AD102,
         kind="NVIDIA GeForce RTX 4090",

@@ -1,4 +1,4 @@
-"""Chips: the table of them, with sources, and which one is here."""
+"""The hardware table, with sources, and detection of the local chip."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
 
 TABLE: tuple[Hardware, ...] = (*GPUS, *TPUS)
 
-# One constant row for every CPU: the interpreter only rehearses there. The rates are those of a large server, so that a
-# lower bound is one everywhere; what an interpreted grid step costs is the cost model's matter.
+# One constant row for every CPU, because kernels are only interpreted there. The rates are those of a large server, so
+# that a lower bound is valid on every CPU. The cost model has the cost of an interpreted grid step.
 CPU = Hardware(
     kind="cpu",
     platform="cpu",
@@ -58,10 +58,10 @@ CHIPS = (*TABLE, CPU)
 
 
 def find(kind: str) -> Hardware:
-    """The row of a chip by its driver's name, another of its names, or a part of one: "NVIDIA H200", "h200", "v6e".
+    """Returns the row of a chip by its driver's name, another name, or a part of one: "NVIDIA H200", "h200", "v6e".
 
     Raises:
-      ValueError: no such row, or several; the message names those there are.
+      ValueError: no row matches, or several do; the message lists the candidates.
     """
     rows = {row.kind: row for row in CHIPS}
     found = [kind] if kind in rows else [row.kind for row in CHIPS if named(kind, (row.kind, *row.names))]
@@ -73,19 +73,19 @@ def find(kind: str) -> Hardware:
 
 
 def identified(identity: str) -> Hardware | None:
-    """The row whose `id` this is, as keys of records have it; None where the table has no such chip."""
+    """Returns the row with this `Hardware.id`, which record keys contain, or None."""
     return next((row for row in CHIPS if row.id == identity), None)
 
 
 def named(text: str, kinds: Iterable[str]) -> list[str]:
-    """Those of `kinds` that a person means by `text`: a part of the name, in any case."""
+    """Returns the `kinds` that contain `text`, ignoring case."""
     return [kind for kind in kinds if text.lower() in kind.lower()]
 
 
 def unknown_chip(text: str, kinds: Iterable[str]) -> str:
-    """The end of a sentence about a chip that is none of `kinds`: it, the one that was meant, and all others."""
+    """Returns the end of an error message about an unknown chip, with a suggestion and all known kinds."""
     kinds = list(kinds)
-    # Of kinds that share a word the first; after a bracket stand cores and memory.
+    # A word that several kinds share belongs to the first. The part after a bracket, cores and memory, is dropped.
     words = {
         word: kind
         for kind in reversed(kinds)
@@ -99,13 +99,13 @@ def unknown_chip(text: str, kinds: Iterable[str]) -> str:
 
 
 def describe(target: Target) -> Hardware:
-    """The row for a chip as its driver describes it.
+    """Returns the row for a chip as its driver describes it.
 
-    A chip without a row of its own borrows the figures of one of its architecture, scaled to its cores, under its own
-    name: predictions are then rough, while measurements and keys are its own.
+    A chip without a row uses the figures of another chip of the same architecture, scaled by the number of cores, under
+    its own name. Predictions are then rough, but measurements and keys are those of the chip itself.
 
     Raises:
-      UnknownChip: no row is of its architecture. Capacities of another one would be wrong in kind.
+      UnknownChip: no row has this architecture. Figures of another architecture would be meaningless.
     """
     if target.platform == CPU.platform:
         return CPU
@@ -124,21 +124,21 @@ def describe(target: Target) -> Hardware:
 
 
 def detect(device: jax.Device | None = None) -> Hardware:
-    """The chip of `device`, by default the one JAX would use.
+    """Returns the chip of `device`; the default is JAX's default device.
 
     Raises:
-      SchedulerError: JAX finds no device at all; an `UnknownChip` where the table tells nothing of the one it finds.
+      SchedulerError: JAX finds no device; `UnknownChip` if the architecture is not in the table.
     """
     return describe(target_of(device or _first_device()))
 
 
 def swept(sweep: Sweep) -> Hardware:
-    """The chip of a recording; raises as `describe` does."""
+    """Returns the chip of a recording; raises as `describe` does."""
     return describe(Target(sweep.platform, sweep.kind, sweep.architecture, sweep.cores))
 
 
 def target_of(device: jax.Device) -> Target:
-    """The chip of `device` as its driver describes it."""
+    """Returns the chip of `device` as its driver describes it."""
     if device.platform == CPU.platform:
         return CPU.target
     platform = "cuda" if "NVIDIA" in device.device_kind else device.platform
@@ -151,7 +151,7 @@ def target_of(device: jax.Device) -> Target:
 def _first_device() -> jax.Device:
     try:
         return jax.devices()[0]
-    except (RuntimeError, AssertionError) as error:  # an assertion of its own, where it is asked a second time
+    except (RuntimeError, AssertionError) as error:  # on a second attempt, JAX raises an AssertionError
         wanted = os.environ.get("JAX_PLATFORMS")
         cause = f"of JAX_PLATFORMS={wanted}" if wanted else "at all"
         reason = str(error).partition("\n")[0].partition(" (you may need")[0]

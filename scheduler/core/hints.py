@@ -1,4 +1,4 @@
-"""Commands that messages tell to run, as a shell takes them."""
+"""Shell commands that error messages suggest, quoted for a shell."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from search_spaces.problem import Problem
 
 
 def tune(operation: Operation[Any], problem: Problem, chip: Hardware | None = None) -> str:
-    """The command that searches `problem`, to be given where this process runs.
+    """Returns the command that tunes `problem`, valid in the current directory.
 
     Args:
-      chip: the one that is meant, where it need not be here: its compiler estimates times.
+      chip: the target chip, which need not be present: its compiler estimates times.
     """
     on = f" --hardware {shlex.quote(chip.kind)}" if chip is not None and chip.static_cycles else ""
     return f"tile-scheduler tune {shlex.quote(name(operation))} {shlex.join(str(problem).split())}{on}"
 
 
 def name(operation: Operation[Any]) -> str:
-    """How a command line names an operation: one of those here by its own name, any other by where it is defined.
+    """Returns the command-line name of an operation: its own name if it is built in, otherwise where it is defined.
 
-    A module that is not installed is named by its file, because it is found only from where it lies. One of a package,
-    which may import its siblings, is named as a module: the command line looks for it in the directory it is given in.
+    A standalone module that is not installed is named by its file, because it can be imported only from its directory.
+    A module in a package is named as a module, because it may import its siblings; the command line looks for it in the
+    current directory.
     """
     place = locate(operation)
     if place is None or place.startswith("search_spaces."):
@@ -44,7 +45,7 @@ def name(operation: Operation[Any]) -> str:
 
 
 def _file(module: str) -> Path | None:
-    """The file of a module that lies alone and is not installed."""
+    """Returns the file of a top-level module that is not installed, or None."""
     origin = getattr(sys.modules[module], "__file__", None)
     if "." in module or origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Which question and which candidate it is: what tells them apart, and what they are called where they are stored."""
+"""Identity of problems and candidates: equality, and the names under which they are stored."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
-# A schedule as sets and dictionaries can hold it; one of a backend; and that of one version of its kernel.
+# A hashable schedule; a schedule of a backend; a schedule of one version of a backend's kernel.
 Fields = tuple[tuple[str, Choice], ...]
 Point = tuple[str, Fields]
 Versioned = tuple[Point, int]
 
 
 class Candidate(Protocol):
-    """A schedule of a kernel: one to try, a trial, or an entry of a record."""
+    """A schedule of a kernel: a candidate, a trial or an entry of a record."""
 
     @property
     def backend(self) -> str: ...
@@ -31,18 +31,18 @@ class Candidate(Protocol):
 
 
 def key_of(operation: Operation[Any], problem: Problem, hardware: Hardware) -> Key:
-    """What stores know the question by."""
+    """Returns the key of a problem on a chip in stores."""
     return Key(operation.name, hardware.id, problem.canonical())
 
 
 def family_of(problem: Problem, field: str) -> str:
-    """The canonical text of a problem without one of its fields: the same for all that differ in that alone."""
+    """Returns the canonical text of a problem without `field`, equal for all problems that differ only in it."""
     told = {name: value for name, value in problem.told().items() if name != field}
     return json.dumps(told, sort_keys=True, separators=(",", ":"))
 
 
 def families_of(problem: Problem) -> list[str]:
-    """`family_of` for each field that may be the extent of a range."""
+    """Returns `family_of` for each field that may be the extent of a range."""
     return [family_of(problem, name) for name, value in vars(problem).items() if type(value) is int]
 
 
@@ -51,20 +51,20 @@ def fields_of(schedule: Schedule) -> Fields:
 
 
 def point_of(backend: str, schedule: Schedule) -> Point:
-    """What tells the candidates of one problem apart, as long as their kernels stay as they are."""
+    """Returns the identity of a candidate among those of one problem and one version of the kernels."""
     return backend, fields_of(schedule)
 
 
 def versioned(candidate: Candidate) -> Versioned:
-    """What tells candidates apart that may have been tried at different times."""
+    """Returns the identity of a candidate across kernel versions."""
     return point_of(candidate.backend, candidate.schedule), candidate.version
 
 
 def schedule_to_text(schedule: Schedule) -> str:
-    """JSON, the same for the same schedule."""
+    """Returns JSON, deterministic for the same schedule."""
     return json.dumps(dict(sorted(schedule.items())))
 
 
 def label_of(backend: str, schedule: Schedule) -> str:
-    """What a candidate is called in a run-off, in `Verdict.tied` and in its notes; stored, so it stays as it is."""
+    """Returns the label of a candidate in a run-off, in `Verdict.tied` and its notes; stored, so it must not change."""
     return f"{backend} {schedule_to_text(schedule)}"

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM that no code can swallow: a signal sets a flag, which is polled, and raises KeyboardInterrupt.
+"""Reliable Ctrl-C and SIGTERM: a signal sets a flag, which is polled, and raises KeyboardInterrupt.
 
-The exception alone is not enough. A signal handler runs between two bytecodes of the main thread, wherever that is, and
-Python drops what is raised in a callback of its garbage collector (JAX has one), in `__del__`, in a callback of a
-weakref or of ctypes; C code may clear it as well. So a thread polls the flag, and the handler runs again until the
-exception has left the code that is to end.
+The exception alone is not enough. Python runs a signal handler between two bytecodes of the main thread. If that is in
+a callback of the garbage collector (JAX has one), in `__del__`, or in a callback of a weakref or of ctypes, Python
+drops the exception; C code may clear it as well. Therefore a thread polls the flag, and the handler runs again until
+the exception has left the interrupted code.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-# A signal that comes just before the main thread blocks is seen when it wakes (signal(7); Python's handlers run between
-# its bytecodes): no call of the main thread blocks for longer.
+# The main thread sees a signal that arrives just before it blocks only when it wakes up, because Python runs handlers
+# between bytecodes (signal(7)). Therefore no call of the main thread may block for longer than this.
 WAKE_S = 0.2
 
-# An exception within the import of a native module may end the process without a word (std::terminate), so an import
-# is left to its end; not for longer than so many times `WAKE_S`, as a user's module may compute for hours.
+# An exception inside the import of a native module may terminate the process silently (std::terminate), so imports are
+# not interrupted. The limit, in multiples of `WAKE_S`, exists because the import of a user's module may compute for
+# hours.
 MOST_PUT_OFF = 5
 
 _watch: Watch | None = None
 
 
 class Watch:
-    """A context in which signals end what the main thread does; in any other thread it does nothing.
+    """A context in which signals interrupt the main thread; in other threads it does nothing.
 
-    An interrupt that something swallowed is raised again every `WAKE_S` until it has left the context, at the latest as
-    the context ends. While it is handled (`finally`, `__exit__`) it is not raised again.
+    An interrupt that was swallowed is raised again every `WAKE_S` until it has left the context, at the latest when the
+    context ends. It is not raised again while it is being handled (`finally`, `__exit__`).
 
-    A signal is left alone if the program ignores it or has a handler of its own.
+    A signal is left alone if the program ignores it or has its own handler for it.
 
     Args:
-      command: of a command line: SIGTERM raises as well, and a second signal ends the process at once.
+      command: for a command line: SIGTERM raises as well, and a second signal ends the process immediately.
 
     Attributes:
-      number: the signal that came, or None.
+      number: the signal that was received, or None.
     """
 
     def __init__(self, *, command: bool = False) -> None:
@@ -51,11 +52,11 @@ class Watch:
         self._raised: list[BaseException] = []
         self._before: dict[int, Any] = {}
         self._hook: Any = None
-        self._again = False  # the signal is one that `_poll` repeats
-        self._put_off = 0  # so often, for an import
-        self._raises = False  # while handlers are set and restored, none does
-        self._closed = threading.Lock()  # taken for good as the context ends
-        self._came: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # in C: a handler may interrupt anything
+        self._again = False  # the current signal is a repetition by `_poll`
+        self._put_off = 0  # number of delays because of an import
+        self._raises = False  # False while handlers are set and restored
+        self._closed = threading.Lock()  # acquired permanently when the context ends
+        self._came: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # reentrant, because it is implemented in C
 
     def __enter__(self) -> Watch:
         global _watch
@@ -87,7 +88,7 @@ class Watch:
             raise KeyboardInterrupt from error
 
     def check(self) -> None:
-        """Raises the interrupt that came, unless it is being handled."""
+        """Raises the pending interrupt, unless it is being handled."""
         if self.number is not None and not self._under_way():
             self._raise()
 
@@ -113,7 +114,7 @@ class Watch:
         self._raise()
 
     def _under_way(self) -> bool:
-        """Whether what the main thread does now is to handle an interrupt that was raised here."""
+        """Whether the main thread is handling an interrupt that was raised here."""
         error, seen = sys.exception(), 0
         while error is not None and seen < 1000:
             if any(error is raised for raised in self._raised):
@@ -136,13 +137,13 @@ class Watch:
                 self._closed.release()
 
     def _unraisable(self, dropped: Any) -> None:
-        """As Python's own hook, but for an interrupt, which is raised again."""
+        """Handles an unraisable exception as Python's hook does, except for interrupts, which are raised again."""
         if not any(dropped.exc_value is raised for raised in self._raised):
             self._hook(dropped)
 
 
 def _end_by(number: int) -> None:
-    """Ends this process at once, as a signal ends any program; the processes that it started end with it."""
+    """Ends this process with the default action of the signal; its child processes end with it."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -156,7 +157,7 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def signal_main(number: int) -> None:
-    """Runs the handler of a signal in the main thread, as if the signal had come, but interrupts no system call."""
+    """Runs the handler of a signal in the main thread, as if it had been received; interrupts no system call."""
     import _thread
 
     _thread.interrupt_main(signal.Signals(number))
@@ -164,24 +165,24 @@ def signal_main(number: int) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within, Ctrl-C ends a long computation of the main thread by a KeyboardInterrupt, whatever swallows the first.
+    """Makes Ctrl-C end a long computation of the main thread with a KeyboardInterrupt, even if the first is swallowed.
 
-    Also a decorator of functions.
+    Usable as a context manager and as a decorator.
     """
     with Watch():
         yield
 
 
 def check() -> None:
-    """Raises the interrupt that came and was swallowed, in the main thread; for loops that wait."""
+    """Raises a pending interrupt in the main thread; for loops that wait."""
     if _watch is not None and threading.current_thread() is threading.main_thread():
         _watch.check()
 
 
 def reraise(error: BaseException) -> None:
-    """Raises what `error` is, or hides: Ctrl-C or another signal. Returns if code raised `error` itself.
+    """Raises KeyboardInterrupt if `error` is, or hides, an interrupt; returns otherwise.
 
-    Python raises for signals in the main thread alone, and for none that it ignores, as in a worker.
+    Python raises for signals only in the main thread, and not for ignored signals, as in a worker.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of its GPUs, asked without JAX and without touching a GPU."""
+"""Queries of NVIDIA's driver about its GPUs, without JAX and without using a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 
 
 def visible() -> list[str] | None:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; None where it does not, for all."""
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES, or None for all GPUs if the variable is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return None
@@ -18,7 +18,7 @@ def visible() -> list[str] | None:
 
 
 def told(what: str, index: str | None = None) -> list[list[str]]:
-    """What the driver says of the GPU of this name, or of each, a row each; none where it says nothing."""
+    """Returns one row of values per GPU, or only for the GPU `index`; empty if the driver does not answer."""
     if (smi := shutil.which("nvidia-smi")) is None:
         return []
     which = [] if index is None else [f"--id={index}"]
@@ -27,4 +27,4 @@ def told(what: str, index: str | None = None) -> list[list[str]]:
     if asked.returncode and index is not None:
         return []
     rows = [[part.strip() for part in line.split(",")] for line in asked.stdout.splitlines()]
-    return [row for row in rows if len(row) == len(what.split(","))]  # the rest is an error, of a GPU that fell off
+    return [row for row in rows if len(row) == len(what.split(","))]  # other lines are errors, for example a lost GPU

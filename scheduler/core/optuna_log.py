@@ -1,4 +1,4 @@
-"""Optuna's lines about studies that this program makes are not shown; those about the user's own studies stay."""
+"""Suppression of Optuna's log messages about this program's studies, but not about the user's own studies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Drops what Optuna's storages log from this thread. The verbosity stays as the user has set it."""
+    """Drops messages of Optuna's storages from this thread. The user's verbosity setting is unchanged."""
     _thread.quiet = True
     try:
         yield

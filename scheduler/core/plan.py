@@ -1,4 +1,4 @@
-"""A plan: which schedule answers each problem of one function on one chip, in a file that a deployment needs alone."""
+"""A plan: the schedule for each problem of one function on one chip, in a file that a deployment can use alone."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from scheduler.core.records import LIBRARY, Environment, Schedule, choice_text
 from search_spaces import spelled
 
 FORMAT = 1
-# "xla": every problem answered by its fastest library, XLA or a vendor's (cuDNN); "all": each by its fastest alone;
-# "plan": as the plan has it.
+# "xla": each problem runs its fastest library, XLA or a vendor's (cuDNN). "all": each problem runs its fastest backend
+# in isolation. "plan": each problem runs the backend in the plan.
 Variant = Literal["xla", "all", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The answer to one problem.
+    """The selected schedule for one problem.
 
     Attributes:
-      operation, problem: its name, and `Problem.canonical()`.
-      backend, version, schedule: what runs.
+      operation, problem: the operation's name, and `Problem.canonical()`.
+      backend, version, schedule: the selected kernel and its schedule.
       count: how often one call of the function runs it.
-      reason: why this one, in words.
-      alone_s, library_s: seconds alone of the fastest kernel that was considered, and of the fastest library; None
-        where not measured.
-      library: that one's backend, XLA's or a vendor's; `library_version` and `library_schedule`: which program of it.
+      reason: why it was selected.
+      alone_s, library_s: times in isolation, in seconds, of the fastest candidate kernel and of the fastest library;
+        None if not measured.
+      library: the backend of the fastest library, XLA or a vendor's.
+      library_version, library_schedule: the version and the program of that library.
       fingerprint, reference: of the schedule and of the operation's reference, as in `Entry` and `Record`.
     """
 
@@ -61,7 +62,7 @@ class Planned:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Wall time of one call of the whole function, in seconds: the median of rounds in turns, and its spread."""
+    """Wall time of one call of the whole function, in seconds: median of interleaved rounds, and its spread."""
 
     variant: Variant
     median_s: float
@@ -71,16 +72,16 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Plans are equal whose contents are; `print(plan)` shows a table.
+    """Schedules for all problems of a function; plans with equal contents are equal, and `print(plan)` shows a table.
 
     Attributes:
-      function: whose it is, as text.
-      hardware, kind: `Hardware.id` of the chip it holds for, and the name that its driver gives.
-      environment: versions of jax, and the date.
+      function: the planned function, as text.
+      hardware, kind: `Hardware.id` of the chip, and the name that its driver reports.
+      environment: versions of JAX, and the date.
       package: the version of tile-scheduler.
-      answers: of each problem that the function poses.
-      figures: of the whole function.
-      verdict: what they say, in a sentence.
+      answers: one per problem of the function.
+      figures: times of the whole function.
+      verdict: the conclusion from `figures`, as a sentence.
     """
 
     function: str
@@ -100,7 +101,7 @@ class Plan:
             seen.add(key)
 
     def answer(self, operation: str, problem: str) -> Planned | None:
-        """The answer to a problem in its canonical text; None where the plan holds none."""
+        """Returns the schedule for a problem, given as canonical text, or None if the plan does not contain it."""
         return self._by_problem.get((operation, problem))
 
     @functools.cached_property
@@ -109,7 +110,7 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the content: the same in every process that has the same plan."""
+        """A hash of the content, equal in every process with the same plan."""
         return _digest_of(self._fields())
 
     def __eq__(self, other: object) -> bool:
@@ -119,7 +120,7 @@ class Plan:
         return hash(self.digest)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON that diffs and can be read.
+        """Writes the plan as readable JSON that diffs.
 
         Raises:
           OSError: the file cannot be written.
@@ -130,17 +131,17 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """The plan in a file, every field of it checked.
+        """Reads a plan from a file and validates every field.
 
         Raises:
-          PlanError: it cannot be read, is damaged, of a newer format, or was changed after it was written; the message
+          PlanError: it cannot be read, is damaged, has a newer format, or was edited after it was written; the message
             says what to do.
         """
         try:
             return _plan_of(parsed(read_text(path)))
         except OSError as error:
             raise PlanError(f"the plan {path} cannot be read: {error.strerror or error}") from None
-        except ValueError as error:  # a UnicodeDecodeError, too
+        except ValueError as error:  # includes UnicodeDecodeError
             raise PlanError(f"{path} is no plan that can be used: {error}") from None
 
     def _fields(self) -> dict[str, Any]:
@@ -159,7 +160,7 @@ WIDTH = 100
 
 
 def _lines(plan: Plan) -> Iterator[str]:
-    """A table of a hundred columns: what the plan is of, what it gained, and each answer with its reason."""
+    """Yields a table of `WIDTH` columns: the function, its gain, and each selected schedule with its reason."""
     here = plan.environment
     yield f"plan {plan.digest} of {plan.function} on {plan.hardware}"
     yield f"made on {here.date[:10]} with jax {here.jax} and tile-scheduler {plan.package}"
@@ -190,7 +191,7 @@ def _digest_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-# Fields of an answer that text has only where they are not empty.
+# Fields of an answer that are omitted from the text if they are empty.
 _MAY_LACK = ("fingerprint", "reference")
 _BY_NAME = {**BY_NAME, "library_schedule": BY_NAME["schedule"]}
 _PLAN = maker(Plan, {**_BY_NAME, "answers": list_of(maker(Planned, _BY_NAME, optional=_MAY_LACK))})
@@ -200,7 +201,7 @@ def _plan_of(value: object) -> Plan:
     fields = dict(json_object(value))
     if (version := field_of(fields, "format", whole)) > FORMAT:
         raise ValueError(f"its format is {version}, and this version reads {FORMAT}: upgrade tile-scheduler")
-    # Of the text as it is written: what later versions read in other words is still what was written.
+    # The digest is of the text as written, because a later version may decode it into other names.
     written, found = field_of(fields, "digest", text), _digest_of({k: v for k, v in fields.items() if k != "digest"})
     plan = _PLAN(fields)
     if written != found:

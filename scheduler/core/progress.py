@@ -1,4 +1,4 @@
-"""How far a search or a job of them is, and how long the rest of it takes."""
+"""Progress of a search or of a job of several searches, with an estimate of the remaining time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from scheduler.core.records import Trial
 
 R = TypeVar("R")
 
-# Trials before the time left is estimated.
+# Minimum number of trials for an estimate of the remaining time.
 FEWEST_TO_TELL = 3
-# Of a whole search; the rest is its final comparison: 7.2 of 14.5 s on an H200 (benchmarks/results/tuning_time-*.json).
+# Fraction of a search's time spent on trials. The rest is the final comparison: 7.2 of 14.5 s on an H200
+# (benchmarks/results/tuning_time-*.json).
 TRIALS_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a search is.
+    """Progress of a search.
 
     Attributes:
-      done, budget: trials that ended, and that may be spent.
+      done, budget: number of completed trials, and the maximum.
       best: the fastest trial so far, or None.
-      last: the trial that ended just now; None before one has.
-      elapsed_s: since the first trial was started.
-      eta_s: the time left at the pace of this run's trials, None while they are too few to tell.
-      resumed: trials among `done` that an earlier run of this search made before it was cut short.
+      last: the most recently completed trial, or None.
+      elapsed_s: time since the first trial started.
+      eta_s: the remaining time at the pace of this run's trials, or None if there are too few trials.
+      resumed: number of trials in `done` that an earlier, interrupted run of this search completed.
     """
 
     done: int
@@ -42,24 +43,24 @@ class Progress:
 
 
 class Pace:
-    """How long trials take of which so many run at once."""
+    """Estimates the duration of trials, of which `slots` run concurrently."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._seconds: list[float] = []
 
     def timed(self, call: Callable[[], R]) -> R:
-        """What `call` returns; a trial that ended."""
+        """Runs a trial and returns its result."""
         started = time.perf_counter()
         result = call()
         self._seconds.append(time.perf_counter() - started)
         return result
 
     def left_s(self, trials: int) -> float | None:
-        """The time that so many more take, in seconds; None where too few ended to tell.
+        """Returns the estimated time for `trials` more trials, in seconds, or None if too few have completed.
 
-        By the median: the first trial of a process pays for what it imports and prepares, and one that hangs for its
-        limit. And of trials beside each other the quickest end first.
+        Uses the median, because the first trial of a process includes imports and preparation, and a hanging trial
+        takes its whole timeout. Waits for `slots` trials, because of concurrent trials the fastest complete first.
         """
         if trials == 0:
             return 0.0
@@ -70,12 +71,12 @@ class Pace:
 
 @dataclasses.dataclass(frozen=True)
 class JobProgress:
-    """How far a job is.
+    """Progress of a job.
 
     Attributes:
-      done, total: problems that ended, and all.
-      elapsed_s: since the job began.
-      eta_s: the time left, None while there is too little to tell from.
+      done, total: number of completed problems, and of all problems.
+      elapsed_s: time since the job started.
+      eta_s: the remaining time, or None if there is too little data.
     """
 
     done: int
@@ -85,13 +86,13 @@ class JobProgress:
 
 
 class JobPace:
-    """How long a job takes of which several searches may be under way at once.
+    """Estimates the duration of a job with concurrent searches.
 
-    The time left is the work that is left, expected beforehand in any unit, at the rate at which searches did such work
-    so far; but no less than what the longest of those under way needs alone.
+    The remaining time is the remaining work divided by the rate of the searches so far, and at least the time that the
+    longest running search needs alone. Work is the expected cost of a search, in any unit.
 
     Args:
-      total: problems, those included that need no search.
+      total: number of problems, including those that need no search.
     """
 
     def __init__(self, total: int) -> None:
@@ -99,39 +100,39 @@ class JobPace:
         self._likely: dict[Hashable, tuple[int, float]] = {}
         self._started = time.perf_counter()
         self._waiting: dict[Hashable, float] = {}
-        self._begun: dict[Hashable, tuple[float, float, float]] = {}  # its work, when it began, and the share done
-        self._work, self._seconds = 0.0, 0.0  # of searches that ended
+        self._begun: dict[Hashable, tuple[float, float, float]] = {}  # work, start time, and completed fraction
+        self._work, self._seconds = 0.0, 0.0  # of completed searches
         self._tells = False
-        self.lanes = 0  # searches that may be under way at once
+        self.lanes = 0  # maximum number of concurrent searches
 
     def expect(self, which: Hashable, work: float) -> None:
-        """A search that is to be made."""
+        """Adds a pending search."""
         self._waiting[which] = work
 
     def more(self, problems: int) -> None:
-        """So many more than were known of."""
+        """Adds `problems` to the total."""
         self._total += problems
 
     def likely(self, which: Hashable, problems: int, work: float) -> None:
-        """How many more `which` is likely to bring, and their work in all; in place of what was said before."""
+        """Sets how many further problems `which` is likely to add, and their total work; replaces earlier values."""
         self._likely[which] = problems, work
 
     def begin(self, which: Hashable) -> None:
-        """It is under way from now on."""
+        """Marks a search as running."""
         self._begun[which] = self._waiting.pop(which), time.perf_counter(), 0.0
 
     def step(self, which: Hashable, progress: Progress) -> None:
-        """How far it is."""
+        """Updates the progress of a running search."""
         work, since, _ = self._begun[which]
         self._begun[which] = work, since, TRIALS_SHARE * min(1.0, progress.done / progress.budget)
         self._tells |= progress.eta_s is not None
 
     def put_back(self, which: Hashable) -> None:
-        """It was lost, or another process is at it: it is to be made again."""
+        """Marks a search as pending again: it was lost, or another process is running it."""
         self._waiting[which] = self._begun.pop(which)[0]
 
     def end(self, which: Hashable, *, searched: bool) -> None:
-        """Its problem has ended, by a search here or without one."""
+        """Marks a problem as completed, with or without a search here."""
         self._ended += 1
         self._waiting.pop(which, None)
         work, since, _ = self._begun.pop(which, (0.0, 0.0, 0.0))
@@ -141,7 +142,7 @@ class JobPace:
             self._tells = True
 
     def now(self) -> JobProgress:
-        """How far it is now."""
+        """Returns the current progress."""
         total = self._total + sum(problems for problems, _ in self._likely.values())
         return JobProgress(self._ended, total, time.perf_counter() - self._started, self._left_s())
 

@@ -1,4 +1,4 @@
-"""A range of one extent, whose problems its points answer: which values lie in it, how good it is, and it as text."""
+"""A range: records at some values of one extent, which also serve the values between them; its quality and its text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from search_spaces import spelled
 
 
 def with_range(lowest: str, field: str, low: int, high: int) -> str:
-    """A problem as it is typed, ``m=1 n=64``, with a range in place of its value of one field: ``m=1..8192 n=64``."""
+    """Formats a problem, ``m=1 n=64``, with a range instead of the value of one field: ``m=1..8192 n=64``."""
     words, ranged = lowest.split(), f"{field}={low}..{high}"
-    if (word := f"{field}={low}") not in words:  # at its default, it is not told
+    if (word := f"{field}={low}") not in words:  # fields at their defaults are omitted
         return " ".join([ranged, *words])
     return " ".join(ranged if each == word else each for each in words)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """A value within a range that is none of its points, searched to learn how good the range's answer is.
+    """A value of the range that is not a point, searched to validate the schedule that the range selects.
 
     Attributes:
       value: of the extent.
-      backend, schedule: what the range answers there.
-      answered_s, best_s, library_s: seconds of that answer, of the fastest that the search found, and of the library's
-        fastest program, None where that did not run; all from the same measurements.
+      backend, schedule: the range's selection.
+      answered_s, best_s, library_s: times in seconds of that selection, of the fastest schedule in the search, and of
+        the library's fastest program (None if it did not run), all from the same measurements.
     """
 
     value: int
@@ -42,26 +42,26 @@ class HeldOut:
 
     @property
     def of_best(self) -> float:
-        """The speed of the range's answer as a share of the best."""
+        """The speed of the range's selection as a fraction of the best speed."""
         return self.best_s / self.answered_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Problems that differ in one extent: those between two neighbouring points are answered by the points' records.
+    """Problems that differ in one extent: a problem between two neighbouring points uses the records of these points.
 
     Attributes:
       operation, hardware: as in `Key`.
-      problem: what they have in common: `identity.family_of`, the canonical problem without that field.
+      problem: what the problems share: `identity.family_of`, the canonical problem without `field`.
       field: the extent's name.
-      low, high: the lowest and the highest value that were asked for.
-      points: the values that have records, ascending. Where there are none at an end, because nothing could run
-        there, nothing is answered there either.
-      environment: where and when the last of it was measured.
-      held_out: what tells how good the answers are; none where the points leave no value between them.
+      low, high: the requested lowest and highest value.
+      points: the values with records, ascending. If nothing could run near an end, the points stop before that end, and
+        the range does not apply beyond them.
+      environment: where and when the last point was measured.
+      held_out: validation results; empty if there is no value between the points.
 
     Raises:
-      ValueError: fewer than two points, or some in another order or beyond the ends.
+      ValueError: fewer than two points, or points that are not ascending or outside of `low` and `high`.
     """
 
     operation: str
@@ -88,7 +88,7 @@ class Range:
         return f"{self.operation} {with_range(lowest, self.field, self.low, self.high)}"
 
     def around(self, value: int) -> tuple[int, int] | None:
-        """The two points next to a value between them; None where it is a point itself, or beyond all of them."""
+        """Returns the two neighbouring points of a value between them; None for a point or a value outside of all."""
         place = bisect.bisect_left(self.points, value)
         if place in (0, len(self.points)) or self.points[place] == value:
             return None
@@ -96,17 +96,17 @@ class Range:
 
     @property
     def worst(self) -> HeldOut | None:
-        """The held-out value whose answer is the farthest from the best."""
+        """The held-out value with the selection farthest from the best."""
         return min(self.held_out, key=lambda held: held.of_best, default=None)
 
     @property
     def of_best(self) -> float | None:
-        """The geometric mean of `HeldOut.of_best`; None where nothing was held out."""
+        """The geometric mean of `HeldOut.of_best`, or None without held-out values."""
         return _geomean([held.of_best for held in self.held_out])
 
     @property
     def of_library(self) -> float | None:
-        """Likewise of the speed of the answers over the library's."""
+        """The geometric mean of the selections' speedups over the library, or None."""
         return _geomean([held.library_s / held.answered_s for held in self.held_out if held.library_s is not None])
 
 
@@ -115,7 +115,7 @@ def _geomean(ratios: list[float]) -> float | None:
 
 
 def range_to_text(of: Range) -> str:
-    """One line of JSON, always the same for the same range; raises as `codec.record_to_text` does."""
+    """Returns one line of JSON, deterministic for the same range; raises as `codec.record_to_text` does."""
     fields = {
         "format": FORMAT,
         **vars(of),
@@ -127,12 +127,12 @@ def range_to_text(of: Range) -> str:
 
 
 def range_from_text(line: str) -> Range:
-    """The inverse of `range_to_text`; raises as `codec.record_from_text` does."""
+    """Parses the result of `range_to_text`; raises as `codec.record_from_text` does."""
     return _range(parsed(line))
 
 
 def ranges_from_text(text: str) -> tuple[Range, ...]:
-    """The ranges of a list in JSON; raises as `codec.record_from_text` does."""
+    """Parses a JSON list of ranges; raises as `codec.record_from_text` does."""
     found = parsed(text)
     if not isinstance(found, list):
         raise ValueError(f"a list of ranges is wanted, found {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""The values that travel: a key, what was measured, what failed, and the record of who won."""
+"""Value types that are stored and exchanged: keys, measurements, failures and records of searches."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from search_spaces.space import choice_text as text_of
 Clock = Literal["cupti", "wall", "static"]
 L2 = Literal["cold", "warm"]
 L2S: tuple[L2, ...] = typing.get_args(L2)
-# "implausible": a time that no kernel can take; "estimate": without its chip, nothing tells a time; "timeout": a step
-# did not end in time; "memory": the device had none left; "worker": the process was lost.
+# "implausible": a time faster than the hardware allows; "estimate": no time, because the chip is not present;
+# "timeout": a step exceeded its time limit; "memory": out of device memory; "worker": the process was lost.
 Stage = Literal["lower", "compile", "verify", "time", "implausible", "estimate", "timeout", "memory", "worker"]
 Schedule = Mapping[str, Choice]
-# The library's backend, where a record or a recording does not name it.
+# The library's backend if a record or a recording does not name it.
 LIBRARY = "xla"
-# Times closer than this share are one time: what differs between two measurements of one schedule.
+# Relative difference below which times count as equal: the variation between measurements of one schedule.
 TIE = 0.01
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """A schedule as a person reads it, ``stages=4 tile_m=128``: sorted by name, and so the same everywhere."""
+    """Formats a schedule, ``stages=4 tile_m=128``, sorted by name."""
     return " ".join(f"{name}={text_of(value)}" for name, value in sorted(schedule.items()))
 
 
 def variant_of(schedule: Schedule) -> str:
-    """Which code a whole schedule runs, whatever its sizes: its fields that are no numbers, as text."""
+    """Returns the fields of a schedule that are not numbers, as text; they select the code independent of sizes."""
     return schedule_text({name: value for name, value in schedule.items() if isinstance(value, bool | str | None)})
 
 
 def choice_text(backend: str, schedule: Schedule) -> str:
-    """The same after its backend, which is all there is of a schedule at its defaults."""
+    """Formats a backend and its schedule; only the backend if the schedule has only defaults."""
     return f"{backend} {schedule_text(schedule)}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a schedule is stored under.
+    """The key of a schedule in a store.
 
     Attributes:
       operation: its name.
-      hardware: `Hardware.id`: kind, cores and memory, because slices and variants of one chip differ.
+      hardware: `Hardware.id`: kind, cores and memory, because slices and variants of a chip differ.
       problem: `Problem.canonical()`.
     """
 
@@ -61,14 +61,14 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """A problem that calls posed and no record answered.
+    """A cache miss: a problem of calls without a record.
 
     Attributes:
-      key: what its record would be stored under.
-      lowered: how often such a call was lowered, and answered by a prediction, by the library or by an error.
-      first, last: when, in UTC, as in `Environment.date`.
-      line: of the user's code that asked last, as ``file:line``; "" where no file is known.
-      place: the name under which another process can `load` the operation; "" where its own name, or none, will do.
+      key: the key that its record would have.
+      lowered: how often such a call was lowered and used a prediction or the library, or raised an error.
+      first, last: time of the first and the last miss in UTC, as in `Environment.date`.
+      line: the last line of user code with such a call, as ``file:line``; "" if no file is known.
+      place: the name by which another process can `load` the operation; "" if its own name suffices or there is none.
     """
 
     key: Key
@@ -84,11 +84,11 @@ class Measurement:
     """Times of one schedule, in seconds.
 
     Attributes:
-      median_s: of `samples_s`.
-      samples_s: every repetition, in the order taken.
-      clock: "cupti" is time on the device; "wall" includes the launch; "static" is none that was taken: cycles that the
-        compiler of the chip estimates.
-      l2: whether operands came from memory ("cold": buffers rotated) or may have stayed in the cache ("warm").
+      median_s: median of `samples_s`.
+      samples_s: all repetitions, in order.
+      clock: "cupti" is time on the device; "wall" includes the launch; "static" is not measured but estimated in cycles
+        by the compiler of the chip.
+      l2: whether operands came from memory ("cold": buffers rotated) or may have been in the cache ("warm").
     """
 
     median_s: float
@@ -98,7 +98,7 @@ class Measurement:
 
     @property
     def estimated(self) -> bool:
-        """Whether nothing ran."""
+        """Whether the times are compiler estimates."""
         return self.clock == "static"
 
     @property
@@ -110,13 +110,13 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why a candidate has no time: the stage that refused it, and that stage's own words."""
+    """Why a candidate has no time: the stage that failed, and its message."""
 
     stage: Stage
     detail: str
 
     def __post_init__(self) -> None:
-        # What a candidate raised may be no text that can be stored, and would keep the record of its search out.
+        # The message of a candidate's exception may contain text that cannot be stored, which would lose the record.
         if (detail := encodable(self.detail)) != self.detail:
             object.__setattr__(self, "detail", detail)
 
@@ -129,13 +129,13 @@ Outcome = Measurement | Failure
 
 @dataclasses.dataclass(frozen=True)
 class AllFailed:
-    """A backend none of whose candidates ran: there is no answer from it, and another search tries it again.
+    """A backend of which every candidate failed: the record has no entry of it, and the next search tries it again.
 
     Attributes:
       backend: its name.
-      tried: how many of its schedules were tried.
-      failure: why the most of them failed, in the words of one of those...
-      alike: ...which are so many.
+      tried: number of its schedules that were tried.
+      failure: one of the most frequent failures.
+      alike: number of schedules with that failure.
     """
 
     backend: str
@@ -145,7 +145,7 @@ class AllFailed:
 
     @property
     def own(self) -> bool:
-        """Whether its own code is to blame, rather than a lack of memory or a lost process."""
+        """Whether its own code failed, as opposed to a lack of memory or a lost process."""
         return self.failure.stage not in ("memory", "worker")
 
     def __str__(self) -> str:
@@ -155,15 +155,15 @@ class AllFailed:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate that was tried.
+    """A candidate that was tried.
 
     Attributes:
       number: order within its search, from 0.
-      backend, version: the kernel, and which version of it.
-      schedule: field -> value, those at their defaults left out.
-      outcome: its times, or why it has none.
-      predicted_s: the model's time before measuring, seconds.
-      fingerprint: of the candidate's jaxpr, where its kernel's version is 0; "" elsewhere, and of one that failed.
+      backend, version: the kernel and its version.
+      schedule: field -> value, without fields at their defaults.
+      outcome: its times, or why it failed.
+      predicted_s: the model's prediction before the measurement, in seconds.
+      fingerprint: of the candidate's jaxpr if its kernel's version is 0; otherwise, and after a failure, "".
     """
 
     number: int
@@ -177,11 +177,11 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What a measurement depends on besides the chip.
+    """Software and date of a measurement.
 
     Attributes:
       jax, jaxlib: versions.
-      driver: the device driver's version, "" where there is none.
+      driver: the device driver's version, or "".
       date: UTC, ISO 8601, to the second.
     """
 
@@ -193,7 +193,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One schedule's place in a record: measured in the run-off, beside the others.
+    """One schedule of a record, measured in the run-off together with the other entries.
 
     Attributes:
       fingerprint: of its jaxpr, as in `Trial`.
@@ -209,15 +209,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """How sure the choice of a winner is. A record from before this was kept has zero rounds.
+    """Confidence in the choice of a winner. A record older than this class has zero rounds.
 
     Attributes:
-      rounds: of the run-off.
-      tied: who were equally fast, "backend schedule" each, the winner first; empty where the winner was alone.
-      margin_low, margin_high: the runner-up's time over the winner's, minus one, lies between these; None where nothing
-        can be said.
-      drift: the slowest round of one and the same schedule over its fastest, minus one.
-      notes: what else happened, a sentence each.
+      rounds: number of rounds in the run-off.
+      tied: equally fast candidates as "backend schedule", the winner first; empty if the winner is alone.
+      margin_low, margin_high: bounds of the runner-up's time over the winner's, minus one; None if unknown.
+      drift: the slowest round over the fastest of the same schedule, minus one.
+      notes: further events, one sentence each.
     """
 
     rounds: int = 0
@@ -230,12 +229,13 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """How far off the model is for a kernel on one problem.
+    """Error of the cost model for a kernel on one problem.
 
     Attributes:
       problem: `Problem.canonical()`.
-      predicted_s: the model's time of its top prediction there, with the constants that were fitted.
-      measured_s: what that took, or the fastest schedule where it was not measured; of a library its fastest program.
+      predicted_s: the predicted time of the model's top prediction, with the fitted constants.
+      measured_s: the measured time of that prediction, or of the fastest schedule if the prediction was not measured;
+        for a library, that of its fastest program.
     """
 
     problem: str
@@ -245,17 +245,17 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Constants of the cost model as fitted to recorded trials of one kernel on one chip.
+    """Constants of the cost model, fitted to recorded trials of one kernel on one chip.
 
     Attributes:
-      hardware, operation, backend: `Hardware.id`, and whose trials they were.
-      version: of that kernel then.
-      constants: name -> value, of those that were fitted (`overheads.Constants`, `residuals.Covariance`).
-      problems, trials: how many it was fitted to.
+      hardware, operation, backend: `Hardware.id`, and the kernel of the trials.
+      version: the kernel's version at that time.
+      constants: name -> value of the fitted constants (`overheads.Constants`, `residuals.Covariance`).
+      problems, trials: number of problems and trials in the fit.
       error: median of |log(predicted / measured)| over these trials.
-      environment: of the newest of them.
-      observations: what was measured of each problem, against the model with these constants.
-      variants: of the kernel, those that were among the fast trials (`variant_of`).
+      environment: of the newest trial.
+      observations: measurements of each problem, against the model with these constants.
+      variants: the kernel's variants among the fast trials (`variant_of`).
     """
 
     hardware: str
@@ -273,26 +273,25 @@ class Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The outcome of one search.
+    """The result of one search.
 
     Attributes:
-      key: what it answers.
-      entries: the winner first, then the runner-up, then the best of every other backend that ran, the library's always
-        among them. Each backend's best is here, so that an answer kept to some backends is here too.
-      versions: backend -> kernel version, of every backend that competed: a newer kernel reopens the race.
+      key: the key of the record.
+      entries: the winner first, then the runner-up, then the best of every other backend that ran; the library is
+        always included. Each backend's best is kept so that calls restricted to some backends can use the record.
+      versions: backend -> kernel version, for all backends in the search. A newer kernel makes the record stale.
       environment: where and when it was measured.
-      budget: trials allowed.
-      tried: trials measured or failed.
-      space: schedules in the whole space, before any rule.
-      confidence: how sure the winner is.
-      excluded: schedules left untried because their lower bound exceeds the fastest time.
-      stopped: why the search ended, in words; "" where a record is older than that.
-      failed: the backends that have no entry because each of their candidates failed; a record from before this was
-        kept names none.
-      library: the backend whose programs are the answer to beat.
-      brief: few schedules were tried, above all those that won at the two next points of a range: it answers calls,
-        and makes no search needless.
-      reference: the fingerprint of the reference's jaxpr, where the version of a kernel is 0; "" elsewhere.
+      budget: maximum number of trials.
+      tried: number of trials, including failed ones.
+      space: number of schedules in the whole space, before any rule.
+      confidence: confidence in the winner.
+      excluded: number of schedules that were skipped because their lower bound exceeds the fastest time.
+      stopped: why the search ended; "" in an old record.
+      failed: backends without an entry because all their candidates failed; empty in an old record.
+      library: the backend of the baseline.
+      brief: the search was short and mainly tried the winners at the two neighbouring points of a range. Calls use the
+        record, but it does not replace a full search.
+      reference: the fingerprint of the reference's jaxpr if the version of a kernel is 0; otherwise "".
     """
 
     key: Key
@@ -316,36 +315,36 @@ class Record:
 
     @property
     def estimated(self) -> bool:
-        """Whether its times are the compiler's estimates: what was measured goes before it."""
+        """Whether the times are compiler estimates; measured records have priority over estimates."""
         return self.winner.measurement.estimated
 
     @property
     def library_entry(self) -> Entry | None:
-        """The library's fastest program, None where none ran."""
+        """The library's fastest program, or None if none ran."""
         return self.best(frozenset({self.library}))
 
     @property
     def undecided(self) -> bool:
-        """Whether the run-off ended before anybody was the fastest, or as fast as another, beyond doubt."""
+        """Whether the run-off ended before a winner or a tie was statistically certain."""
         low = self.confidence.margin_low
         raced = self.confidence.rounds > 0 and len(self.entries) > 1
         return raced and not self.confidence.tied and (low is None or low <= 0)
 
     def best(self, backends: frozenset[str]) -> Entry | None:
-        """The fastest entry among `backends`, or None where none of them ran."""
+        """Returns the fastest entry of `backends`, or None if none of them ran."""
         return next((entry for entry in self.entries if entry.backend in backends), None)
 
     def __str__(self) -> str:
-        """The record in about five lines, for a person."""
+        """Formats the record in about five lines."""
         return str(importlib.import_module("scheduler.inspect.notebook").record_text(self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows. Found by its name: whatever shows a record imports this file."""
+        """Formats the record for a notebook. The import is dynamic because `scheduler.inspect` imports this module."""
         return str(importlib.import_module("scheduler.inspect.notebook").record_html(self))
 
 
 class Keyed(Protocol):
-    """A record, or what its columns tell of it."""
+    """A record, or its summary from database columns."""
 
     @property
     def key(self) -> Key: ...
@@ -357,7 +356,7 @@ K = TypeVar("K", bound=Keyed)
 
 
 def preferred(records: Iterable[K]) -> dict[Key, K]:
-    """One of each key: the first of them that was measured, or, for want of any, the first estimate."""
+    """Returns one record per key: the first measured one, or the first estimate if none was measured."""
     found: dict[Key, K] = {}
     for record in records:
         if record.key not in found or (found[record.key].estimated and not record.estimated):
@@ -367,23 +366,23 @@ def preferred(records: Iterable[K]) -> dict[Key, K]:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What a sweep of a problem's schedules measures: the head of its recording.
+    """Header of a recorded sweep over the schedules of a problem.
 
     Attributes:
       operation: its name.
       problem: `Problem.canonical()`.
       platform, kind, architecture, cores: the chip, as in `Target`.
-      environment: where and when it was begun.
-      versions: backend -> kernel version, of every backend that is measured.
-      refused: backend -> why it cannot do this problem there.
-      space: schedules of those kernels before any rule.
-      dropped: reason -> how many of them it removed.
-      legal: how many are left, the library's included.
-      sample: how many of these, drawn at random besides the library, are to be measured; None is all.
-      seed: of that draw, and of the order of measuring.
+      environment: where and when it started.
+      versions: backend -> kernel version, for every measured backend.
+      refused: backend -> why it does not support this problem on this chip.
+      space: number of schedules of those kernels before any rule.
+      dropped: reason -> number of schedules that the rule removed.
+      legal: number of remaining schedules, including the library's.
+      sample: number of schedules to measure, drawn at random in addition to the library; None means all.
+      seed: of that draw, and of the order of measurements.
       repetitions: of each measurement.
-      again: how many of the fastest, and the library's, are measured once more when all are done, in turns...
-      rounds: ...of so many rounds.
+      again: number of fastest schedules that are measured again at the end, together with the library's, interleaved.
+      rounds: number of rounds of that second pass.
       library: the backend of the library's programs.
     """
 

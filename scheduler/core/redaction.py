@@ -1,4 +1,4 @@
-"""URLs and messages without the secrets that they may hold: what is not surely harmless is left out."""
+"""Removal of secrets from URLs and messages: anything not known to be harmless is omitted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import urllib.parse
 from collections.abc import Iterator
 
 HIDDEN = "***"
-# What no message can be told from: a secret this short may be part of any word.
+# A shorter secret may occur in any word, so replacing it would not make a message safe.
 _SHORTEST = 4
 _SCHEME = re.compile(r"\s*([a-z][a-z0-9+]*)(?=:)", re.IGNORECASE)
 _DATABASE = re.compile(r"\s*(sqlite|postgres(ql)?)(\+\w*)?:", re.IGNORECASE)
-# Of a server, without credentials: host, port, database.
+# Host, port and database of a server, without credentials.
 _PLACE = re.compile(r"(\[[0-9a-f:.%]+\]|[\w.-]*)(:\d{1,5})?(/[\w.+-]*)?", re.IGNORECASE | re.ASCII)
 _USER = re.compile(r"[\w.+-]+", re.ASCII)
-# Options of a connection whose values are no secrets, as far as they look like words or paths.
+# Connection options that are shown, provided that their values look like words or paths.
 _HARMLESS = frozenset(
     {"host", "port", "dbname", "sslmode", "connect_timeout", "application_name", "target_session_attrs"}
     | {"keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"}
@@ -33,15 +33,15 @@ _CREDENTIALS = re.compile(r"[^/\s]*:[^\s]*@")
 
 
 def is_url(text: str) -> bool:
-    """Whether a place is given as a URL, a misspelt one too, and not as a path."""
+    """Whether a location is a URL, possibly misspelt, and not a path."""
     return "://" in text or _DATABASE.match(text) is not None
 
 
 def shown_url(url: str | os.PathLike[str]) -> str:
-    """A database's URL, or the path of its file, as messages show it.
+    """Returns a database's URL, or the path of its file, for messages.
 
-    Shown are scheme, host, port, database, a user who has a password beside the name, and a few harmless options; of a
-    URL that is not understood completely, the scheme alone.
+    The result has scheme, host, port, database, the user name if a password follows it, and a few harmless options. For
+    a URL that cannot be parsed completely, it has only the scheme.
     """
     text = os.fspath(url)
     if not is_url(text):
@@ -66,7 +66,7 @@ def shown_url(url: str | os.PathLike[str]) -> str:
 
 
 def redacted(text: str, url: str = "") -> str:
-    """A message without secrets: those of `url`, which it may quote in part, and what looks like one."""
+    """Removes from a message the secrets of `url`, which it may quote in part, and whatever looks like a secret."""
     for secret in sorted(set(_secrets_of(url)), key=len, reverse=True):
         if secret not in text:
             continue
@@ -78,7 +78,7 @@ def redacted(text: str, url: str = "") -> str:
 
 
 def tells(error: BaseException | None, url: str) -> bool:
-    """Whether an exception, or one that led to it, holds a secret in its message."""
+    """Whether the message of an exception, or of one in its chain, contains a secret."""
     seen: list[BaseException] = []
     while error is not None and not any(error is other for other in seen):
         if redacted(text := str(error), url) != text:
@@ -103,7 +103,7 @@ def _shown_query(query: str) -> str:
 
 
 def _secrets_of(url: str) -> Iterator[str]:
-    """What must not be told of a URL: whole, in parts, and as it reads when it is decoded."""
+    """Yields the secrets of a URL: whole, in parts, and percent-decoded."""
     shown = shown_url(url)
     if shown == url:
         return
@@ -121,9 +121,9 @@ def _parts(url: str) -> Iterator[str]:
     yield rest
     credentials = rest.rpartition("@")[0]
     yield from (credentials, credentials.partition(":")[2], *credentials.split(":"), *credentials.split("@"))
-    # As a URL is read whose password holds what ends one: up to the first "@", and from there.
+    # A password may contain characters that end it for a URL parser: split at the first "@" and other delimiters.
     yield from re.split(r"[@:/?#\s]+", credentials)
     for option in re.split(r"[?&;]", rest)[1:]:
         yield option.partition("=")[2]
-    with contextlib.suppress(ValueError):  # a port that is none
+    with contextlib.suppress(ValueError):  # an invalid port
         yield urllib.parse.urlsplit(url).password or ""

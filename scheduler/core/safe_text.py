@@ -1,7 +1,7 @@
-"""Text of others (stored records, exceptions, names of files) made safe where it leaves the program or is stored.
+"""Sanitizing of untrusted text (stored records, exceptions, file names) before it is printed, logged or stored.
 
-Whoever wrote a record that is imported, or a kernel that raises, chose some of the text that messages quote. Nothing of
-it may move a cursor, colour a terminal, turn the direction of a line round, hide letters or begin a line of a log.
+The author of an imported record or of a failing kernel controls some of the text that messages quote. That text must
+not move a cursor, colour a terminal, reverse the direction of a line, hide letters or forge a line of a log.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import warnings
 
 from scheduler.core.redaction import redacted
 
-# Letters without a width that Unicode counts among letters and marks: fillers of Hangul, joiners and selectors.
+# Invisible characters that Unicode classifies as letters or marks: Hangul fillers, joiners and selectors.
 _UNSEEN = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\u180b\u180c\u180d\u180f")
 _FIRST_SELECTOR, _LAST_SELECTOR = 0xE0100, 0xE01EF
-# Controls, formats (bidi, zero-width), halves of surrogate pairs, and ends of lines and paragraphs.
+# Controls, formats (bidi, zero-width), surrogates, and line and paragraph separators.
 _UNSAFE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal, a page or an error: without secrets, and with what acts on a terminal escaped.
+    """Returns `text` for a terminal, a page or an error, without secrets and with control characters escaped.
 
-    Ends of lines and tabs stay.
+    Newlines and tabs are kept.
     """
     text = redacted(text)
     if text.isascii() and text.isprintable():
@@ -32,12 +32,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """As `printable`, with ends of lines and tabs escaped, too: for a log, a warning or a name."""
+    """Returns `printable` text with newlines and tabs escaped, too: for a log, a warning or a name."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def encodable(text: str) -> str:
-    """`text` as every database and file takes it: with a NUL and halves of surrogate pairs escaped."""
+    """Returns `text` in a form that every database and file accepts, with NUL and surrogates escaped."""
     return re.sub(r"[\0\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -48,21 +48,21 @@ def _safe(c: str) -> bool:
 
 
 def warn(message: object, stacklevel: int = 2) -> None:
-    """Warns, a RuntimeWarning, in safe text.
+    """Issues a RuntimeWarning with sanitized text.
 
     Args:
-      stacklevel: as `warnings.warn` counts from the function that calls this one.
+      stacklevel: as in `warnings.warn`, counted from the caller of this function.
     """
     warnings.warn(one_line(str(message)), RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 class _Safe(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        record.raw_args = record.args  # for a handler that wants values, not text
+        record.raw_args = record.args  # for handlers that need values instead of text
         record.msg, record.args = one_line(record.getMessage()), None
         return True
 
 
-# The only logger of this program: a child of it would write text as it is.
+# The only logger of this program: a child logger would bypass the filter.
 log = logging.getLogger("scheduler")
 log.addFilter(_Safe())

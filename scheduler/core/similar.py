@@ -1,7 +1,7 @@
-"""Similar problems by their canonical text: the numbers in it are coordinates, which a database can search by an index.
+"""Similarity of problems by their canonical text: numbers are coordinates, which a database index can search.
 
-A store does not know what a problem means. Two problems are similar only if they differ in positive numbers alone, so
-their texts are equal but for those numbers.
+A store does not know the meaning of a problem. Two problems can be similar only if they differ in positive integers
+alone, so that their texts are equal except for these numbers.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# A problem may have any number of sizes, a table has so many columns for them.
+# A problem may have any number of sizes, but a table has this number of columns for them.
 SUMS = 4
-# A field that is a positive integer, one written as text, and the extents of an array, as in "float32[200,256]".
+# Positive integer fields, positive integers written as text, and the extents of an array, as in "float32[200,256]".
 _SIZE = re.compile(
     r'(?<=:)[1-9]\d{0,18}(?=[,}])|(?<=:")[1-9]\d{0,18}(?="[,}])|(?<=\[)[1-9]\d{0,18}(?=[,\]])'
     r"|(?<=\d,)[1-9]\d{0,18}(?=[,\]])"
 )
-# What rounding may add to or take from a sum of logarithms.
+# Bound on the rounding error of a sum of logarithms.
 _ROUNDING = 1e-9
-# Of the distance that is asked for: so much is searched, one after the other, because a large store has enough nearby.
+# Fractions of the requested distance, searched in order, because a large store has enough records nearby.
 _STAGES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a problem lies among those of its pattern.
+    """Coordinates of a problem among those with the same pattern.
 
     Attributes:
       pattern: a digest of the text without its sizes.
-      sums: sums of the binary logarithms of the sizes; the i-th size is part of sum i modulo `SUMS`.
+      sums: sums of the binary logarithms of the sizes; size i is part of sum i modulo `SUMS`.
     """
 
     pattern: str
@@ -45,7 +45,7 @@ class Place:
 
 
 def place_of(problem: str) -> Place:
-    """The place of a problem by its canonical text; any text has one."""
+    """Returns the coordinates of a problem, given as canonical text; defined for any text."""
     sizes = [math.log2(int(size)) for size in _SIZE.findall(problem)]
     pattern = hashlib.sha256(_SIZE.sub("#", problem).encode(errors="surrogatepass")).hexdigest()[:16]
     return Place(pattern, tuple(math.fsum(sizes[start::SUMS]) for start in range(SUMS)))
@@ -53,15 +53,15 @@ def place_of(problem: str) -> Place:
 
 @dataclasses.dataclass(frozen=True)
 class Near:
-    """A question for the records of the problems that are most similar to one.
+    """A query for the records of the problems that are most similar to a given problem.
 
     Attributes:
-      operation, hardware: of all of these records.
-      spellings: the problem's text, and likewise with fields at their defaults written out or left out, as similar
-        problems have them; beside each, how many doublings lie between it and the problem.
-      distance: doublings from the problem to one of a canonical text; infinite where that is not similar.
-      within: at most so many doublings away, and never the problem itself.
-      most: at most so many records.
+      operation, hardware: of the records.
+      spellings: variants of the problem's text, with fields at their defaults included or omitted, as the texts of
+        similar problems may have them; each with its distance to the problem in doublings.
+      distance: returns the distance from the problem to a canonical text in doublings; infinite if it is not similar.
+      within: maximum distance in doublings; the problem itself is excluded.
+      most: maximum number of records.
     """
 
     operation: str
@@ -72,20 +72,20 @@ class Near:
     most: int
 
     def places(self, within: float) -> list[tuple[Place, float]]:
-        """Around which places to search, and how far: no similar problem within `within` lies outside."""
+        """Returns places and radii to search; together they contain all similar problems within `within`."""
         return [(place_of(text), within - apart + _ROUNDING) for text, apart in self.spellings if apart <= within]
 
     @property
     def stages(self) -> tuple[float, ...]:
-        """How far to search first, and then, unless that was enough."""
+        """The distances to search in order, until enough records are found."""
         return tuple(self.within * share for share in _STAGES)
 
     def in_order(self, found: Iterable[tuple[float, str]], within: float) -> Iterator[str]:
-        """The texts of similar problems, the nearest first.
+        """Yields the texts of similar problems, nearest first.
 
         Args:
-          found: the least distance that a problem may have, and its text.
-          within: drop what lies farther away.
+          found: pairs of a lower bound on a problem's distance and its text.
+          within: maximum distance.
         """
         waiting: list[tuple[float, str]] = []
         for least, text in sorted(set(found)):

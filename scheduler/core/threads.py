@@ -1,4 +1,4 @@
-"""Calls that block, beside each other, for a thread that Ctrl-C can interrupt at any moment."""
+"""Concurrent blocking calls from a thread that Ctrl-C can interrupt at any time."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from scheduler.core.interrupts import WAKE_S
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Who interrupts waits no longer for calls that do not stop: what this process computes itself, nobody can.
+# After an interrupt, calls that do not stop are abandoned after this time: computations in this process cannot be
+# ended.
 STOPPED_WITHIN_S = 1.0
 
 _left: list[threading.Thread] = []
 
 
 def left_behind() -> bool:
-    """Whether calls are under way still that were interrupted: a process that ends would wait for them in vain."""
+    """Whether abandoned calls are still running; the exit of the process would wait for them forever."""
     return any(thread.is_alive() for thread in _left)
 
 
 def _end_at_once() -> None:
-    """Ends a process that Ctrl-C ends as it would end without JAX, which aborts it over calls left behind."""
+    """Ends an interrupted process by SIGINT, because JAX would abort it while abandoned calls are running."""
     if left_behind() and issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -44,7 +45,7 @@ atexit.register(_end_at_once)
 
 
 def in_thread(call: Callable[[], R], name: str) -> Future[R]:
-    """Runs `call` in a daemon thread. The future has the result of `call`, or what `call` raised."""
+    """Runs `call` in a daemon thread and returns a future of its result or exception."""
     future: Future[R] = Future()
 
     def run() -> None:
@@ -58,17 +59,17 @@ def in_thread(call: Callable[[], R], name: str) -> Future[R]:
 
 
 class Threads(Generic[T, R]):
-    """A few threads that run calls, and hand over each result as it comes.
+    """A thread pool that returns results in order of completion.
 
-    What `concurrent.futures` does, but for two things. The thread that waits can be interrupted wherever it is: an
-    executor takes its locks in Python code, where Ctrl-C can leave them locked for ever, while queues are C. And on
-    Ctrl-C, or another end of the program, `stop` is called, and the threads are not waited for where that ends no call.
+    It differs from `concurrent.futures` in two ways. The waiting thread can be interrupted anywhere: an executor
+    acquires locks in Python code, where Ctrl-C can leave them locked forever, whereas queues are implemented in C. On
+    Ctrl-C or another exit of the program, `stop` is called, and threads that do not end in time are abandoned.
+
+    Calls that have not started when an exception leaves the block never start.
 
     Args:
-      count: how many calls may run at once.
-      stop: makes calls under way return or raise soon, where it can.
-
-    Calls that have not begun when an exception leaves the block never begin.
+      count: maximum number of concurrent calls.
+      stop: makes running calls return or raise soon, if possible.
     """
 
     def __init__(self, count: int, stop: Callable[[], None]) -> None:
@@ -80,12 +81,12 @@ class Threads(Generic[T, R]):
         self.running = 0
 
     def start(self, what: T, call: Callable[[], R]) -> None:
-        """Runs `call` in a thread as soon as one is free; `next` says how `what` ended."""
+        """Runs `call` in the next free thread; `next` returns `what` with the result."""
         self.running += 1
         self._calls.put((what, call))
 
     def next(self) -> tuple[T, R]:
-        """What ended, and its result: the first that was not returned yet. Blocks; raises what the call raised."""
+        """Blocks until a call ends, and returns its `what` and its result, or raises its exception."""
         while True:
             interrupts.check()
             try:
@@ -96,15 +97,15 @@ class Threads(Generic[T, R]):
         self.running -= 1
         if error is not None:
             raise error
-        return what, result  # type: ignore[return-value]  # no error, so a result
+        return what, result  # type: ignore[return-value]  # there is a result because there is no error
 
     def call(self, call: Callable[[T], R], what: T) -> R:
-        """What `call` of it returns or raises, while nothing else is under way."""
+        """Runs `call` in a thread and returns its result or raises its exception; no other call may be running."""
         self.start(what, lambda: call(what))
         return self.next()[1]
 
     def map(self, call: Callable[[T], R], of: Iterable[T]) -> Iterator[tuple[T, R]]:
-        """Each of `of` with its result, as they end."""
+        """Yields each item of `of` with its result, in order of completion."""
         for one in of:
             self.start(one, lambda one=one: call(one))  # type: ignore[misc]
         while self.running:
@@ -142,6 +143,6 @@ class Threads(Generic[T, R]):
 
 @interrupts.interruptible()
 def in_fresh_thread(function: Callable[[], T]) -> T:
-    """What `function` returns or raises. Tracing and lowering are states of a thread: a new one computes for real."""
+    """Returns the result of `function` from a new thread, because tracing and lowering contexts are thread-local."""
     with Threads[None, T](1, lambda: None) as threads:
         return threads.call(lambda _: function(), None)

@@ -1,4 +1,4 @@
-"""TPUs, a row for each kind: a device as JAX has it, which is a core, or the two cores of a v5p."""
+"""TPUs: one row per kind. A row describes a JAX device, which is one core, or the two cores of a v5p."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from scheduler.core.chip import GIB, KIB, MIB, Abilities, Hardware
 
-# On a TPU a grid is a loop on one core, and its times are those of whole calls.
+# On a TPU, a grid is a loop on one core, and times are those of whole calls.
 _TPU = Abilities("wall", repetitions=(10, 10))
 
 
@@ -24,12 +24,12 @@ def _tpu(
     scoped_bytes: int,
     clock_hz: float,
 ) -> Hardware:
-    """A row, of one device: rates are those of all of its cores, VMEM that of one of them.
+    """Returns the row of one device: rates are totals over all of its cores, VMEM is per core.
 
-    Rates, memory, and VMEM by name: Google's pages of each version (cloud.google.com/tpu/docs) and JAX's own table
-    (`jax.experimental.pallas.tpu.get_tpu_info`). What the compiler gives a kernel of VMEM, by default and at most, is
-    what its messages say (libtpu 0.0.42 to 0.0.50). Clocks follow from the peak and the MXUs of a core, by which that
-    compiler counts: four of 128 x 128 up to v5p, and the work of four of 256 x 256 from v6e on.
+    Sources: Google's pages for each version (cloud.google.com/tpu/docs) and JAX's own table
+    (`jax.experimental.pallas.tpu.get_tpu_info`) for rates, memory and VMEM. The default and maximum VMEM of a kernel
+    are from compiler messages (libtpu 0.0.42 to 0.0.50). Clocks are derived from the peak and the MXUs per core as the
+    compiler counts them: four of 128 x 128 up to v5p, and the equivalent of four of 256 x 256 from v6e on.
     """
     return Hardware(
         kind=kind,
@@ -37,7 +37,7 @@ def _tpu(
         architecture=kind,
         cores=cores,
         memory_bytes=round(memory_gib * GIB),
-        # Products of float32 operands are six of bfloat16 where their precision is the highest.
+        # At the highest precision, a float32 product takes six bfloat16 products.
         flops_per_s=MappingProxyType(
             {"bfloat16": bf16, "float16": bf16 / 6, "tf32": bf16 / 3, "bf16_3x": bf16 / 3, "float32": bf16 / 6} | narrow
         ),
@@ -56,7 +56,7 @@ def _tpu(
         clock_hz=clock_hz,
         special_per_clock=8 * 128,
         lanes_per_core=4 * 8 * 128,
-        # Of copies into VMEM, as that compiler's schedules have it.
+        # Latencies of copies into VMEM, according to the compiler's schedules.
         memory_latency_s=2e-7,
         l2_latency_s=2e-7,
         launch_s=2e-6,

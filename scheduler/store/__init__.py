@@ -1,1 +1,1 @@
-"""Records and trials that persist, and who may tune a problem meanwhile."""
+"""Persistent records and trials, and leases that let one process at a time tune a problem."""

@@ -1,4 +1,4 @@
-"""A database of ours: how it is opened, by how many at once, brought to today's schema, and what its errors mean."""
+"""Database access: opening, concurrency, migration to the current schema, and translation of errors."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from scheduler.store.schema import OLDEST, SERIAL, VERSION, Step
 CACHE_VARIABLE = "TILE_SCHEDULER_CACHE"
 BUSY_TIMEOUT_S = 30
 
-# What a transaction that migrates locks first; SQLite's BEGIN IMMEDIATE is such a lock already.
+# Lock of a migration's transaction; in SQLite, BEGIN IMMEDIATE is sufficient.
 _LOCK = {"postgresql": "SELECT pg_advisory_xact_lock(8090210118)"}
 _INSERT: dict[str, Callable[[Any], Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-# A query and its parameters -> all of its rows.
+# A query and its parameters -> all rows.
 Select = Callable[[sa.Select[Any], Mapping[str, Any]], Sequence[Any]]
 
 
 class Database:
     """An SQLite file, a database in memory, or a PostgreSQL database, for several threads and processes.
 
-    Every failure is a `StoreError` that says what to do.
+    Every failure raises a `StoreError` that says what to do.
 
     Args:
       url: a path, ":memory:", or an SQLAlchemy URL.
       readonly: never write.
-      migrations: the steps that make today's schema out of an older one.
+      migrations: the steps from an older schema to the current one.
 
     Attributes:
       location: the path or URL, without secrets, for messages.
-      in_memory: what it holds goes with this object.
+      in_memory: whether the content is lost with this object.
       shared: whether other processes may write to it, too.
 
     Raises:
-      StoreError: a URL that is none, or a kind of database or a driver that is missing.
+      StoreError: an invalid URL, an unsupported database, or a missing driver.
     """
 
     def __init__(self, url: str | Path, *, readonly: bool, migrations: Sequence[Sequence[Step]]) -> None:
@@ -66,17 +66,17 @@ class Database:
             if self._dialect == "sqlite" and not self.in_memory:
                 self._path = Path(target.database or "")
                 self.location = shown_url(self._path)
-            # A connection in memory is the database, so threads take turns with it.
+            # In memory, the connection is the database, so threads share one connection under a lock.
             self._turn: contextlib.AbstractContextManager[Any] = (
                 threading.RLock() if self.in_memory else contextlib.nullcontext()
             )
             self._engine = _engine(target, self._path, readonly)
 
     def require_writable(self) -> None:
-        """Asks before much is spent on what is then to be written here.
+        """Checks that the store can be written, to fail before expensive work.
 
         Raises:
-          StoreError: this store may only be read, and what to do.
+          StoreError: the store is read-only; the message says what to do.
         """
         if self.readonly:
             raise StoreError(f"{self.location} was opened read-only; write to another cache (set {CACHE_VARIABLE})")
@@ -87,23 +87,23 @@ class Database:
             )
 
     def insert(self, table: sa.TableClause) -> Any:
-        """An INSERT that may say what to do on a conflict, which every database spells its own way."""
+        """Returns an INSERT that supports a conflict clause, whose syntax depends on the database."""
         return _INSERT[self._dialect](table)
 
     def upsert(self, table: sa.TableClause, key: Sequence[str]) -> Any:
-        """An INSERT that takes the place of a row of the same `key`."""
+        """Returns an INSERT that replaces a row with the same `key`."""
         insert = self.insert(table)
         changed = {column.name: insert.excluded[column.name] for column in table.columns if column.name not in key}
         return insert.on_conflict_do_update(index_elements=key, set_=changed)
 
     def select(self, query: sa.Select[Any], *asked: Mapping[str, Any]) -> Sequence[Any]:
-        """All rows of `query`, for each of its parameters `asked`, if any; none where there is no file yet."""
+        """Returns the rows of `query` for each set of parameters in `asked`; none if the file does not exist."""
         with self.reading() as select:
             return [row for values in asked or ({},) for row in select(query, values)]
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Select]:
-        """Several queries by one connection, which takes longer to open than a query does."""
+        """Runs several queries on one connection, because opening a connection takes longer than a query."""
         with self._turn, self.errors("read"):
             if self.missing():
                 yield lambda query, values: ()
@@ -113,17 +113,17 @@ class Database:
                 yield lambda query, values: connection.execute(query, values).all()
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Held while another engine uses the connection of a database in memory."""
+        """Returns the lock to hold while another engine uses the connection of a database in memory."""
         return self._turn
 
     def empty(self) -> bool:
-        """Whether there is no file yet."""
+        """Whether the file does not exist yet."""
         with self.errors("read"):
             return self.missing()
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A transaction that writes; a file that is missing is made."""
+        """Runs a transaction that writes; creates a missing file."""
         with self._turn, self.errors("written"):
             self.require_writable()
             if self._path is not None:
@@ -133,18 +133,18 @@ class Database:
                 yield connection
 
     def copy_to(self, path: Path) -> None:
-        """Writes this database into one SQLite file, in place of what is there."""
+        """Copies this database to one SQLite file, replacing an existing file."""
         fresh = path.with_name(f"{path.name}.new")
         with self.errors(f"copied to {path}"):
             self._prepare()
             fresh.unlink(missing_ok=True)
             with self._engine.connect().execution_options(begin="") as connection:
-                # VACUUM INTO leaves one file in journal mode DELETE, which opens where nothing may be written.
+                # VACUUM INTO writes a single file in journal mode DELETE, which can be opened without write permission.
                 connection.exec_driver_sql("VACUUM INTO ?", (str(fresh),))
             fresh.replace(path)
 
     def for_optuna(self) -> tuple[str, dict[str, Any]]:
-        """URL and engine options by which Optuna's storage opens the same database."""
+        """Returns the URL and the engine options with which Optuna's storage opens the same database."""
         if self._dialect != "sqlite":
             return self._engine.url.render_as_string(hide_password=False), {}
         if self._path is not None:
@@ -154,7 +154,7 @@ class Database:
         return "sqlite://", {"poolclass": sa.StaticPool, "creator": lambda: held}
 
     def listen(self, engine: sa.Engine) -> None:
-        """Has another engine on this database take the writer's lock at the beginning of each transaction."""
+        """Makes another engine on this database take the write lock at the beginning of each transaction."""
         if self._dialect == "sqlite":
             sa.event.listen(engine, "connect", _set_synchronous)
             sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
@@ -163,11 +163,11 @@ class Database:
         self._engine.dispose()
 
     def missing(self) -> bool:
-        """Whether there is no file yet: nothing to read, and no reason to make one."""
+        """Whether the file does not exist yet; a read then returns nothing and does not create it."""
         return self._path is not None and not self.readonly and not self._path.exists()
 
     def _prepare(self) -> None:
-        """Bring the schema to today's version: once in the life of this object, and under the lock of a writer."""
+        """Migrates the schema to the current version, once per object, under the write lock."""
         if self._ready and not self.missing():
             return
         today = len(self._migrations)
@@ -192,12 +192,12 @@ class Database:
         self._ready = True
 
     def _migrate(self) -> int:
-        """Bring the schema to today's version in one transaction; the version it has then."""
+        """Migrates the schema to the current version in one transaction, and returns the resulting version."""
         today = len(self._migrations)
         with _writing(self._engine) as connection:
             if self._dialect in _LOCK:
                 connection.exec_driver_sql(_LOCK[self._dialect])
-            version = self._version(connection)  # Another process may have been first, even a newer one.
+            version = self._version(connection)  # Another process, even a newer version, may have migrated first.
             if version >= today:
                 return version
             for step in itertools.chain(*self._migrations[version:]):
@@ -209,10 +209,10 @@ class Database:
             return today
 
     def _version(self, connection: sa.Connection) -> int:
-        """The schema's version; 0 where there is none of our tables.
+        """Returns the schema's version, or 0 if there are no tables.
 
         Raises:
-          StoreError: the tables are those of another program.
+          StoreError: the tables belong to another program.
         """
         inspector = sa.inspect(connection)
         found = {*inspector.get_table_names(), *inspector.get_view_names()}
@@ -228,7 +228,7 @@ class Database:
 
     @contextlib.contextmanager
     def errors(self, verb: str) -> Iterator[None]:
-        """Turn what a database or a file system raises into a `StoreError` with advice."""
+        """Converts exceptions of databases and file systems to a `StoreError` with advice."""
         try:
             yield
         except (sa.exc.SQLAlchemyError, OSError, ImportError, ValueError, RuntimeError) as error:  # the last: no home
@@ -239,7 +239,7 @@ class Database:
                 raise refused from error
             try:
                 raise refused
-            except StoreError:  # without what led to it, which holds a secret
+            except StoreError:  # drop the context, which contains a secret
                 refused.__context__ = None
                 raise
 
@@ -255,13 +255,13 @@ def _url(url: str | Path) -> sa.URL:
         return sa.URL.create("sqlite", database=str(Path(url).expanduser().absolute()))
     try:
         parsed = sa.make_url(url)
-    except (sa.exc.ArgumentError, ValueError):  # whose words may hold a password
+    except (sa.exc.ArgumentError, ValueError):  # the message may contain a password
         raise StoreError(
             f"{shown_url(url)} is no URL of a database: one is written postgresql://USER:PASSWORD@HOST:PORT/DATABASE, "
             "where @ : / and other signs of a user or password are percent-encoded; or give the path of a file"
         ) from None
     if parsed.drivername in ("postgres", "postgresql"):
-        return parsed.set(drivername="postgresql+psycopg")  # which the extra [postgres] installs
+        return parsed.set(drivername="postgresql+psycopg")  # the driver of the extra [postgres]
     if parsed.get_backend_name() == "sqlite" and (parsed.host or parsed.query):
         raise StoreError(
             f"{shown_url(url)} names {'a host' if parsed.host else 'options'}, which a file of SQLite's has not: write "
@@ -270,7 +270,7 @@ def _url(url: str | Path) -> sa.URL:
     return parsed
 
 
-# What somebody writes who forgets a slash.
+# Typos of a URL in which a slash is missing.
 _SCHEME = re.compile(r"\s*(sqlite|postgres(?:ql)?)(\+\w+)?:", re.IGNORECASE)
 
 
@@ -278,11 +278,11 @@ def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
     if url.get_backend_name() != "sqlite":
         return postgres.engine(url)
     if path is None:
-        # isolation_level None: Python's sqlite3 begins no transactions on its own, the listener below does.
+        # isolation_level None: the listener below begins transactions, instead of Python's sqlite3.
         settings = {"timeout": BUSY_TIMEOUT_S, "isolation_level": None, "check_same_thread": False}
         engine = sa.create_engine(url, poolclass=sa.StaticPool, connect_args=settings)
     else:
-        # No pool: a connection that is carried across a fork corrupts files.
+        # No pool: a connection that is used across a fork corrupts files.
         connect = functools.partial(_connect, path, readonly)
         engine = sa.create_engine("sqlite://", poolclass=sa.NullPool, creator=connect)
     if not readonly:
@@ -292,12 +292,12 @@ def _engine(url: sa.URL, path: Path | None, readonly: bool) -> sa.Engine:
 
 
 def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
-    """A connection to a file: one that only reads, where it should or may not write."""
+    """Opens a connection to a file, read-only if `readonly` or without write permission."""
     place, uri = str(path), readonly or _frozen(path)
     if uri:
-        # `immutable` needs no locks and no files beside this one, so that it opens where nothing may be written; it
-        # would miss what a log holds, and what a writer does that is there now, as its two files tell. `as_uri`
-        # quotes: after a bare `#` SQLite silently opens another file.
+        # `immutable` needs no locks and no additional files, so it works in a read-only directory. It would miss the
+        # content of a log, and changes by a running writer, which is recognized by its -wal and -shm files. `as_uri`
+        # quotes the path: after an unquoted `#`, SQLite silently opens another file.
         used = all(path.with_name(f"{path.name}{ending}").exists() for ending in ("-wal", "-shm"))
         at_rest = _log_of(path) is None and not used
         place = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if at_rest else ''}"
@@ -305,7 +305,7 @@ def _connect(path: Path, readonly: bool) -> sqlite3.Connection:
 
 
 def _frozen(path: Path) -> bool:
-    """Whether there is a file that this process may read only. A log is made and removed in the file's directory."""
+    """Whether a file exists and is read-only. Its directory must be writable too, because logs are created there."""
     effective = os.access in os.supports_effective_ids
     return path.is_file() and not all(os.access(p, os.W_OK, effective_ids=effective) for p in (path, path.parent))
 
@@ -315,8 +315,9 @@ def _set_synchronous(connection: Any, _: Any) -> None:
 
 
 def _begin(connection: sa.Connection) -> None:
-    # A writer takes the lock at once. One that reads first and then asks for it fails without waiting, whenever another
-    # wrote in between (SQLite, "Isolation In SQLite"): 329 of 400 writes of eight processes were lost so.
+    # A writer takes the lock immediately. A transaction that reads first and then requests the lock fails without
+    # waiting if another one wrote in between (SQLite, "Isolation In SQLite"): 329 of 400 writes by eight processes
+    # were lost.
     if begin := connection.get_execution_options().get("begin", "BEGIN"):
         connection.exec_driver_sql(begin)
 
@@ -327,29 +328,30 @@ def _writing(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield connection
 
 
-# File systems of this host alone, where a write-ahead log's shared memory works (SQLite, "Write-Ahead Logging", 9).
+# Local file systems, on which the shared memory of a write-ahead log works (SQLite, "Write-Ahead Logging", 9).
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay"})
 
 
 def _set_journal(engine: sa.Engine, path: Path) -> None:
-    """WAL, where readers and a writer do not wait for each other, on a local disk; DELETE anywhere else."""
+    """Sets journal mode WAL on a local disk, so that readers and a writer do not block each other; otherwise DELETE."""
     wanted = "wal" if file_system(path) in _LOCAL else "delete"
     with engine.connect().execution_options(begin="") as connection:
         if connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() != wanted:
-            # Refused while another process uses the file, or where it may only be read: the next one to open it tries.
+            # Fails while another process uses the file or if it is read-only; the next process that opens it tries
+            # again.
             with contextlib.suppress(sa.exc.OperationalError):
                 connection.exec_driver_sql(f"PRAGMA journal_mode={wanted}")
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that holds `path`, as Linux names it; "" where that is unknown."""
+    """Returns the type of the file system of `path` in Linux's notation; "" if unknown."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
     place, found, kind = path.absolute().resolve(), Path(), ""
     for line in lines:
-        # Blanks are written \040 and so on (getmntent(3)); of two mounts on one point the later one is seen.
+        # Blanks are escaped as \040 etc. (getmntent(3)); of two mounts on one mount point, the later one is visible.
         point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split(" ")[1]))
         if place.is_relative_to(point) and len(point.parts) >= len(found.parts):
             found, kind = point, line.split(" ")[2]
@@ -357,7 +359,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
 
 
 def _log_of(path: Path) -> Path | None:
-    """The log beside a file, of which it is incomplete: one written ahead, or one to undo what was cut short."""
+    """Returns the write-ahead log or rollback journal without which a file is incomplete, or None."""
     logs = (path.with_name(f"{path.name}{ending}") for ending in ("-wal", "-journal"))
     return next((log for log in logs if log.exists() and log.stat().st_size > 0), None)
 
@@ -367,7 +369,7 @@ def _some(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {left} more" if left > 0 else "")
 
 
-# By the start of the name of SQLite's result code.
+# By prefix of the name of SQLite's result code.
 _ADVICE = {
     "SQLITE_BUSY": f"another process has kept its lock for {BUSY_TIMEOUT_S} s; end that one, or try again",
     "SQLITE_CANTOPEN": f"set {CACHE_VARIABLE} to a file in a directory that can be written",

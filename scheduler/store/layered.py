@@ -1,4 +1,4 @@
-"""The cache as calls see it: two stores as one, opened when first asked; what goes wrong is said and breaks nothing."""
+"""The cache of calls: the user's store and the shipped store, opened lazily; failures only produce warnings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 class Cache:
-    """The user's own store and the shipped one. It keeps searches as a `Store` does (`trials.Keeper`).
+    """The user's store combined with the shipped one. It supports searches as a `Store` does (`trials.Keeper`).
 
-    What was put here is also remembered, so that an unwritable store does not cost a second search.
+    Records that were put here are also kept in memory, so that a read-only store does not cause a second search.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Cache:
         self._put: dict[Key, Record] = {}
 
     def find(self, key: Key, *, shared_only: bool) -> Iterator[tuple[str, Record]]:
-        """Records of `key`, the user's own before the shipped; only what all processes share where asked."""
+        """Yields records of `key` with their source, the user's before the shipped; `shared_only`: only the shipped."""
         self._open()
         if not shared_only:
             if (record := self._put.get(key)) is not None:
@@ -47,23 +47,23 @@ class Cache:
             yield "the shipped cache.db", record
 
     def ask(self, question: Callable[[Store], T], *, shared_only: bool = False) -> list[T]:
-        """What each store answers, the user's own before the shipped; one that cannot be read is left out."""
+        """Returns the result of each store, the user's before the shipped; an unreadable store is skipped."""
         self._open()
         own = None if shared_only else self._patiently(question)
         return [answer for answer in (own, self._try(question, self._shipped)) if answer is not None]
 
     def remembered(self, *, operation: str, hardware: str) -> list[Record]:
-        """Records of an operation on a chip that this process put here, whether they could be written or not."""
+        """Returns the records of an operation on a chip that this process put here, stored or not."""
         return [r for key, r in self._put.items() if (key.operation, key.hardware) == (operation, hardware)]
 
     def nearest(self, near: Near) -> list[Record]:
-        """Those of both stores, and what this process remembers: one of each key, and the nearest are among them."""
+        """Returns the nearest records of both stores and of this process, one per key."""
         found = self.remembered(operation=near.operation, hardware=near.hardware)
         found += itertools.chain.from_iterable(self.ask(lambda store: store.nearest(near)))
         return list(preferred(found).values())
 
     def remember(self, record: Record) -> None:
-        """Answers with `record` in this process, whether it could be written or not."""
+        """Makes this process use `record`, even if it could not be stored."""
         self._put[record.key] = record
 
     def put(self, record: Record) -> None:
@@ -103,7 +103,7 @@ class Cache:
         self._write(lambda store: store.finish(key))
 
     def note(self, miss: Miss) -> None:
-        """Keeps it in the user's own store, soon; what that store refuses is lost, and nothing is said of it."""
+        """Queues a miss for the user's store; if the store rejects it, it is lost silently."""
         self._open()
         if self._user is not None and not self._unwritable and not patience.given_up(self._user.location):
             noting.note(self._user, miss)
@@ -117,7 +117,7 @@ class Cache:
         with self._guard:
             if self._opened:
                 return
-            from scheduler.store import store  # SQLAlchemy takes 0.4 s to import
+            from scheduler.store import store  # importing SQLAlchemy takes 0.4 s
 
             for attribute, open_store in (
                 ("_user", lambda: store.Store(store.default_url())),
@@ -130,7 +130,7 @@ class Cache:
             self._opened = True
 
     def _write(self, use: Callable[[Store], T]) -> T | None:
-        """What cannot be written may be read still: only writing is given up."""
+        """Writes to the user's store; after a failure, stops writing but continues reading."""
         if self._user is None or self._unwritable:
             return None
         try:
@@ -141,7 +141,7 @@ class Cache:
             return None
 
     def _patiently(self, use: Callable[[Store], T]) -> T | None:
-        """What the user's own store answers a call, which does not wait for long."""
+        """Returns the result of the user's store for a call, with a timeout."""
         if self._user is None or patience.given_up(self._user.location):
             return None
         return self._try(lambda store: patience.patiently(store.location, lambda: use(store)), self._user)
@@ -152,7 +152,7 @@ class Cache:
         try:
             return use(store)
         except StoreError as error:
-            # One warning, and no second attempt at each call; but one bad record leaves the others readable.
+            # One warning and no retry at each call. A single malformed record, however, leaves the others readable.
             if store is self._user and not isinstance(error, MalformedRecord | patience.TooLong):
                 self._user = None
             warn_once(f"{error} (calls go on without it)")
@@ -163,7 +163,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """A warning, the first time that a process meets this message."""
+    """Issues a warning once per process and message."""
     if message not in _warned:
         _warned.add(message)
         safe_text.warn(message)

@@ -1,4 +1,4 @@
-"""One process at a time tunes a problem: who comes second waits for the record of the first."""
+"""Leases: one process at a time tunes a problem; the others wait for its record."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Protocol
 from scheduler.core.errors import StoreError
 from scheduler.core.records import Key, Record
 
-# Whether a holder lives is told by its renewals, as whoever waits sees them pass on a clock of its own: clocks of two
-# hosts may differ by a day.
+# A waiting process detects a dead holder by missing renewals on its own clock, because the clocks of two hosts may
+# differ by a day.
 RENEW_S = 1.0
 SILENT_S = 5.0
 POLL_S = 0.25
-# What versions before this way of telling go by.
+# Expiry time for older versions, which compare clocks.
 LEASE_S = 60.0
 
 _log = logging.getLogger("scheduler")
@@ -29,7 +29,7 @@ _log = logging.getLogger("scheduler")
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """Who tunes a problem, and the Unix time, in seconds, until which that counted when it was last renewed."""
+    """The owner of the right to tune a problem, and the Unix time of expiry in seconds as of the last renewal."""
 
     owner: str
     expires_s: float
@@ -40,13 +40,13 @@ class Lease:
 
 
 class Others:
-    """What was seen of the leases of others, by one attempt to take them after the other."""
+    """Leases of other owners as observed over successive attempts to take them."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, tuple[Lease, float]] = {}
 
     def silent(self, key: Key, held: Lease) -> bool:
-        """Whether who holds it has died, as `held`, what there is now, and what was seen before tell."""
+        """Whether the holder of `held` is dead, according to the operating system or to missing renewals."""
         before, since = self._seen.get(key, (None, 0.0))
         if held != before:
             since = time.monotonic()
@@ -55,7 +55,7 @@ class Others:
 
 
 class Leases(Protocol):
-    """What keeps leases and the records that they are about."""
+    """Storage of leases and of the corresponding records."""
 
     def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease: ...
     def release(self, key: Key, owner: str) -> None: ...
@@ -64,11 +64,11 @@ class Leases(Protocol):
 
 @contextlib.contextmanager
 def leased(store: Leases, key: Key) -> Iterator[Record | None]:
-    """Within, nobody else who asks `store` tunes `key`.
+    """Holds the lease of `key`, so that no other process with the same store tunes `key`.
 
     Yields:
-      the record that another process made while this one waited for its lease; None where it did not wait, or the
-      other one made none.
+      the record that another process stored while this one waited for the lease; None if this process did not wait or
+      the other one stored no record.
 
     Raises:
       StoreError: the store cannot be written.
@@ -85,13 +85,13 @@ def leased(store: Leases, key: Key) -> Iterator[Record | None]:
 
 @contextlib.contextmanager
 def leased_if_free(store: Leases, key: Key, others: Others) -> Iterator[Lease | None]:
-    """As `leased`, for whoever has something else to do meanwhile.
+    """Holds the lease of `key` if it is free, as `leased` does, but does not wait.
 
     Args:
-      others: kept by the caller from one attempt to the next.
+      others: observations, kept by the caller between attempts.
 
     Yields:
-      the lease of another that tunes `key` now; None where it is held here.
+      the lease of another process that is tuning `key`; None if the lease is held here.
 
     Raises:
       StoreError: the store cannot be written.
@@ -105,7 +105,7 @@ def leased_if_free(store: Leases, key: Key, others: Others) -> Iterator[Lease | 
 
 
 def _take(store: Leases, key: Key, owner: str, others: Others) -> Lease | None:
-    """Takes the lease, from the dead as well; or that of another who lives, as far as can be told yet."""
+    """Takes the lease, also from a dead owner, and returns None; otherwise returns the other owner's lease."""
     held = store.lease(key, owner, LEASE_S)
     if held.owner != owner and others.silent(key, held):
         held = store.lease(key, owner, LEASE_S, silent=held)
@@ -114,7 +114,7 @@ def _take(store: Leases, key: Key, owner: str, others: Others) -> Lease | None:
 
 @contextlib.contextmanager
 def _renewed(store: Leases, key: Key, owner: str) -> Iterator[None]:
-    """Within, a lease that was taken is renewed; then it is given back."""
+    """Renews a lease in the background, and releases it at the end."""
     ended = threading.Event()
     renewing = threading.Thread(target=_renew, args=(store, key, owner, ended), name="scheduler-lease", daemon=True)
     renewing.start()
@@ -123,18 +123,18 @@ def _renewed(store: Leases, key: Key, owner: str) -> Iterator[None]:
     finally:
         ended.set()
         renewing.join()
-        with contextlib.suppress(StoreError):  # it is silent from now on
+        with contextlib.suppress(StoreError):  # without renewals it expires
             store.release(key, owner)
 
 
 def _renew(store: Leases, key: Key, owner: str, ended: threading.Event) -> None:
     while not ended.wait(RENEW_S):
-        with contextlib.suppress(StoreError):  # the next time may do
+        with contextlib.suppress(StoreError):  # retried at the next interval
             store.lease(key, owner, LEASE_S)
 
 
 def _parts(held: Lease) -> tuple[str, int, str]:
-    """Host, process and what tells processes of containers apart; a store may hold any text, which has none."""
+    """Returns host, process and PID namespace of an owner; empty for any other text, which a store may contain."""
     host, _, rest = str(held.owner).partition("/")
     pid, _, whose = rest.partition("/")
     return (host, int(pid), whose.partition(".")[0]) if pid.isdecimal() and len(pid) < 10 else ("", 0, "")
@@ -145,7 +145,7 @@ def _owner() -> str:
 
 
 def _processes() -> str:
-    """Which processes this one can see: containers of one host name may each have a process of the same number."""
+    """Returns the PID namespace: containers with the same host name may each have a process with the same PID."""
     try:
         return os.readlink("/proc/self/ns/pid").strip("pid:[]")
     except OSError:
@@ -153,7 +153,7 @@ def _processes() -> str:
 
 
 def _gone(held: Lease) -> bool:
-    """Whether the holder was a process that this one would see, and does not."""
+    """Whether the holder is a process in this host and PID namespace that no longer exists."""
     host, pid, whose = _parts(held)
     if host != socket.gethostname() or whose != _processes() or not pid:
         return False

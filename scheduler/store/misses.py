@@ -1,4 +1,4 @@
-"""What calls asked for and no record answered, as a store keeps it: counted, and never more than so many."""
+"""Storage of cache misses, counted per problem and limited in number."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from scheduler.store import rows
 from scheduler.store.database import Database
 from scheduler.store.schema import KEY, MISSES
 
-# Of more the least lowered go, and of those the oldest; some more than need be, for a new one to be counted at all.
+# Above MOST, the misses with the fewest lowerings, oldest first, are deleted down to KEPT; the gap leaves room for new
+# ones.
 MOST, KEPT = 10_000, 9_000
 
 
 class Misses:
-    """The misses of one database. Every failure is a `StoreError`."""
+    """The cache misses of one database. Every failure raises a `StoreError`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def note(self, misses: Iterable[Miss]) -> None:
-        """Adds lowerings to what is known of each.
+        """Adds lowerings to the stored counts.
 
         Raises:
           StoreError: they cannot be written.
         """
-        # In one order, in which no two processes wait for each other's rows.
+        # In sorted order, to prevent deadlocks between processes.
         new = [_row(miss) for miss in sorted(misses, key=lambda miss: (*vars(miss.key).values(),))]
         if not new:
             return
@@ -50,7 +51,7 @@ class Misses:
                 connection.execute(sa.delete(MISSES).where(sa.tuple_(*_key()).in_(rarest)))
 
     def all(self) -> list[Miss]:
-        """Every miss, sorted by its key; rows that mean nothing are skipped with a warning.
+        """Returns all misses, sorted by key; malformed rows are skipped with a warning.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -64,10 +65,10 @@ class Misses:
         return found
 
     def forget(self, keys: Iterable[Key]) -> int:
-        """Deletes what is known of these.
+        """Deletes the misses of these keys.
 
         Returns:
-          how many there were.
+          the number of deleted misses.
 
         Raises:
           StoreError: the cache cannot be written.
@@ -91,7 +92,7 @@ def _row(miss: Miss) -> dict[str, Any]:
 
 
 def _storable(text: str) -> str:
-    """Without what no database takes as text: a file's name may be any bytes."""
+    """Removes characters that no database accepts as text: a file name may contain any bytes."""
     return text.encode(errors="replace").decode().replace("\0", "")
 
 

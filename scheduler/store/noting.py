@@ -1,4 +1,4 @@
-"""Misses on their way into a store: a thread writes them in batches, so no call waits for a store or fails by it."""
+"""Background writer of cache misses: a thread writes them in batches, so that no call waits for a store or fails."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 # What comes meanwhile is written with it.
+# Time to collect a batch.
 BATCH_S = 0.5
-# A store that refused is asked again after so long, and after so many refusals never again.
+# Delay of a retry after a failed write, and the number of attempts per store.
 RETRY_S, ATTEMPTS = 5.0, 3
-# More that wait for a store are not kept.
+# Misses beyond this queue length are dropped.
 MOST_WAITING = 100_000
-# A process that ends waits no longer for what is not yet written, and one that forks for what is being written.
+# Maximum time that the exit of a process waits for pending writes, and that a fork waits for the current write.
 EXIT_S, FORK_S = 1.0, 0.1
 
 _log = logging.getLogger("scheduler")
 
 
 class _Writer:
-    """One thread, and the misses that wait for it by their stores and keys."""
+    """A thread, and the pending misses by store and key."""
 
     def __init__(self) -> None:
         self._came: queue.SimpleQueue[tuple[Store, Miss] | threading.Event] = queue.SimpleQueue()
@@ -70,7 +71,7 @@ class _Writer:
             self._asked.clear()
 
     def _gather(self) -> None:
-        """Waits for something to write, then for what comes within a batch, unless somebody waits for the end."""
+        """Waits for a miss, then collects a batch until the batch time is over or `flush` is called."""
         until = time.monotonic() + RETRY_S if self._waiting else None
         while not self._asked and (until is None or time.monotonic() < until):
             try:
@@ -99,7 +100,7 @@ class _Writer:
             _log.debug("misses are not noted, try %d of %d: %s", refusals, ATTEMPTS, error)
             if refusals < ATTEMPTS:
                 return
-        except Exception as error:  # nobody asked for this thread, so nobody is to read its traceback
+        except Exception as error:  # a background thread must not print tracebacks
             _log.debug("misses are lost: %r", error)
         else:
             self._refusals.pop(store.location, None)
@@ -110,12 +111,12 @@ _writer = _Writer()
 
 
 def note(store: Store, miss: Miss) -> None:
-    """Adds `miss` to those of `store`, soon. Returns at once, whatever becomes of it."""
+    """Queues `miss` for `store` and returns immediately; failures are ignored."""
     _writer.add(store, miss)
 
 
 def flush(seconds: float = EXIT_S) -> bool:
-    """Waits until what was noted is written, or given up; False where that takes longer than so many seconds."""
+    """Waits until pending misses are written or dropped; returns False after a timeout of `seconds`."""
     return _writer.flush(seconds)
 
 
@@ -123,7 +124,7 @@ _forking = threading.local()
 
 
 def _pause() -> None:
-    """A database's library that is forked while it works keeps its locks in the child, where nobody gives them back."""
+    """Waits for the current write before a fork, because a child would inherit the locks of the database library."""
     writer = _writer
     _forking.paused = writer if writer.writing.acquire(timeout=FORK_S) else None
 
@@ -134,7 +135,7 @@ def _resume() -> None:
 
 
 def _renew() -> None:
-    """In a process that was forked no thread writes, and what waits is the parent's to write."""
+    """Resets the writer in a forked child, which has no writer thread; the parent writes the pending misses."""
     global _writer
     _writer = _Writer()
 

@@ -1,6 +1,6 @@
-"""How long calls wait for a store: a few seconds in all, once a process, whatever became of the store.
+"""Timeouts for stores: calls wait a few seconds for a store in total per process, whatever its state.
 
-Waiting is what the store takes. What this process computes meanwhile, or cannot on a busy host, is none.
+Only time that the store takes counts. Time in which this process computes, or waits for a CPU on a busy host, does not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from scheduler.core.errors import StoreError
 
 T = TypeVar("T")
 
-# With what else a call does, 5 s.
+# Together with the rest of a call, 5 s.
 PATIENCE_S = 4.0
-# What answers within this time is at work, not lost: it costs no patience, however often it is asked.
+# Faster responses are normal operation and do not count, however many there are.
 PROMPT_S = 0.5
 
 
 class TooLong(StoreError):
-    """A store that kept calls waiting; a search may still have what it needs of it."""
+    """A store that made calls wait too long; a search may still read from it."""
 
 
 _lock = threading.Lock()
@@ -32,18 +32,18 @@ _waited_s: dict[str, float] = {}
 
 
 def given_up(location: str) -> bool:
-    """Whether calls of this process wait for that store no more."""
+    """Whether calls of this process no longer use the store because of its delays."""
     return _waited_s.get(location, 0.0) >= PATIENCE_S
 
 
 def patiently(location: str, question: Callable[[], T]) -> T:
-    """What `question`, asked of the store there, returns or raises.
+    """Returns or raises the result of `question`, with a timeout for the store.
 
-    Another thread asks it: a driver waits where nobody can interrupt it, in a name server's answer or a file system's.
-    That thread is left behind where it takes too long, and ends when the store's own limits do.
+    `question` runs in another thread, because drivers block uninterruptibly, for example in name resolution or in a
+    file system. After a timeout, the thread is abandoned; it ends with the store's own timeouts.
 
     Raises:
-      TooLong: it took too long, this time or in sum.
+      TooLong: this request, or all requests in total, took too long.
     """
     left_s = PATIENCE_S - _waited_s.get(location, 0.0)
     if left_s <= 0:
@@ -59,7 +59,7 @@ def patiently(location: str, question: Callable[[], T]) -> T:
 
 
 class _Asking(Generic[T]):
-    """A question, and the thread that asks it."""
+    """A request to a store, and the thread that runs it."""
 
     def __init__(self, question: Callable[[], T]) -> None:
         self._question = question
@@ -71,7 +71,7 @@ class _Asking(Generic[T]):
         self._thread.start()
 
     def ended_within(self, most_s: float) -> tuple[bool, float]:
-        """Whether it ended before it had waited for so long, and for how long it has waited, seconds."""
+        """Returns whether the request ended within `most_s` of waiting, and the waiting time in seconds."""
         waited_s = 0.0
         while not (ended := self._ended.wait(most_s - waited_s)):
             if (waited_s := self._waited_s()) >= most_s:
@@ -98,9 +98,10 @@ class _Asking(Generic[T]):
 
 
 def _worked_s(thread: int | None) -> float:
-    """How long a thread has computed, or could not for want of a free core, seconds; 0 where the system tells nothing.
+    """Returns the time that a thread computed or waited for a free core, in seconds; 0 if the system does not report
+    it.
 
-    Linux tells it (Documentation/scheduler/sched-stats): two numbers of nanoseconds, and how often the thread ran.
+    Source: Linux, Documentation/scheduler/sched-stats: two times in nanoseconds, and the number of runs.
     """
     try:
         computed, ready, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
@@ -110,7 +111,7 @@ def _worked_s(thread: int | None) -> float:
 
 
 def forget(location: str | None = None) -> None:
-    """Waits for that store again, or for all."""
+    """Resets the waiting time of a store, or of all stores."""
     with _lock, contextlib.suppress(KeyError):
         _waited_s.clear() if location is None else _waited_s.pop(location)
 

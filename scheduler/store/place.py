@@ -1,4 +1,4 @@
-"""Where a user's own cache is."""
+"""Location of the user's cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from scheduler.store.database import CACHE_VARIABLE
 
 
 def default_url() -> str:
-    """A user's own cache: `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL), else a file in the cache directory.
+    """Returns `TILE_SCHEDULER_CACHE` (a path or an SQLAlchemy URL) or, if unset, a file in the user's cache directory.
 
     Raises:
-      StoreError: it is not set, and this user has no directory.
+      StoreError: the variable is not set, and the user has no cache directory.
     """
     if given := os.environ.get(CACHE_VARIABLE):
         return given

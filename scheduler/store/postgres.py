@@ -1,4 +1,4 @@
-"""PostgreSQL as a shared store: no connection, statement or lock is waited for without end."""
+"""PostgreSQL as a shared store, with timeouts for connections, statements and locks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import sqlalchemy as sa
 
 CONNECT_S = 5
 STATEMENT_MS, LOCK_MS, IDLE_MS = 15_000, 10_000, 60_000
-# A server that is stopped in the middle answers nothing, its own limits among it, and its host says that all is well.
+# A server that is suspended neither responds nor enforces its own timeouts, while its host keeps the connection alive.
 LONGEST_S = 60.0
 
-# What the URL says wins. Per host: a name may have several addresses, and each is tried.
+# Defaults that the URL overrides. The timeout applies per address: a host name may have several.
 _CONNECTION = {
     "connect_timeout": CONNECT_S,
     "keepalives_idle": 30,
     "tcp_user_timeout": 15_000,
-    # Poolers (PgBouncer) give each transaction another connection, which knows no statement of the one before.
+    # Poolers (PgBouncer) may use another connection for each transaction, without the earlier prepared statements.
     "prepare_threshold": None,
 }
-# For a transaction alone, again for poolers; as a start-up parameter they would refuse it.
+# Set per transaction, because poolers would reject start-up parameters.
 _LIMITS = (
     f"SELECT set_config('statement_timeout', '{STATEMENT_MS}', true), set_config('lock_timeout', '{LOCK_MS}', true), "
     f"set_config('idle_in_transaction_session_timeout', '{IDLE_MS}', true)"
@@ -31,7 +31,7 @@ _LIMITS = (
 
 
 def engine(url: sa.URL) -> sa.Engine:
-    """Connects anew for each use: a connection that is carried across a fork answers two processes."""
+    """Creates an engine that connects anew for each use, because a connection must not be shared across a fork."""
     ours = url.get_driver_name() == "psycopg"
     settings = {name: value for name, value in _CONNECTION.items() if ours and name not in url.query}
     made = sa.create_engine(url, poolclass=sa.NullPool, connect_args=settings)
@@ -56,6 +56,6 @@ def _leave(connection: Any, record: Any) -> None:
 
 
 def _hang_up(connection: Any) -> None:
-    """Ends a connection under whoever waits for an answer, as a server that goes away would."""
+    """Shuts a connection down from another thread, so that a blocked read fails as if the server had disconnected."""
     with contextlib.suppress(Exception), socket.socket(fileno=os.dup(connection.pgconn.socket)) as own:
         own.shutdown(socket.SHUT_RDWR)

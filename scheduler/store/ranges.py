@@ -1,4 +1,4 @@
-"""The ranges of one database: which extents of which problems were tuned from a lowest to a highest value."""
+"""Storage of ranges: extents of problems that were tuned from a lowest to a highest value."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scheduler.store.schema import RANGE_KEY, RANGES
 
 
 class Ranges:
-    """Rows that lead to the records at their points. Every failure is a `StoreError`."""
+    """The ranges of one database, which refer to the records at their points. Every failure raises a `StoreError`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def put(self, of: Range) -> None:
-        """Stores a range in place of one of the same problems from the same lowest to the same highest value.
+        """Stores a range, replacing one of the same problems with the same lowest and highest value.
 
         Raises:
           StoreError: it cannot be written.
@@ -30,7 +30,7 @@ class Ranges:
             self.put_all(connection, [of])
 
     def put_all(self, connection: sa.Connection, ranges: Iterable[Range]) -> None:
-        """The same of several, within a transaction of the caller's."""
+        """Stores several ranges within the caller's transaction."""
         for of in ranges:
             row = _key(of) | {"date": of.environment.date, "range": range_to_text(of)}
             connection.execute(self._database.upsert(RANGES, RANGE_KEY), row)
@@ -38,11 +38,11 @@ class Ranges:
     def all(
         self, *, operation: str | None = None, hardware: str | None = None, problems: Collection[str] | None = None
     ) -> list[Range]:
-        """Ranges sorted by operation, hardware, problem, field and ends; malformed ones are skipped with a warning.
+        """Returns ranges sorted by operation, hardware, problem, field and ends; skips malformed ones with a warning.
 
         Args:
-          operation, hardware: only those of this operation or this `Hardware.id`.
-          problems: only those of these (`Range.problem`).
+          operation, hardware: only ranges of this operation or this `Hardware.id`.
+          problems: only ranges of these problems (`Range.problem`).
 
         Raises:
           StoreError: the cache cannot be read.
@@ -67,7 +67,7 @@ class Ranges:
         """Deletes a range; the records at its points stay.
 
         Returns:
-          how many rows that were.
+          the number of deleted rows.
 
         Raises:
           StoreError: the cache cannot be written.
@@ -79,10 +79,10 @@ class Ranges:
             return connection.execute(sa.delete(RANGES).where(*same)).rowcount
 
 
-# Made once for each set of names: that takes longer than to run it.
+# Constructed once per set of names, because construction takes longer than execution.
 @functools.cache
 def _query(*given: str) -> sa.Select[Any]:
-    """The rows of `Ranges.all` for values of these names."""
+    """Returns the query of `Ranges.all` with conditions on the given names."""
     conditions = {
         "operation": RANGES.c.operation == sa.bindparam("operation"),
         "hardware": RANGES.c.hardware == sa.bindparam("hardware"),

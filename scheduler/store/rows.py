@@ -1,4 +1,4 @@
-"""Rows as a database has them: made of records and trials; in order, as records, what nobody can read said once."""
+"""Conversion between database rows and records; malformed rows are reported once per process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.store.schema import place_columns
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the columns of a record tell of it, without its text being read.
+    """The columns of a record, available without parsing it.
 
     Attributes:
       jax: the version of jax that it was made with.
@@ -32,15 +32,15 @@ _said: set[str] = set()
 
 
 def by_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
-    """Sorted by the three columns of text that they are known by, the same for every database.
+    """Returns rows sorted by their first three columns, independent of the database's collation.
 
-    A row in which one of these is no text is skipped with a warning: SQLite keeps whatever it is given.
+    A row in which one of these columns is not text is skipped with a warning: SQLite stores any type in any column.
     """
     return sorted(with_key(rows, location), key=lambda row: row[:3])
 
 
 def with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ...]]:
-    """The same in no order."""
+    """Returns the same rows as `by_key`, unordered."""
     found = [tuple(row) for row in rows]
     known = [row for row in found if type(row[0]) is type(row[1]) is type(row[2]) is str]
     if strange := len(found) - len(known):
@@ -49,7 +49,7 @@ def with_key(rows: Iterable[Sequence[Any]], location: str) -> list[tuple[Any, ..
 
 
 def record_of(key: Key, line: str) -> Record:
-    """A record as it is stored under `key`; a ValueError says why it is none."""
+    """Parses the record stored under `key`; raises a ValueError with the reason if it is malformed."""
     record = codec.record_from_text(line)
     if record.key != key:
         raise ValueError(f"it is the record of {record.key}")
@@ -57,7 +57,7 @@ def record_of(key: Key, line: str) -> Record:
 
 
 def of_record(record: Record) -> dict[str, Any]:
-    """The columns of a record: its text, and what queries ask for."""
+    """Returns the columns of a record: its text, and the values for queries."""
     winner, library = record.winner, record.library_entry
     return {
         **vars(record.key),
@@ -73,7 +73,7 @@ def of_record(record: Record) -> dict[str, Any]:
 
 
 def was_measured(key: Key, line: str) -> bool:
-    """Whether a stored record holds measurements; one that nobody can read holds nothing."""
+    """Whether a stored record is a measurement; False for a malformed record."""
     try:
         return not record_of(key, line).estimated
     except ValueError:
@@ -81,7 +81,7 @@ def was_measured(key: Key, line: str) -> bool:
 
 
 def say_once(message: str) -> None:
-    """A warning, the first time that a process meets it: rows are read again and again."""
+    """Logs a warning once per process, because rows are read repeatedly."""
     if message not in _said:
         _said.add(message)
         _log.warning("%s", message)

@@ -1,4 +1,4 @@
-"""The tables of a store, and the steps that bring those of an older store to today's schema."""
+"""The tables of a store, and the migrations from older schemas to the current one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sqlalchemy as sa
 
 from scheduler.core.similar import SUMS, place_of
 
-# Where the problem of a record lies among similar ones (`similar.Place`), and whether its times are estimates.
+# Coordinates of a record's problem among similar ones (`similar.Place`), and whether its times are estimates.
 SUM_COLUMNS = tuple(f"size_{index}" for index in range(SUMS))
 PLACE = ("pattern", "estimated", "size", *SUM_COLUMNS)
-# `record` and `trial` are the whole text, and what is read back; the other columns repeat what a person asks SQL for,
-# and what is searched by.
+# `record` and `trial` contain the complete text, which is read back. The other columns repeat values for SQL queries
+# and for indexes.
 SCHEDULES = sa.table(
     "schedules",
     *map(sa.column, ("operation", "hardware", "problem", "backend", "kernel_version", "schedule", "median_s", "xla_s")),
     *map(sa.column, ("jax", "jaxlib", "driver", "date", "record", "pattern", "estimated")),
     *(sa.column(name, sa.Double) for name in ("size", *SUM_COLUMNS)),
 )
-# A search and the name of its Optuna study, which holds the trials. `studies.py` describes Optuna's own tables.
+# A search and the name of its Optuna study, which has the trials. `studies.py` describes Optuna's own tables.
 SEARCHES = sa.table(
     "searches",
     *map(sa.column, ("id", "operation", "hardware", "problem", "study", "jax", "jaxlib", "driver", "date", "finished")),
@@ -40,7 +40,7 @@ KERNEL_ON_CHIP = ("hardware", "operation", "backend")
 
 
 def place_columns(problem: str, *, estimated: bool) -> dict[str, object]:
-    """The values of `PLACE`."""
+    """Returns the values of the columns `PLACE`."""
     place = place_of(problem)
     return {
         "pattern": place.pattern,
@@ -101,7 +101,7 @@ MIGRATIONS: tuple[Sequence[Step], ...] = (
     ),
 )
 VERSION = sa.table("schema_version", sa.column("version"))
-# Tables of every schema since the first: a database that has these is one of ours.
+# Tables of every schema since the first one, which identify a database of this program.
 OLDEST = frozenset({"schema_version", "schedules"})
-# {serial} of a migration, by database.
+# {serial} in a migration, by database.
 SERIAL = {"sqlite": "INTEGER", "postgresql": "BIGSERIAL"}

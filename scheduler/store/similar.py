@@ -1,4 +1,4 @@
-"""Finds the problems that may be similar to one, by an index over the numbers in their texts."""
+"""Index lookup of problems that may be similar to a given one, by the numbers in their texts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from scheduler.core.similar import Near
 from scheduler.store.database import Select
 from scheduler.store.schema import SCHEDULES, SUM_COLUMNS
 
-# So many are looked at, unless that is too few.
+# Number of problems in a first query; a second query without a limit follows if they do not suffice.
 CANDIDATES = 64
 
 
 def similar(
     select: Select, near: Near, within: float, kinds: Sequence[int], most: int
 ) -> tuple[list[tuple[float, str]], float]:
-    """Problems that may be near enough, with their least distances, and up to which distance these are all.
+    """Returns problems that may be near enough with lower bounds on their distances, and the distance covered
+    completely.
 
     Args:
       kinds: values of `estimated`.
-      most: of each spelling and kind at most so many; a negative number sets no limit, as in SQLite.
+      most: maximum number of rows per spelling and kind; a negative number means no limit, as in SQLite.
     """
     texts: list[tuple[float, str]] = []
     reach = within
@@ -51,7 +52,7 @@ def similar(
 
 
 def _statement() -> sa.Select[Any]:
-    """The problems of one pattern that may be near enough, and how far away each of them is at least."""
+    """Returns the query for problems of one pattern that may be near enough, with lower bounds on their distances."""
     columns, given = SCHEDULES.c, sa.bindparam
     apart = (sa.func.abs(columns[name] - given(f"{name}_", type_=sa.Double)) for name in SUM_COLUMNS)
     least = functools.reduce(operator.add, apart)
@@ -62,6 +63,6 @@ def _statement() -> sa.Select[Any]:
     )
 
 
-# Made once: that takes longer than to run it.
+# Constructed once, because construction takes longer than execution.
 _ALL_SIMILAR = _statement()
 _SIMILAR = _ALL_SIMILAR.order_by(sa.literal_column("doublings")).limit(CANDIDATES)

@@ -1,6 +1,6 @@
-"""The store of records, trials and the model's constants in SQL: its queries, and where stores lie.
+"""The SQL store of records, trials and model constants, and the locations of stores.
 
-Anything a cache holds is text that is parsed and checked: nothing is unpickled or evaluated.
+A cache holds only text, which is parsed and validated: nothing is unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from scheduler.store.studies import Described, Studies
 class Store:
     """Records and trials in an SQLite file, in memory, or in a PostgreSQL database.
 
-    Safe with several threads and processes. A file that is missing reads as empty and is made by the first write. One
-    that this process may not write, on a read-only mount, say, is read as it is. A database of another program is
-    refused: an SQLite file that has tables, and not ours; in PostgreSQL, where a schema is often shared, one that has
-    some of our tables' names, and not all. Every failure is a `StoreError` that says what to do; whether that stops
-    anything is for the caller to decide.
+    Safe for concurrent threads and processes. A missing file reads as empty, and the first write creates it. A file
+    without write permission, for example on a read-only mount, can be read. A database of another program is rejected:
+    an SQLite file that has tables but not this program's; in PostgreSQL, where a schema is often shared, a schema with
+    some but not all of this program's table names. Every failure raises a `StoreError` that says what to do; the caller
+    decides whether to continue.
 
     Args:
       url: a path, ":memory:", or an SQLAlchemy URL.
-      readonly: never write. An SQLite file must then be complete in itself and stay as it is, as `shipped()` is.
-      migrations: the steps that make today's schema out of an older one.
+      readonly: never write. An SQLite file must then be complete in itself and must not change, as for `shipped()`.
+      migrations: the steps from an older schema to the current one.
 
     Attributes:
       location: the path or URL, without a password, for messages.
-      in_memory: what it holds goes with this object.
-      misses: what calls asked for and no record answered.
+      in_memory: whether the content is lost with this object.
+      misses: cache misses of calls.
       ranges: extents that were tuned from a lowest to a highest value.
 
     Raises:
-      StoreError: a URL that is none, or a kind of database or a driver that is missing.
+      StoreError: an invalid URL, an unsupported database, or a missing driver.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Store:
         self._studies = Studies(self._database)
 
     def require_writable(self) -> None:
-        """Asks before much is spent on what is then to be written here.
+        """Checks that the store can be written, to fail before expensive work.
 
         Raises:
-          StoreError: this store may only be read, and what to do.
+          StoreError: the store is read-only; the message says what to do.
         """
         self._database.require_writable()
 
     def get(self, key: Key) -> Record | None:
-        """The record of `key`, or None.
+        """Returns the record of `key`, or None.
 
         Raises:
-          MalformedRecord: what the cache holds for `key` cannot be read.
-          StoreError: the cache cannot be read at all.
+          MalformedRecord: the stored record of `key` cannot be read.
+          StoreError: the cache cannot be read.
         """
         for *_, line in self._database.select(_BY_KEY, _asked(key)):
             try:
@@ -96,13 +96,13 @@ class Store:
         return None
 
     def nearest(self, near: Near, *, estimated: bool | None = None) -> list[Record]:
-        """Records of the most similar problems, the nearest first; malformed ones are skipped with a warning.
+        """Returns records of the most similar problems, nearest first; malformed ones are skipped with a warning.
 
-        An index finds them: what it costs does not grow with the records that are stored.
+        The query uses an index, so its cost does not grow with the number of stored records.
 
         Args:
-          near: which problem, how far, and how many.
-          estimated: only those whose times are estimates, or only those that were measured.
+          near: the problem, the maximum distance and the maximum number of records.
+          estimated: True for estimates only, False for measured records only, None for both.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -120,23 +120,23 @@ class Store:
         return found
 
     def put(self, record: Record) -> None:
-        """Store `record` in place of any of the same key; its search is then finished.
+        """Stores `record`, replacing one of the same key, and marks its search as finished.
 
         Raises:
-          StoreError: it cannot be written; or it is an estimate, and what is stored was measured, which stays.
+          StoreError: it cannot be written, or it is an estimate that would replace a measured record.
         """
         with self._database.write() as connection:
             if not self._put(connection, record):
                 raise StoreError(f"{record.key} was measured in {self.location}: no estimate replaces that")
 
     def put_all(self, records: Iterable[Record], ranges: Iterable[Range] = ()) -> list[Key]:
-        """Store records as `put` does, and ranges: all of them, or none where one cannot be written.
+        """Stores records as `put` does, and ranges, in one transaction.
 
         Returns:
-          the keys of estimates of what was measured, which are left out.
+          the keys of the estimates that were skipped because a measured record is stored.
 
         Raises:
-          StoreError: they cannot be written.
+          StoreError: they cannot be written; nothing was stored.
         """
         with self._database.write() as connection:
             left = [record.key for record in records if not self._put(connection, record)]
@@ -144,7 +144,7 @@ class Store:
         return left
 
     def _put(self, connection: sa.Connection, record: Record) -> bool:
-        """Whether it was stored: no estimate replaces what was measured."""
+        """Stores a record and returns True, or False for an estimate of a measured record."""
         if record.estimated:
             held = connection.execute(sa.select(SCHEDULES.c.record).where(*_is(SCHEDULES, record.key))).first()
             if held is not None and rows.was_measured(record.key, held[0]):
@@ -154,7 +154,7 @@ class Store:
         return True
 
     def finish(self, key: Key) -> None:
-        """Say that the search of `key` came to its end, though without a record: its trials are not resumed.
+        """Marks the search of `key` as finished without a record, so that its trials are not resumed.
 
         Raises:
           StoreError: the cache cannot be written.
@@ -163,10 +163,10 @@ class Store:
             self._studies.finish(connection, key)
 
     def forget(self, key: Key) -> int:
-        """Delete the record of `key` and its trials.
+        """Deletes the record of `key` and its trials.
 
         Returns:
-          how many rows that were; 0 where nothing was known.
+          the number of deleted rows and trials.
 
         Raises:
           StoreError: the cache cannot be written.
@@ -178,7 +178,7 @@ class Store:
             return count + connection.execute(sa.delete(SCHEDULES).where(*_is(SCHEDULES, key))).rowcount
 
     def prepare_trials(self) -> None:
-        """Make what trials are stored in, ahead of the first.
+        """Creates the tables for trials, ahead of the first trial.
 
         Raises:
           StoreError: it cannot be written.
@@ -186,7 +186,7 @@ class Store:
         self._studies.prepare()
 
     def add_trial(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
-        """Store a trial as it ends, so that a search that is killed loses none.
+        """Stores a trial as soon as it ends, so that a killed search loses none.
 
         Args:
           described: as in `Studies.add`.
@@ -197,7 +197,7 @@ class Store:
         self._studies.add(key, trial, environment, described)
 
     def replace_trial(self, key: Key, trial: Trial) -> None:
-        """Give the latest stored trial of this number another outcome: what passed for right was found wrong.
+        """Replaces the outcome of the latest stored trial of this number, after its result was found to be wrong.
 
         Raises:
           StoreError: it cannot be written.
@@ -205,13 +205,13 @@ class Store:
         self._studies.replace(key, trial)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
-        """The trials of `key` in the order they ended; malformed ones are skipped with a warning.
+        """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.
 
         Args:
           key: of the search.
-          environment: only those measured under these versions of jax, jaxlib and the driver (at any date), which
-            a search that resumes need not repeat.
-          unfinished: only those of a search that was cut short.
+          environment: only trials under these versions of jax, jaxlib and the driver (at any date), which a resumed
+            search need not repeat.
+          unfinished: only trials of an interrupted search.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -219,9 +219,10 @@ class Store:
         return self._studies.trials(key, environment, unfinished=unfinished)
 
     def last_trials(self, key: Key) -> list[Trial]:
-        """The trials of the last search of `key` that came to its end, or, for want of any, of the one cut short.
+        """Returns the trials of the last finished search of `key`, or of the interrupted one if none finished.
 
-        In the order they ended; of a schedule that was tried again, as after a failure, the last.
+        Trials are in the order they ended. If a schedule was tried several times, for example after a failure, only the
+        last trial is returned.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -229,10 +230,10 @@ class Store:
         return self._studies.last(key)
 
     def unfinished(self, operation: str | None = None, problem: str | None = None) -> dict[Key, list[Trial]]:
-        """The trials of every search that goes on, or was cut short, by key in the order of their names.
+        """Returns the trials of every running or interrupted search, by key, sorted by key.
 
         Args:
-          operation, problem: only those of this operation or this problem (`Key`).
+          operation, problem: only searches of this operation or this problem (`Key`).
 
         Raises:
           StoreError: the cache cannot be read.
@@ -240,15 +241,15 @@ class Store:
         return self._studies.unfinished(operation, problem)
 
     def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
-        """Takes or renews the lease of `key`: `owner` is the one that tunes it.
+        """Takes or renews the lease of `key`, which gives `owner` the right to tune it.
 
         Args:
-          seconds: for which it counts to versions of this program that go by the clock.
-          silent: a lease of another that was seen not to be renewed: it is taken over, if it is the same still.
+          seconds: the expiry time for older versions of this program, which compare clocks.
+          silent: an expired lease of another owner; it is taken over unless it has changed.
 
         Returns:
-          the one that holds now: of `owner`, unless another took it before. A store in memory or opened read-only is
-          shared with nobody, and there whoever asks holds it.
+          the current lease: of `owner`, or of another owner that took it before. A store in memory or opened read-only
+          is not shared, so `owner` always gets the lease.
 
         Raises:
           StoreError: the cache cannot be written.
@@ -267,7 +268,7 @@ class Store:
         return Lease(*held)
 
     def release(self, key: Key, owner: str) -> None:
-        """Gives the lease of `key` back, where `owner` holds it.
+        """Releases the lease of `key` if `owner` holds it.
 
         Raises:
           StoreError: the cache cannot be written.
@@ -277,12 +278,12 @@ class Store:
                 connection.execute(sa.delete(LEASES).where(*_is(LEASES, key), LEASES.c.owner == owner))
 
     def records(self, *, operation: str | None = None, hardware: str | None = None) -> Iterator[Record]:
-        """Records sorted by operation, hardware and problem; malformed ones are skipped with a warning.
+        """Yields records sorted by operation, hardware and problem; malformed ones are skipped with a warning.
 
-        They are read before the first one is returned: no lock is held in between.
+        All records are read before the first one is yielded, so no lock is held during iteration.
 
         Args:
-          operation, hardware: only those of this operation or this `Hardware.id`.
+          operation, hardware: only records of this operation or this `Hardware.id`.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -291,14 +292,14 @@ class Store:
         query = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
             *(SCHEDULES.c[name] == value for name, value in wanted.items() if value is not None)
         )
-        # Sorted here because every database sorts text by rules of its own.
+        # Sorted here because the collation of text depends on the database.
         return self._decoded(rows.by_key(self._database.select(query), self.location))
 
     def heads(self, *, operation: str | None = None, problem: str | None = None) -> list[Head]:
-        """What is stored, in no order: a list of thousands is filtered and sorted by it before any record is read.
+        """Returns summaries of all records, unordered, to filter and sort thousands of them without parsing records.
 
         Args:
-          operation, problem: only those of this operation or this problem (`Key`).
+          operation, problem: only records of this operation or this problem (`Key`).
 
         Raises:
           StoreError: the cache cannot be read.
@@ -312,7 +313,7 @@ class Store:
         return [Head(Key(*key), str(jax), bool(estimated)) for *key, jax, estimated in found]
 
     def read(self, keys: Iterable[Key]) -> Iterator[Record]:
-        """The records of these keys, in their order; malformed ones are skipped with a warning.
+        """Yields the records of these keys, in the same order; malformed ones are skipped with a warning.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -321,7 +322,7 @@ class Store:
         return self._decoded([tuple(row) for row in self._database.select(_BY_KEY, *asked)] if asked else [])
 
     def texts(self, *, operation: str, hardware: str) -> list[str]:
-        """Records as they are stored, in no order.
+        """Returns the text of records, unordered.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -331,7 +332,7 @@ class Store:
         return [line for (line,) in self._database.select(query) if isinstance(line, str)]
 
     def keys(self, *, operation: str | None = None) -> list[Key]:
-        """Every key that has a record or a trial, sorted.
+        """Returns every key with a record or a trial, sorted.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -343,7 +344,7 @@ class Store:
         return sorted(found, key=lambda key: (key.operation, key.hardware, key.problem))
 
     def put_calibration(self, calibration: Calibration) -> None:
-        """Store fitted constants in place of any of the same kernel on the same chip.
+        """Stores fitted constants, replacing those of the same kernel on the same chip.
 
         Raises:
           StoreError: they cannot be written.
@@ -360,7 +361,7 @@ class Store:
             connection.execute(self._database.upsert(CONSTANTS, KERNEL_ON_CHIP), new)
 
     def calibrations(self, *, hardware: str | None = None, operation: str | None = None) -> list[Calibration]:
-        """Fitted constants sorted by hardware, operation and backend; malformed ones are skipped with a warning.
+        """Returns fitted constants sorted by hardware, operation and backend; skips malformed ones with a warning.
 
         Raises:
           StoreError: the cache cannot be read.
@@ -392,21 +393,21 @@ class Store:
 
 
 def shipped() -> Store | None:
-    """The read-only records that come with this package, from a checkout or a wheel; None where there are none."""
+    """Returns the read-only store that comes with this package, from a checkout or a wheel, or None."""
     package = Path(__file__).parents[1]
     places = [package / "cache.db"]
-    if (package.parent / "pyproject.toml").exists():  # Beside an installed package lie the files of others.
+    if (package.parent / "pyproject.toml").exists():  # The parent of an installed package has other packages' files.
         places.append(package.parent / "cache.db")
     return next((Store(place, readonly=True) for place in places if place.exists()), None)
 
 
 def build_shipped(records: Path, cache_db: Path) -> int:
-    """Make `cache_db` anew from the text under `records`; the same text makes the same bytes with the same SQLite.
+    """Builds `cache_db` from the text under `records`, byte for byte reproducible with the same version of SQLite.
 
-    The model's fitted constants and the ranges come along.
+    The result includes the model's fitted constants and the ranges.
 
     Returns:
-      how many records it holds.
+      the number of records.
 
     Raises:
       StoreError: the text cannot be read, or the file cannot be written.
@@ -421,14 +422,14 @@ def build_shipped(records: Path, cache_db: Path) -> int:
     return len(found)
 
 
-# Made once: that takes longer than to run it.
+# Constructed once, because construction takes longer than execution.
 _BY_KEY = sa.select(*(SCHEDULES.c[name] for name in (*KEY, "record"))).where(
     *(SCHEDULES.c[name] == sa.bindparam(f"{name}_") for name in KEY)
 )
 
 
 def _asked(key: Key) -> dict[str, str]:
-    """The parameters of `_BY_KEY`."""
+    """Returns the parameters of `_BY_KEY`."""
     return {f"{name}_": value for name, value in vars(key).items()}
 
 

@@ -1,11 +1,11 @@
-"""The trials of searches as studies of Optuna, in the tables of Optuna's own storage inside the cache's database.
+"""Trials of searches as Optuna studies, in the tables of Optuna's own storage inside the cache's database.
 
-A study is one search of one problem on one chip. `optuna-dashboard` opens the database as it is. A trial's value is its
+A study is one search for one problem on one chip. `optuna-dashboard` can open the database. A trial's value is its
 median time in microseconds, its parameters are the backend and the fields of its schedule, and its attribute "trial" is
-the whole trial as text, which is what this program reads back. Optuna makes the tables and the studies. Trials are read
-by SQL alone, so that reading works on a file that may not be written, and without the import of Optuna. Trials are
-written by SQL, too: a trial takes 3 ms of CPU by SQL and 37 ms by `RDBStorage.create_new_trial`, and all searches of a
-job share one process.
+the complete trial as text, which this program reads back. Optuna creates the tables and the studies. Trials are read
+with SQL only, so that reading works on a read-only file and without importing Optuna. Trials are written with SQL, too:
+a trial takes 3 ms of CPU with SQL and 37 ms with `RDBStorage.create_new_trial`, and all searches of a job share one
+process.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 METRIC = "median time in us"
-# Attributes of a trial: all of it as text; what the cost model predicted; how far its samples scatter; why it failed.
+# Attributes of a trial: its complete text, the cost model's prediction, the spread of its samples, and its failure.
 TRIAL, PREDICTED, SPREAD, FAILURE = "trial", "predicted_us", "spread_us", "failure"
-# The part of Optuna's tables that is used here (optuna/storages/_rdb/models.py of Optuna 5).
+# The columns of Optuna's tables that are used here (optuna/storages/_rdb/models.py of Optuna 5).
 _STUDIES = sa.table("studies", *map(sa.column, ("study_id", "study_name")))
 _TRIALS = sa.table(
     "trials",
     *map(sa.column, ("trial_id", "number", "study_id", "state")),
-    *(sa.column(name, sa.DateTime) for name in ("datetime_start", "datetime_complete")),  # naive, of UTC
+    *(sa.column(name, sa.DateTime) for name in ("datetime_start", "datetime_complete")),  # naive, in UTC
 )
 _ATTRIBUTES = sa.table("trial_user_attributes", *map(sa.column, ("trial_id", "key", "value_json")))
 _VALUES = sa.table("trial_values", *map(sa.column, ("trial_id", "objective", "value", "value_type")))
 _PARAMETERS = sa.table("trial_params", *map(sa.column, ("trial_id", "param_name", "param_value", "distribution_json")))
-# A name is a column of 512 characters in Optuna's tables.
+# Optuna's column for study names has 512 characters.
 _LONGEST_NAME = 440
-# Several processes that make the tables of a new file at once get in each other's way.
+# Retries, because processes that create the tables of a new file concurrently conflict.
 _ATTEMPTS, _WAIT_S = 8, 0.2
-_NO: sa.ColumnElement[int] = sa.literal_column("0")  # as a literal: only then is an index of unfinished searches used
+_NO: sa.ColumnElement[int] = sa.literal_column("0")  # only a literal uses the index of unfinished searches
 
 Described = tuple[Mapping[str, Any], Mapping[str, "BaseDistribution"]]
 
 
 class Studies:
-    """The searches of one database and their trials. Every failure is a `StoreError`."""
+    """The searches of one database and their trials. Every failure raises a `StoreError`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -71,15 +71,15 @@ class Studies:
         self._open: dict[tuple[Key, tuple[str, str, str]], _Study] = {}
 
     def prepare(self) -> None:
-        """Makes Optuna's tables, where they are not there, ahead of the first trial."""
+        """Creates Optuna's tables if they are missing, ahead of the first trial."""
         with self._lock, self._writing():
             pass
 
     def add(self, key: Key, trial: Trial, environment: Environment, described: Described | None = None) -> None:
-        """Adds a trial to the search of `key` that goes on under these versions, or to a new search.
+        """Adds a trial to the unfinished search of `key` under these versions, or to a new search.
 
         Args:
-          described: the parameters of the trial, and their distributions; None shows none.
+          described: the parameters of the trial and their distributions; None stores no parameters.
         """
         with self._database.errors("written"):
             frozen = _frozen(trial, described)
@@ -89,7 +89,7 @@ class Studies:
                 self._insert(study, frozen)
 
     def _insert(self, study: _Study, frozen: FrozenTrial) -> bool:
-        """Adds a trial to a study; False where the study is gone, or a parameter has other choices there.
+        """Adds a trial to a study; returns False if the study is gone or has other choices of a parameter.
 
         A dashboard may delete a study. Choices change with the kernel, and Optuna requires the same choices of a
         parameter in all trials of a study.
@@ -131,7 +131,7 @@ class Studies:
         return True
 
     def replace(self, key: Key, trial: Trial) -> None:
-        """Gives the latest trial of this number and backend another outcome: what passed for right was found wrong."""
+        """Replaces the outcome of the latest trial of this number and backend, after its result proved wrong."""
         found = [
             trial_id
             for trial_id, known in self._read(_is(key))
@@ -155,11 +155,11 @@ class Studies:
                 connection.execute(sa.insert(_ATTRIBUTES), said)
 
     def trials(self, key: Key, environment: Environment | None = None, *, unfinished: bool = False) -> list[Trial]:
-        """The trials of `key` in the order they ended; malformed ones are skipped with a warning.
+        """Returns the trials of `key` in the order they ended; malformed ones are skipped with a warning.
 
         Args:
-          environment: only those of searches under these versions of jax, jaxlib and the driver (at any date).
-          unfinished: only those of a search that was cut short.
+          environment: only trials of searches under these versions of jax, jaxlib and the driver (at any date).
+          unfinished: only trials of an interrupted search.
         """
         wanted = _is(key)
         if unfinished:
@@ -169,9 +169,9 @@ class Studies:
         return [trial for _, trial in self._read(wanted)]
 
     def last(self, key: Key) -> list[Trial]:
-        """The trials of the last search of `key` that came to its end, or, for want of any, of the one cut short.
+        """Returns the trials of the last finished search of `key`, or of the interrupted one if none finished.
 
-        Of a schedule that was tried again, as after a failure, the last.
+        If a schedule was tried several times, for example after a failure, only the last trial is returned.
         """
         trials = [trial for _, trial in self._read([*_is(key), SEARCHES.c.finished != 0])] or self.trials(key)
         begins = max((i for i, trial in enumerate(trials) if trial.number == 0), default=0)
@@ -179,7 +179,7 @@ class Studies:
         return sorted(last.values(), key=lambda trial: trial.number)
 
     def unfinished(self, operation: str | None, problem: str | None) -> dict[Key, list[Trial]]:
-        """The trials of every search that goes on, or was cut short, by key in the order of their names."""
+        """Returns the trials of every running or interrupted search, by key, sorted by key."""
         wanted = {"operation": operation, "problem": problem}
         conditions = [SEARCHES.c[name] == value for name, value in wanted.items() if value is not None]
         query = sa.select(*(SEARCHES.c[name] for name in KEY)).where(SEARCHES.c.finished == _NO, *conditions).distinct()
@@ -188,18 +188,18 @@ class Studies:
         return {key: trials for key, trials in found.items() if trials}
 
     def keys(self, operation: str | None) -> set[Key]:
-        """Every key that has a search."""
+        """Returns every key that has a search."""
         query = sa.select(*(SEARCHES.c[name] for name in KEY)).distinct()
         query = query if operation is None else query.where(SEARCHES.c.operation == operation)
         return {Key(*row) for row in rows.by_key(self._database.select(query), self._database.location)}
 
     def finish(self, connection: sa.Connection, key: Key) -> None:
-        """Says that the searches of `key` came to their end, within a transaction of the caller's."""
+        """Marks the searches of `key` as finished, within the caller's transaction."""
         connection.execute(sa.update(SEARCHES).where(*_is(key)).values(finished=1))
         self._end(key)
 
     def forget(self, key: Key) -> int:
-        """Deletes the searches of `key` and their studies; how many trials these had."""
+        """Deletes the searches of `key` and their studies, and returns the number of their trials."""
         names = [name for (name,) in self._database.select(sa.select(SEARCHES.c.study).where(*_is(key)))]
         if not names:
             return 0
@@ -214,7 +214,7 @@ class Studies:
         return count
 
     def _end(self, key: Key) -> None:
-        """The next trial of `key` begins a search."""
+        """Closes the current search of `key`, so that the next trial starts a new one."""
         self._open = {known: study for known, study in self._open.items() if known[0] != key}
 
     def close(self) -> None:
@@ -224,9 +224,9 @@ class Studies:
             self._storage = None
 
     def _read(self, wanted: Sequence[sa.ColumnElement[bool]]) -> list[tuple[int, Trial]]:
-        """Optuna's id of each trial, and the trial, in the order they ended."""
+        """Returns pairs of Optuna's trial id and the trial, in the order they ended."""
         select = self._database.select
-        # Where there is no search, Optuna's tables may not be there, either.
+        # Without a search, Optuna's tables may not exist.
         if not select(sa.select(SEARCHES.c.id).where(*wanted).limit(1)):
             return []
         query = (
@@ -252,7 +252,7 @@ class Studies:
                 )
 
     def _search(self, storage: RDBStorage, key: Key, environment: Environment) -> _Study:
-        """The study of the search that goes on."""
+        """Returns the study of the current search."""
         place = key, _versions(environment)
         if place not in self._open:
             query = sa.select(SEARCHES.c.study).where(*_is(key), SEARCHES.c.finished == _NO, *_under(environment))
@@ -264,7 +264,7 @@ class Studies:
         return self._open[place]
 
     def _begin(self, storage: RDBStorage, key: Key, environment: Environment) -> _Study:
-        """A new search, and its study, which is made first: a search without a study could not be read."""
+        """Starts a search. Its study is created first, because a search without a study could not be read."""
         from optuna.study import StudyDirection
 
         name = f"{str(key)[:_LONGEST_NAME]}, {environment.date[:16]}, {uuid.uuid4().hex[:6]}"
@@ -278,7 +278,7 @@ class Studies:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[RDBStorage]:
-        """Optuna's storage, for one write. What it raises becomes a `StoreError`."""
+        """Provides Optuna's storage for one write, and converts its exceptions to `StoreError`."""
         from optuna.exceptions import StorageInternalError
 
         self._database.require_writable()
@@ -294,11 +294,11 @@ class Studies:
                 self._storage.remove_session()
 
     def _opened(self) -> RDBStorage:
-        """Optuna's storage in this database, whose tables are made where they are not there."""
+        """Opens Optuna's storage in this database, and creates its tables if they are missing."""
         import optuna
         from optuna.storages import RDBStorage
 
-        with self._database.write():  # makes the file, its directory and our own tables
+        with self._database.write():  # creates the file, its directory and this program's tables
             pass
         url, options = self._database.for_optuna()
         for attempt in range(_ATTEMPTS):
@@ -318,11 +318,11 @@ class Studies:
 
 @dataclasses.dataclass
 class _Study:
-    """One study of Optuna.
+    """A study of Optuna.
 
     Attributes:
       id: in Optuna's tables.
-      distributions: parameter -> its distribution, as text; None before they were read.
+      distributions: parameter -> its distribution, as text; None until they are read.
     """
 
     id: int
@@ -345,7 +345,7 @@ def _versions(environment: Environment) -> tuple[str, str, str]:
 
 
 def _under(environment: Environment) -> list[sa.ColumnElement[bool]]:
-    """Of searches under these versions."""
+    """Returns the conditions for searches under these versions."""
     columns = SEARCHES.c.jax, SEARCHES.c.jaxlib, SEARCHES.c.driver
     return [column == value for column, value in zip(columns, _versions(environment), strict=True)]
 
@@ -355,7 +355,7 @@ def _is(key: Key) -> list[sa.ColumnElement[bool]]:
 
 
 def _frozen(trial: Trial, described: Described | None) -> FrozenTrial:
-    """A trial as Optuna has it."""
+    """Converts a trial to Optuna's type."""
     from optuna.trial import TrialState, create_trial
 
     attributes = {TRIAL: codec.trial_to_text(trial), PREDICTED: _us(trial.predicted_s)}
@@ -371,12 +371,12 @@ def _frozen(trial: Trial, described: Described | None) -> FrozenTrial:
     parameters, distributions = described or ({}, {})
     try:
         frozen = create(params=dict(parameters), distributions={name: distributions[name] for name in parameters})
-    except ValueError:  # a value outside its distribution: a schedule of another version of the kernel
+    except ValueError:  # a value outside of its distribution: a schedule of another version of the kernel
         frozen = create(params={}, distributions={})
     frozen.datetime_start = frozen.datetime_complete = datetime.datetime.now()
     return frozen
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, to a tenth of a nanosecond: 2.625, and not 2.6250000000000004."""
+    """Converts seconds to microseconds, rounded to a tenth of a nanosecond: 2.625, not 2.6250000000000004."""
     return round(seconds * 1e6, 4)

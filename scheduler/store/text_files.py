@@ -1,4 +1,4 @@
-"""Directories of text: records (``<hardware>/<operation>.jsonl``), ranges and the model's constants beside them."""
+"""Text directories with records (``<hardware>/<operation>.jsonl``), ranges and the model's constants."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _RANGES = "ranges.json"
 
 
 def export_text(records: Iterable[Record], ranges: Iterable[Range] = ()) -> str:
-    """JSON lines, one record each, sorted by operation, hardware and problem; then the ranges, likewise."""
+    """Returns JSON lines: records sorted by operation, hardware and problem, then ranges in the same order."""
     lines = [codec.record_to_text(record) for record in sorted(records, key=_order)]
     lines += sorted(map(range_to_text, ranges))
     return "".join(f"{line}\n" for line in lines)
 
 
 def import_text(text: str, source: str = "") -> list[Record]:
-    """The records of `export_text`, in the order of their lines; empty lines and ranges are skipped.
+    """Parses the records of `export_text`, in order; empty lines and ranges are skipped.
 
     Args:
       text: JSON lines.
-      source: where they come from, to lead the error message.
+      source: their origin, for the error message.
 
     Raises:
-      StoreError: some line is no record, or a second one of the same key; the message has a sentence for each.
+      StoreError: a line is not a record, or repeats the key of another; the message has a sentence for each such line.
     """
     return import_lines(text, source)[0]
 
 
 def import_lines(text: str, source: str = "") -> tuple[list[Record], list[Range]]:
-    """The records and the ranges of `export_text`; otherwise as `import_text`."""
+    """Parses the records and the ranges of `export_text`; otherwise as `import_text`."""
     records: list[Record] = []
     ranges: list[Range] = []
     first_line: dict[Key, int] = {}
@@ -68,10 +68,10 @@ def import_lines(text: str, source: str = "") -> tuple[list[Record], list[Range]
 
 
 def read_records(directory: Path) -> list[Record]:
-    """Every record under `directory`, sorted.
+    """Returns all records under `directory`, sorted.
 
     Raises:
-      StoreError: no such directory, a file that is not made of records, or two files with the same key.
+      StoreError: the directory does not exist, a file has invalid records, or two files have the same key.
     """
     if not directory.is_dir():
         raise StoreError(f"there is no directory {directory} to read records from")
@@ -86,10 +86,10 @@ def read_records(directory: Path) -> list[Record]:
 
 
 def read_calibrations(directory: Path) -> list[Calibration]:
-    """Every calibration under `directory` (``<hardware>/constants.json``), sorted.
+    """Returns all calibrations under `directory` (``<hardware>/constants.json``), sorted.
 
     Raises:
-      StoreError: a file that is not made of calibrations, or two of one kernel on one chip.
+      StoreError: a file has invalid calibrations, or there are two for one kernel on one chip.
     """
     found: dict[tuple[str, str, str], Calibration] = {}
     for path in sorted(directory.glob(f"*/{_CONSTANTS}")):
@@ -107,13 +107,13 @@ def read_calibrations(directory: Path) -> list[Calibration]:
 
 
 def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> list[Path]:
-    """Write `calibrations` under `directory`, in place of older ones of the same kernels on the same chips.
+    """Writes `calibrations` under `directory`, replacing older ones of the same kernels on the same chips.
 
     Returns:
-      the files written, one per device, an observation a line.
+      the written files, one per device, with one observation per line.
 
     Raises:
-      StoreError: what is there is not made of calibrations, or cannot be written.
+      StoreError: existing files are invalid, or cannot be written.
     """
     kept = {_kernel_on_chip(item): item for item in read_calibrations(directory)}
     new = {_kernel_on_chip(item): item for item in calibrations}
@@ -131,10 +131,10 @@ def add_calibrations(directory: Path, calibrations: Iterable[Calibration]) -> li
 
 
 def read_ranges(directory: Path) -> list[Range]:
-    """Every range under `directory` (``<hardware>/ranges.json``), sorted.
+    """Returns all ranges under `directory` (``<hardware>/ranges.json``), sorted.
 
     Raises:
-      StoreError: a file that is not made of ranges, or a second one of the same problems and ends.
+      StoreError: a file has invalid ranges, or two with the same problems and ends.
     """
     found: dict[tuple[str, ...], Range] = {}
     for path in sorted(directory.glob(f"*/{_RANGES}")):
@@ -149,13 +149,13 @@ def read_ranges(directory: Path) -> list[Range]:
 
 
 def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
-    """Write `ranges` among those under `directory`, in place of older ones of the same problems and ends.
+    """Writes `ranges` under `directory`, replacing older ones of the same problems and ends.
 
     Returns:
-      the files written, one per device: ``<hardware>/ranges.json``, a line each.
+      the written files, one per device: ``<hardware>/ranges.json``, one range per line.
 
     Raises:
-      StoreError: what is there is not made of ranges, or cannot be written.
+      StoreError: existing files are invalid, or cannot be written.
     """
     new = {_range_key(item): item for item in ranges}
     kept = {_range_key(item): item for item in (read_ranges(directory) if new else ())} | new
@@ -173,13 +173,13 @@ def add_ranges(directory: Path, ranges: Iterable[Range]) -> list[Path]:
 
 
 def add_records(directory: Path, records: Iterable[Record]) -> list[Path]:
-    """Write `records` among those under `directory`, in place of older ones of the same key.
+    """Writes `records` under `directory`, replacing older ones of the same keys.
 
     Returns:
-      the files written, one per device and operation: ``<hardware>/<operation>.jsonl``.
+      the written files, one per device and operation: ``<hardware>/<operation>.jsonl``.
 
     Raises:
-      StoreError: a file that is there is not made of records, or cannot be written.
+      StoreError: an existing file is invalid, or cannot be written.
     """
     files: dict[Path, list[Record]] = {}
     for record in records:
@@ -204,7 +204,7 @@ def _read(path: Path) -> list[Record]:
 
 
 def _laid_out(calibration: Calibration) -> str:
-    """A field a line, and of a list an item."""
+    """Formats a calibration with one field per line, and one item of a list per line."""
     fields = []
     for name, value in json.loads(codec.calibration_to_text(calibration)).items():
         text = json.dumps(value)
