@@ -382,7 +382,7 @@ class Bench:
 def _special_tolerance(problem: Problem, kind: str, candidate: Built) -> tuple[Tolerance, ...]:
     """Returns the problem's tolerance for special operands, scaled like the kernel's own for typical operands.
 
-    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance.
+    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance, and at least 1.
     """
     usual, own = problem.for_each(problem.tolerance()), problem.for_each(candidate.tolerance)
     each = zip(problem.special_tolerance(kind), usual, own, strict=True)
