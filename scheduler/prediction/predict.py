@@ -93,7 +93,7 @@ def predict(
 
     The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
     constants. The correction is the remaining error of the model there, and shrinks with distance. The winner of that
-    record is preferred here if it is legal and the model does not rank it lower than it did there.
+    record is preferred here if it is legal and the model predicts no larger loss for it than it did there.
 
     Args:
       backends: the kernels that may be selected; None allows all.
@@ -111,7 +111,7 @@ def predict(
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
     near = _nearest(operation, problem, records)
     library = operation.library
-    # Standalone measurements of the library do not apply if XLA fuses it into the surrounding function.
+    # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
     told = ({}, ()) if library.taken_apart else (fitted, near)
     best = choose(operation, library, problem, hardware, *told)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
