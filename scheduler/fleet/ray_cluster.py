@@ -56,7 +56,7 @@ class RayTransport:
         try:
             answer: tuple[bytes, dict[str, bytes]] = ray.get(self._actor.compile.remote(message, files))
         except ray.exceptions.RayTaskError:
-            raise  # a defect of the program, with its traceback
+            raise  # a defect of this package, with its traceback
         except ray.exceptions.RayError as error:
             raise HelperLost(f"{self._host} was lost ({_reason(error)})") from error
         return answer
@@ -114,7 +114,7 @@ class RayPlace:
             self._lost = True
             raise
         except ray.exceptions.RayTaskError:
-            raise  # a defect of the program, with its traceback
+            raise  # a defect of this package, with its traceback
         except ray.exceptions.RayError as error:
             self._lost = True
             raise PlaceLost(f"it was lost ({_reason(error)})") from error

@@ -70,7 +70,7 @@ def start_runner(
     """
     options = options or RunnerOptions()
     if (away := _not_here(options)) is not None:
-        name_of(operation)  # or no process can load it
+        name_of(operation)  # raises if no process can load it
         return AheadOfTime(away, options)
     if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
         if options.workers is not None:

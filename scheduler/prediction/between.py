@@ -144,7 +144,7 @@ def point_keys(
     """Yields the keys of the records that `between` needs."""
     for one in ranges:
         for value in _around(one, operation, problem, hardware) or ():
-            with contextlib.suppress(ValueError):  # no such problem
+            with contextlib.suppress(ValueError):  # not a valid problem
                 yield key_of(operation, dataclasses.replace(problem, **{one.field: value}), hardware)
 
 
