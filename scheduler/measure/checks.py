@@ -23,8 +23,8 @@ class Checks(NamedTuple):
     Attributes:
       rows: the rows that are compared if the results are large; None compares all.
       reference: computes the expected results, of those rows.
-      comparisons: compare each result with its reference.
-      poison: fills result buffers with wrong values (`buffers.poisoning`).
+      comparisons: the programs that compare each result with its reference.
+      poison: creates result buffers with wrong values (`buffers.poisoning`).
     """
 
     rows: Rows | None

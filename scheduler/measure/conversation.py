@@ -78,7 +78,7 @@ def converse(begin: Begin) -> None:
 
 
 def loads_otherwise(request: Request, target: Target) -> str:
-    """Describes how this process loads another candidate than the requesting process; "" if both are equal."""
+    """Explains why this process loads a different candidate than the requesting process; "" if it does not."""
     if not request.fingerprint:
         return ""
     operation = load(request.operation)

@@ -1,6 +1,6 @@
 """Reads and writes recorded sweeps, and provides a runner that replays a recording instead of using a device.
 
-A recording is gzipped JSON lines. The first line describes the sweep (`record.Sweep`). Each following line is one
+A recording is gzipped JSON lines. The first line describes the sweep (`records.Sweep`). Each following line is one
 trial, in the order in which the trials ended, with all its repetitions or its failure. If the sweep has a second pass,
 its trials follow, marked as such.
 """
