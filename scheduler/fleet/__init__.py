@@ -1,1 +1,1 @@
-"""Problems of a job searched on other hosts: what travels, what runs there, and Ray, which carries it."""
+"""Searches the problems of a job on other hosts: messages, agents, and the transport by Ray."""

@@ -1,4 +1,4 @@
-"""What runs at each place of a fleet: a runner, and searches whose store is the driver's."""
+"""Runs searches on one host of a fleet, with a runner of its own and the driver's store."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ Say = Callable[[Message], None]
 
 
 class Agent:
-    """Searches problems on the one device that it sees, one after the other.
+    """Searches problems one after another on the one visible device.
 
     Args:
-      options: of its runner, which is started when it is first needed, and anew after one that was lost.
-      node: what tells hosts of one name apart.
+      options: the options of the runner, which is started on first use and restarted after it is lost.
+      node: distinguishes hosts with the same name.
     """
 
     def __init__(self, options: RunnerOptions, node: str = "") -> None:
@@ -66,18 +66,20 @@ class Agent:
         return runner
 
     def help(self, helpers: Sequence[Transport]) -> None:
-        """Compile processes of other hosts take part in searches here from now on, one for each transport."""
+        """Adds compile processes of other hosts to the searches here, one for each transport."""
         self._helpers += helpers
         if self._pool is not None:
             self._pool.help(helpers)
 
     def describe(self) -> dict[str, Any]:
-        """Where it runs: what any version of the driver can read, so that it can tell that versions differ.
+        """Describes where the agent runs.
+
+        Drivers of any version can read the result, so that they can detect different versions.
 
         Returns:
-          `host`, `node`, `visible` (the GPU as CUDA_VISIBLE_DEVICES names it), `versions`; `target` and `environment`
-          by their fields, and `slots` (how many candidates may be under way), or `unable`: why nothing can be measured
-          here.
+          `host`, `node`, `visible` (the GPU as in CUDA_VISIBLE_DEVICES) and `versions`. Also `target` and `environment`
+            as fields, and `slots` (the maximum number of concurrent candidates); or `unable`, the reason why the agent
+            cannot measure.
         """
         said: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -94,7 +96,7 @@ class Agent:
         return said | {"target": target, "environment": environment, "slots": slots}
 
     def search(self, order: Order) -> Iterator[Message]:
-        """What happens while `order` is searched, as it happens; the last is `Found` or `Failed`."""
+        """Searches `order`; yields messages about its progress, the last of which is `Found` or `Failed`."""
         messages: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
 
         def work() -> None:
@@ -131,14 +133,17 @@ class Agent:
 
 
 class Relay:
-    """The driver's store as a search elsewhere sees it: what it asks for was sent along, what it tells is sent back."""
+    """The driver's store, as seen by a remote search.
+
+    Reads return data that was sent with the order; writes are sent back as messages.
+    """
 
     def __init__(self, order: Order, say: Say) -> None:
         self._order, self._say = order, say
         self.finished = False
 
     def lease(self, key: Key, owner: str, seconds: float, *, silent: Lease | None = None) -> Lease:
-        return Lease(owner, time.time() + seconds)  # the driver holds the one that counts
+        return Lease(owner, time.time() + seconds)  # the driver holds the effective lease
 
     def release(self, key: Key, owner: str) -> None:
         pass
@@ -147,7 +152,7 @@ class Relay:
         return None
 
     def put(self, record: Record) -> None:
-        pass  # it is what the search returns
+        pass  # the search returns the record
 
     def finish(self, key: Key) -> None:
         self.finished = True
@@ -169,10 +174,10 @@ class Relay:
 
 
 def _loaded(order: Order) -> Operation[Any]:
-    """The operation of an order, if it is the driver's.
+    """Loads the operation of an order, and checks that its kernels match the driver's.
 
     Raises:
-      SchedulerError: it cannot be loaded here, or is another version.
+      SchedulerError: it cannot be loaded here, or has other versions.
     """
     host = socket.gethostname()
     try:

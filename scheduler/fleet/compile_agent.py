@@ -1,4 +1,4 @@
-"""A host of a fleet that has no GPU: it compiles candidates for the GPUs of other hosts."""
+"""A host of a fleet without a GPU, which compiles candidates for the GPUs of other hosts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from search_spaces.kernel import Target
 
 
 class CompileAgent:
-    """Compile processes of one host, which measuring processes of other hosts ask.
+    """Compile processes of one host, used by the measuring processes of other hosts.
 
     Args:
-      options: their timeouts, and how many there are.
+      options: the number of processes, and their timeouts.
     """
 
     def __init__(self, options: RunnerOptions) -> None:
@@ -31,17 +31,20 @@ class CompileAgent:
         self._limits: Limits | None = None
 
     def describe(self) -> dict[str, Any]:
-        """`host`, `versions`, and the `count` of processes."""
+        """Returns `host`, `versions`, and the `count` of processes."""
         return {"host": socket.gethostname(), "versions": versions(), "count": self._compilers.count}
 
     def begin(self, target: Target) -> None:
-        """Starts the processes, for a chip."""
+        """Starts the processes, which compile for `target`."""
         self._limits = Limits(self._options, chips.describe(target))
         self._compilers.start()
         self._compilers.aim(target)
 
     def compile(self, message: bytes, files: dict[str, bytes]) -> tuple[bytes, dict[str, bytes]]:
-        """The answer to an encoded request, and the files that either of them names, by name. From any thread."""
+        """Serves an encoded request; returns the encoded reply and the content of its files, by name.
+
+        `files` holds the files that the request names. May be called from any thread.
+        """
         request = decode(message)
         assert isinstance(request, Request)
         assert self._limits is not None, "`begin` comes first"

@@ -1,4 +1,4 @@
-"""The driver's side of a search elsewhere: what is sent along, and what is kept of what comes back."""
+"""The driver's side of a remote search: builds the order, and stores the results."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def order(task: Task, how: How, hardware: Hardware, environment: Environment, store: Keeper) -> Order:
-    """What an agent on such a chip needs to search a problem as this process would.
+    """Builds the order with which an agent on such a chip searches a problem as this process would.
 
     Raises:
-      SchedulerError: no other process can load the operation.
+      SchedulerError: no other process can load the operation, or the sampler is an object.
       StoreError: the store cannot be read.
     """
     operation = task.operation
@@ -62,14 +62,14 @@ def received(
     progress: Callable[[Progress], None],
     described: Callable[[Trial], Described] | None = None,
 ) -> Record:
-    """The record that a search elsewhere ends with; `store` gets every trial as it comes, and the record.
+    """Receives a remote search and returns its record; `store` receives each trial when it arrives, and the record.
 
     Args:
-      described: the parameters of a trial, for Optuna's dashboard.
+      described: returns the parameters of a trial for Optuna's dashboard.
 
     Raises:
-      PlaceLost: the device went away, or the messages end before the search does.
-      SchedulerError: the search ended without a record; why.
+      PlaceLost: the device was lost, or the messages ended before the search did.
+      SchedulerError: the search ended without a record; the message gives the reason.
     """
     with Keeping(store) as keeping:
         for message in messages:

@@ -1,4 +1,4 @@
-"""What the driver of a fleet and the agents that search for it say to each other: records and trials travel as text."""
+"""Messages between the driver of a fleet and its agents; records and trials are sent as text."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Order:
       operation: the name under which an agent can `load` it.
       problem: `Problem.canonical()`.
       budget, seconds, seed, l2, sampler: as in `tuner.tune`.
-      backends: kernels to try beside the library; none stand for all.
-      versions: backend -> kernel version, as the driver has them.
+      backends: the kernels to try besides the library; empty selects all.
+      versions: the kernel versions of the driver, by backend.
       near: records of similar problems.
       known: trials of an earlier run of this search.
       first, brief: as in `task.Task`.
@@ -49,7 +49,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """A trial ended; a `refuted` one had a time, and was found wrong."""
+    """A finished trial; a `refuted` trial had a time and was found wrong later."""
 
     trial: str
     refuted: bool = False
@@ -57,7 +57,7 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """How far the search is: a `Progress`, its trials as text."""
+    """The progress of a search: a `Progress` with its trials as text."""
 
     done: int
     budget: int
@@ -70,18 +70,18 @@ class Reached:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The end of a search: its record."""
+    """The end of a search, with its record."""
 
     record: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """The end of a search without a record: why.
+    """The end of a search without a record, with the reason.
 
     Attributes:
-      finished: it came to its end, and another run need not take over its trials.
-      device: the device, or what measures on it, is at fault: another may do better.
+      finished: the search is complete, and another run does not need its trials.
+      device: the device or its measuring process failed; another device may succeed.
     """
 
     reason: str
@@ -93,7 +93,7 @@ Message = Tried | Reached | Found | Failed
 
 
 def versions() -> dict[str, str]:
-    """What must be the same wherever one job is searched, by name."""
+    """Returns the versions that all hosts of a job must share, by name."""
     kernels = {name: kernel_versions(load(name)) for name in OPERATIONS}
     return {
         "tile-scheduler": tile_scheduler.__version__,
@@ -103,11 +103,11 @@ def versions() -> dict[str, str]:
 
 
 def kernel_versions(operation: Operation[Any]) -> dict[str, int]:
-    """The version of each kernel, by backend."""
+    """Returns the version of each kernel, by backend."""
     return {kernel.backend: kernel.version for kernel in operation.kernels}
 
 
 def differences(here: Mapping[str, object], there: Mapping[str, object]) -> str:
-    """In which names two hosts differ, in words; "" where in none."""
+    """Describes the names in which two hosts differ; "" if there are none."""
     names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
     return ", ".join(f"{name} {there.get(name, 'missing')} (here: {here.get(name, 'missing')})" for name in names)

@@ -1,4 +1,4 @@
-"""Actors of Ray as places where problems are tuned, one for each GPU of a cluster; nothing else knows Ray."""
+"""Ray actors on which problems are tuned, one for each GPU of a cluster; only this module uses Ray."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from scheduler.search.task import How, Task
 from scheduler.search.trials import Keeper
 from search_spaces.kernel import Target
 
-# How often a process of an agent is started again: what ends it so often is no accident.
+# How often an agent process is restarted. An agent that dies more often has a permanent fault.
 RESTARTS = 2
 CONNECT_S = 5.0
-# In this time an agent imports JAX, perhaps from a network's file system, and starts its workers.
+# The time in which an agent imports JAX, perhaps from a network file system, and starts its workers.
 START_S = 180.0
-# Those for whose GPUs there seemed to be no room are waited for so long: work that ended a moment ago still counts.
+# How long to wait for agents that seemed to have no free GPU: resources of work that has just ended may still be
+# reserved.
 LATE_S = 10.0
-# After this time a host whose network was away counts as lost. Ray itself gives a host up in half a minute.
+# After this time without a network connection, a host counts as lost. Ray itself takes half a minute to give a host up.
 RETURN_S = 60.0
 
 _log = logging.getLogger("scheduler")
@@ -55,17 +56,17 @@ class RayTransport:
         try:
             answer: tuple[bytes, dict[str, bytes]] = ray.get(self._actor.compile.remote(message, files))
         except ray.exceptions.RayTaskError:
-            raise  # a defect of the program, with its traceback
+            raise  # a defect of this package, with its traceback
         except ray.exceptions.RayError as error:
             raise HelperLost(f"{self._host} was lost ({_reason(error)})") from error
         return answer
 
 
 class RayPlace:
-    """An actor of a cluster, as a place where problems of a job are tuned (`search.places.Place`).
+    """An actor of a cluster that tunes problems of a job (`search.places.Place`).
 
     Args:
-      said: what it told of itself (`Agent.describe`).
+      said: the description of the actor (`Agent.describe`).
     """
 
     searches = 1
@@ -83,7 +84,7 @@ class RayPlace:
         self._environment = Environment(**said["environment"])
 
     def open(self) -> None:
-        """Waits for an actor that was lost: Ray starts it again, `RESTARTS` times, where its host is still there."""
+        """Waits for a lost actor; Ray restarts it up to `RESTARTS` times if its host is still there."""
         ray = _ray()
         until = time.monotonic() + RETURN_S
         while self._lost:
@@ -113,17 +114,17 @@ class RayPlace:
             self._lost = True
             raise
         except ray.exceptions.RayTaskError:
-            raise  # a defect of the program, with its traceback
+            raise  # a defect of this package, with its traceback
         except ray.exceptions.RayError as error:
             self._lost = True
             raise PlaceLost(f"it was lost ({_reason(error)})") from error
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # it has ended already, or the cluster has
+        with contextlib.suppress(Exception):  # the actor or the cluster may be gone
             _ray().kill(self._actor)
 
     def help(self, helpers: Sequence[RayTransport]) -> None:
-        """Compile processes of other hosts take part in searches at this place, one for each transport."""
+        """Adds compile processes of other hosts to the searches here, one for each transport."""
         _ray().get(self._actor.help.remote(list(helpers)))
 
 
@@ -131,20 +132,21 @@ class RayPlace:
 def places(
     address: str = "auto", options: RunnerOptions | None = None, *, hardware: str | None = None
 ) -> Iterator[list[RayPlace]]:
-    """An actor for each free GPU of a cluster, of one kind of chip; where there are no GPUs, one for each host.
+    """Starts an actor for each free GPU of a cluster, of one kind of chip; without GPUs, one for each host.
 
-    Hosts without a GPU compile for the others. Within this context, GPUs and hosts are taken. Actors end with the
-    context, and with this process however it ends.
+    Hosts without a GPU compile for the others. The context manager reserves the GPUs and hosts. Actors stop when the
+    context ends, or when this process ends, however that happens.
 
     Args:
-      address: of the cluster as `ray.init` takes it: "auto" finds the one that runs here, or that RAY_ADDRESS names;
-        "local" starts one on this host alone.
-      options: of their runners; `device` has no meaning, for an actor sees one GPU.
-      hardware: a part of the name of the chips to use, where there are several kinds.
+      address: the cluster, as `ray.init` takes it: "auto" finds the running cluster on this host or the one in
+        RAY_ADDRESS; "local" starts a cluster on this host only.
+      options: the options of the runners; `device` is ignored, because an actor sees one GPU.
+      hardware: a part of the name of the chips to use, if the cluster has several kinds.
 
     Raises:
       MissingPackage: Ray is not installed.
-      SchedulerError: no cluster, none of its GPUs is free, other versions there, or several kinds of chips.
+      SchedulerError: there is no cluster, none of its GPUs is free, its versions differ, or it has several kinds of
+        chips.
     """
     ray = _ray()
     begun = not ray.is_initialized()
@@ -166,8 +168,8 @@ def places(
 
 
 def _ray() -> Any:
-    # Read once, as Ray is imported. What it hears of losses it prints on standard output, a page each, whatever is
-    # asked of its logs; results go there, and losses are told here.
+    # Ray reads this variable once, on import. Ray prints a page to standard output for each lost actor, whatever its
+    # log settings. Standard output is for results, and this module reports losses itself.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:
         import ray
@@ -183,7 +185,7 @@ def _connect(address: str) -> None:
     if to not in ("auto", "local"):
         _require_reachable(to)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # What Ray prints of a loss is a page; what is lost is said here.
+    # Ray prints a page for each loss; this module reports losses itself.
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
         quiet["include_dashboard"] = False
@@ -196,11 +198,11 @@ def _connect(address: str) -> None:
         raise SchedulerError(f"the cluster of Ray at {to} cannot be used: {_reason(error)}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminate)  # Ray puts one of its own in its place
+            signal.signal(signal.SIGTERM, terminate)  # Ray replaces the handler
 
 
 def _require_reachable(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Raises an error if the address cannot be reached; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         raise SchedulerError(f"a cluster of Ray is HOST:PORT, auto or local, not {address!r}")
@@ -219,10 +221,10 @@ def _no_cluster(address: str, reason: str) -> SchedulerError:
 
 
 def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
-    """One for each GPU, with its share of the cores of its host, or, for want of GPUs, for each host.
+    """Starts an actor for each GPU with its share of the host's cores, or for each host if there are no GPUs.
 
     Returns:
-      how many can start now; the others wait for GPUs that other work has.
+      how many can start now; the others wait for GPUs that other work uses.
     """
     ray = _ray()
     nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -231,13 +233,14 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
     for node in with_gpus or [node for node in nodes if node["Resources"].get("CPU", 0) >= 1]:
         gpus, cores = int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("CPU", 0))
         share = cores // max(1, gpus)
-        # What Ray gives an actor bounds nothing: each would take every core of its host.
+        # Ray does not enforce `num_cpus`, so the number of workers is limited here. Otherwise each actor would use
+        # every core of its host.
         workers = options.workers or (max(1, share - 1) if gpus else None)
         actor = ray.remote(Agent).options(
             num_cpus=share,
             num_gpus=1 if gpus else 0,
             max_restarts=RESTARTS,
-            max_task_retries=0,  # whoever ordered the search tries it again elsewhere, from what is stored of it
+            max_task_retries=0,  # the driver retries the search elsewhere, from the stored trials
             scheduling_strategy=_on(node),
         )
         settings = dataclasses.replace(options, device=0, workers=workers)
@@ -246,7 +249,7 @@ def _start_actors(options: RunnerOptions, into: list[Any]) -> int:
 
 
 def _start_helpers(options: RunnerOptions, found: Sequence[RayPlace], into: list[Any]) -> None:
-    """One for each host without a GPU, where there are GPUs. Each helps as soon as it has started."""
+    """Starts a helper on each host without a GPU, if the cluster has GPUs. A helper serves once it has started."""
     nodes = [node for node in _ray().nodes() if node["Alive"]]
     if not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes):
         return
@@ -266,10 +269,10 @@ def _start_helpers(options: RunnerOptions, found: Sequence[RayPlace], into: list
 
 
 def _let_help(actor: Any, found: Sequence[RayPlace]) -> None:
-    """Deals the compile processes of a host out to the places, once they have started."""
+    """Distributes the compile processes of a host among the actors, once they have started."""
     ray = _ray()
     try:
-        said = ray.get(actor.describe.remote())  # it may wait for cores that other work has
+        said = ray.get(actor.describe.remote())  # may wait for cores that other work uses
         if wrong := differences(versions(), said["versions"]):
             _log.warning("%s does not compile for the others: %s", said["host"], wrong)
             return
@@ -288,13 +291,13 @@ def _on(node: Mapping[str, Any]) -> Any:
 
 
 def _described(actors: Sequence[Any], room: int) -> list[RayPlace]:
-    """Those that started and can measure; what keeps the others from it is said in a warning.
+    """Returns the actors that started and can measure; a warning reports the others.
 
     Args:
       room: how many can start.
 
     Raises:
-      SchedulerError: none is left, or versions differ.
+      SchedulerError: no actor is left, or versions differ.
     """
     ray = _ray()
     asked = {actor.describe.remote(): actor for actor in actors}
@@ -329,10 +332,10 @@ def _described(actors: Sequence[Any], room: int) -> list[RayPlace]:
 
 
 def of_one_kind(found: Sequence[RayPlace], wanted: str | None) -> list[RayPlace]:
-    """Those on chips that `wanted` names.
+    """Selects the actors on the chips that `wanted` names.
 
     Raises:
-      SchedulerError: there is none of them, or they are several kinds: records are of one each.
+      SchedulerError: there are none, or they have several kinds of chips: a record is of one kind.
     """
     kinds = collections.Counter(place.hardware.id for place in found)
     there = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
@@ -344,6 +347,9 @@ def of_one_kind(found: Sequence[RayPlace], wanted: str | None) -> list[RayPlace]
 
 
 def _reason(error: BaseException) -> str:
-    """What Ray says first. Of an actor that did not start it quotes a traceback, which ends with the reason."""
+    """Returns the first line of an error of Ray.
+
+    For an actor that did not start, Ray quotes a traceback. Its last line is returned, which has the reason.
+    """
     lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1 if "Traceback" in str(error) else 0].strip()

@@ -1,1 +1,1 @@
-"""Candidates compiled, verified and timed, in this process or in workers; nothing here chooses a candidate."""
+"""Compiles, verifies and times candidates, in this process or in workers; candidates are chosen elsewhere."""

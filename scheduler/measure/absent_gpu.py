@@ -1,7 +1,7 @@
-"""A GPU that this process does not see, as XLA and Pallas compile for it.
+"""Describes a GPU that is absent from this process, so that XLA and Pallas can compile for it.
 
-JAX's CUDA plugin compiles for a GPU from a textual description of the GPU; no driver and no CUDA context is needed.
-Mosaic GPU takes the architecture of everything that a process compiles from one place, so a process compiles for one.
+JAX's CUDA plugin compiles for a GPU from a textual description. It needs no driver and no CUDA context. Mosaic GPU
+takes the target architecture from one global setting, so each process compiles for one architecture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from scheduler.core.hardware import Hardware
 from search_spaces.lowering_compat import assume_architecture
 
-# `stream_executor::GpuTargetConfigProto` of XLA.
+# The text format of `stream_executor::GpuTargetConfigProto` in XLA.
 DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
@@ -31,18 +31,18 @@ dnn_version_info {{ major: 9 minor: 28 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{kind}"
 """
-# With what a process starts that sees no GPU and compiles for one. Without the last, JAX's CUDA plugin refuses to start
-# where it finds no driver.
+# The environment of a process that compiles for a GPU without access to one. Without the last variable, JAX's CUDA
+# plugin refuses to start if it finds no driver.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 # The first call may fail with "Unable to initialize backend 'cuda'".
 ATTEMPTS = 2
 
 
 def device(hardware: Hardware) -> jax.Device:
-    """A device of this kind to compile for.
+    """Returns a device of this kind to compile for.
 
     Raises:
-      Exception: JAX's CUDA plugin is not installed, or knows no such device.
+      Exception: JAX's CUDA plugin is not installed, or does not know the device.
     """
     major, minor = _capability(hardware)
     description = DESCRIPTION.format(
@@ -71,7 +71,7 @@ def device(hardware: Hardware) -> jax.Device:
 
 @contextlib.contextmanager
 def compiling_for(hardware: Hardware) -> Iterator[None]:
-    """Within this context, kernels are traced and lowered for the GPU."""
+    """Context manager in which kernels are traced and lowered for the GPU."""
     assume_architecture(*_capability(hardware))
     described = jax.sharding.AbstractDevice(device_kind=hardware.kind, num_cores=hardware.cores, platform="cuda")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=described)

@@ -1,4 +1,4 @@
-"""A chip that is not here as a place where candidates run: its compiler says which of them it takes, and how long."""
+"""A runner for an absent chip: the compiler of the chip accepts or rejects candidates and estimates their times."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from scheduler.measure.worker_process import WorkerProcess, cores, inherited, re
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# What a process that compiles may come to hold, by experience with the largest tiles.
+# The memory that a compile process may take, measured with the largest tiles.
 PROCESS_BYTES = 2 * GIB
 LIBRARY_LIMIT_S = 600.0
 INTERPRETER_LIMIT_S = 60.0
 
 
 def elsewhere(hardware: Hardware) -> Hardware:
-    """The same chip for who is not where it is.
+    """Returns the description of the chip for a process that has no access to it.
 
-    Its figures bound nothing there: the compiler's estimate has what a program reads and what it writes pass each other
-    on their way to memory, and so comes to less than the bound of what only moves bytes.
+    The lower bound of a problem does not apply to estimates (`borrowed`). The compiler's estimate assumes that reads
+    and writes of memory overlap, so it can be below the bound of a memory-bound program.
     """
     return dataclasses.replace(hardware, abilities=NOT_HERE, borrowed=True)
 
 
 def unable(hardware: Hardware) -> str | None:
-    """Why no time on `hardware` can be estimated here, in words; None where it can."""
+    """Returns why times on `hardware` cannot be estimated here; None if they can."""
     if (reason := static_profile.missing(hardware)) is not None:
         return reason
     if not hardware.static_cycles:
@@ -52,20 +52,20 @@ def unable(hardware: Hardware) -> str | None:
 
 
 class AheadOfTime:
-    """Worker processes that compile for a chip that is not here (`runner.Runner`).
+    """Worker processes that compile for an absent chip (`runner.Runner`).
 
-    A time is what the compiler's own schedule of instructions comes to, the same whenever it is asked. Nothing runs but
-    finalists, which Pallas' interpreter is asked about, on small problems.
+    A time is the length of the compiler's own instruction schedule, so it is deterministic. Nothing runs except
+    finalists, which Pallas' interpreter runs on small problems.
 
-    A process that the compiler ends, or that overruns its time, is replaced, and its candidate has failed.
+    If the compiler ends a process, or a process exceeds its timeout, the process is replaced and its candidate fails.
 
     Args:
       hardware: the chip.
-      options: how many processes, by default one less than the CPU cores that this one may use, fewer where the memory
-        is short; and how long they may compile.
+      options: the number of processes, and their compile timeout. The default number is one less than the CPU cores
+        that this process may use, limited by memory.
 
     Raises:
-      WorkerError: nothing here compiles for that chip, or its compiler estimates no time; or processes do not start.
+      WorkerError: nothing here compiles for the chip, its compiler estimates no time, or the processes do not start.
     """
 
     searches = 1
@@ -110,7 +110,7 @@ class AheadOfTime:
 
     def confirm(self, task: Task) -> Failure | None:
         outcome = self._asked(task, "confirm")
-        # One that the interpreter does not come to the end of, or that ends its process, is not found wrong by that.
+        # A timeout or a crash of the interpreter does not show that the candidate is wrong.
         return outcome if isinstance(outcome, Failure) and outcome.stage == "verify" else None
 
     def others(self) -> int:
@@ -133,7 +133,10 @@ class AheadOfTime:
             self._free.put(worker)
 
     def _limit(self, task: Task, do: protocol.Do) -> Limit:
-        """Seconds that a step may take: more for the library's programs, with which all others are compared."""
+        """Returns the timeout of each step in seconds.
+
+        Library programs get a longer timeout, because they are the baseline of all comparisons.
+        """
         if do == "confirm":
             return lambda step: INTERPRETER_LIMIT_S
         patient = task.operation.kernel(task.backend).library and self._options.compile_timeout_s is None
@@ -142,7 +145,7 @@ class AheadOfTime:
 
 
 class _Compiler:
-    """As what its processes are started (`worker_process.Main`): each has a folder to itself for what it is told."""
+    """The main program of its processes (`worker_process.Main`); each process has its own folder for reports."""
 
     module = "scheduler.measure.estimate_process"
 

@@ -1,4 +1,4 @@
-"""Verify and time candidates of one problem on the device of this process."""
+"""Verifies and times candidates of one problem on the device of this process."""
 
 from __future__ import annotations
 
@@ -26,25 +26,28 @@ from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem, Tolerance
 
-# A candidate this much slower than the fastest so far is not worth timing well.
+# A candidate this many times slower than the fastest one so far is timed with fewer repetitions.
 SLOW = 1.5
-# No time below this share of the lower bound is believed: the rest is for clocks above their rated boost.
+# A time below this share of the lower bound is rejected. The margin allows for clocks above their rated boost.
 BELIEVED = 0.9
-# What is too fast to be true is measured again with so many times the repetitions.
+# A time below the bound is measured again with this many times the repetitions.
 DOUBTED = 3
-# A finalist is called so many times with other inputs, and each of its answers is compared: one that is wrong in each
-# fifth call is found, and one that is wrong in a fifth of them at random by these and later comparisons. Comparing
-# large answers takes longer than all else.
+# A finalist is called this many times with other inputs, and each result is compared. This finds a candidate that is
+# wrong in every fifth call. It finds a candidate that is wrong in a random fifth of its calls with high probability,
+# together with the later comparisons. `FEWEST_RUNS` applies above `MANY_ELEMENTS`, because comparing large results
+# takes longer than everything else.
 RUNS, FEWEST_RUNS, MANY_ELEMENTS = 10, 5, 2**22
-# Of the answers that were timed, the last ones that are compared.
+# How many of the last timed results are compared.
 COMPARED_TIMES = 4
 
 
 class Draw(NamedTuple):
-    """One draw of a problem's operands, and the right results: of those `rows` alone, where they are large.
+    """One draw of a problem's operands, and the expected results.
 
     Attributes:
-      tolerance: how far off a candidate may be; None is as far as for typical operands.
+      expected: the reference results; if `rows` is set, those rows only.
+      rows: the compared rows of large results; None compares all rows.
+      tolerance: the allowed error; None uses the candidate's tolerance for typical operands.
     """
 
     inputs: tuple[jax.Array, ...]
@@ -57,12 +60,13 @@ class Bench:
     """The inputs, the reference and the compiled candidates of one problem on one device.
 
     Args:
-      hardware: the chip of JAX's default device here.
-      l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same ones.
-      builder: compiles candidates, or loads them.
-      exclusive: entered around everything that runs on the device: a lock of the device.
-      seed: of the inputs.
-      announce: told each step before it begins, so that whoever watches knows what a process hangs in.
+      hardware: the chip of JAX's default device in this process.
+      l2: "cold" rotates through buffers larger than twice the last-level cache, "warm" reuses the same buffers.
+      builder: compiles or loads candidates.
+      exclusive: returns a context manager that holds the lock of the device; entered around all device work.
+      seed: seed of the inputs.
+      announce: called with each step before the step begins, so that a watching process knows in which step this one
+        hangs.
     """
 
     def __init__(
@@ -81,14 +85,15 @@ class Bench:
         self._builder = builder or Builder(hardware, announce)
         self._exclusive, self._announce, self._in_turn = exclusive, announce, False
         self._clock, self._l2 = condition(problem, hardware, l2)
-        # What is compiled here is not compiled later, while this bench holds the lock of the device.
+        # Start the clock and its compilation now, not later while this bench holds the device lock.
         timer.attach(self._clock)
         self._checks: dict[Problem, Checks] = {}
-        self._special = False  # whether what alters operands is compiled
+        self._special = False  # whether the programs that alter operands are compiled
         self._draw: Draw
         self._sets: list[tuple[jax.Array, ...]] = []
-        self._unfilled: Callable[[], None] | None = None  # what makes both
-        # Operands in a cache may come faster than memory gives them; no time at all is never right.
+        self._unfilled: Callable[[], None] | None = None  # fills `_draw` and `_sets`
+        # The bound assumes operands in memory. Cached operands may arrive faster, so only a time of zero is rejected
+        # there.
         bounded = self._l2 == "cold" and not hardware.borrowed and problem.arithmetic in hardware.flops_per_s
         self._least_s = BELIEVED * CostModel(hardware).lower_bound(problem) if bounded else 0.0
         self._calls = 0
@@ -104,14 +109,15 @@ class Bench:
         incumbent_s: float | None = None,
         raising: bool = False,
     ) -> Outcome:
-        """Times one candidate once it has been found right, or says at which stage it failed and why.
+        """Verifies one candidate, then times it; returns the failing stage and the reason if the candidate fails.
 
         Args:
-          repetitions: fewer are taken of a candidate that is clearly slower than `incumbent_s`, seconds.
-          raising: what is raised while the candidate is built is no `Failure` but raised.
+          repetitions: the number of timed calls; fewer are made if the candidate is clearly slower than `incumbent_s`.
+          incumbent_s: the fastest time so far, in seconds.
+          raising: raise an exception that occurs while the candidate is built, instead of returning a `Failure`.
 
         Raises:
-          CandidateFailed: from what the candidate raised, where that was asked for.
+          CandidateFailed: the candidate raised an exception and `raising` is set; chained to that exception.
         """
         kernel = self._operation.kernel(backend)
         candidate = self._build(kernel, self._problem, schedule, raising=raising)
@@ -126,7 +132,7 @@ class Bench:
             return self._time(candidate, repetitions, None if incumbent_s is None else SLOW * incumbent_s)
 
     def again(self, backend: str, schedule: Schedule, repetitions: int) -> Outcome:
-        """Times a candidate that `measure` found right here, once more; one unknown here is measured from the start."""
+        """Times a candidate again that `measure` has verified; an unknown candidate is measured from the start."""
         candidate = self._candidates.get(point_of(backend, schedule))
         if candidate is None:
             return self.measure(backend, schedule, repetitions)
@@ -134,11 +140,11 @@ class Bench:
             return self._time(candidate, repetitions)
 
     def confirm(self, backend: str, schedule: Schedule) -> Failure | None:
-        """Whether a candidate is right for other inputs too, in each of several calls; None where it is.
+        """Checks a candidate with other inputs in several calls; returns the failure, or None if it is correct.
 
-        One that is no library kernel, which is a program of XLA's or the vendor's, is also asked to be the same program
-        when it is traced again, or as right; to be right for each kind of special operands (`Problem.special`); and on
-        the neighbour of the problem, where its schedule is legal there.
+        Library kernels (programs of XLA or the vendor) get no further checks. Any other candidate must also be correct
+        for each kind of special operands (`Problem.special`), and for the neighbour of the problem if its schedule is
+        legal there. Tracing it again must give the same program, or another program that is correct.
         """
         kernel, neighbour = self._operation.kernel(backend), self._problem.neighbour()
         candidate = self._candidates.get(point_of(backend, schedule)) or self._build(kernel, self._problem, schedule)
@@ -161,7 +167,7 @@ class Bench:
         return None
 
     def intact(self) -> bool:
-        """Whether operands and reference are what they were: a candidate may have written where it should not."""
+        """Returns whether operands and reference are unmodified: a candidate may have written out of bounds."""
         self._prepare()
         fresh = self._drawn(self._problem, self._seed)
         with self._turn():
@@ -175,9 +181,10 @@ class Bench:
     def _build(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, *, raising: bool = False
     ) -> Built | Failure:
-        """The candidate, compiled for `problem`.
+        """Compiles the candidate for `problem`.
 
-        XLA tries algorithms of a library out on the device while it compiles, with operands and results of its own.
+        A library kernel is compiled under the device lock: XLA autotunes library algorithms on the device while it
+        compiles, with its own operands and results. The buffers of earlier results are freed first.
         """
         if not kernel.library:
             return self._builder.build(kernel, problem, schedule, raising=raising)
@@ -186,17 +193,18 @@ class Bench:
             return self._builder.build(kernel, problem, schedule, raising=raising)
 
     def _wrong_on(self, candidate: Built, problem: Problem, seed: int, runs: int = 1) -> str | None:
-        """What is wrong with a candidate's answers for operands that are drawn now, and not kept.
+        """Describes the first error of a candidate on newly drawn operands, which are not kept; None if it is correct.
 
-        Once the programs that check it are compiled, all of it holds the lock of the device.
+        The device lock is held throughout if the programs that check the problem are already compiled.
         """
         with self._turn() if problem in self._checks else contextlib.nullcontext():
             return self._wrong(candidate, problem, self._drawn(problem, seed), runs)
 
     def _wrong_on_special(self, candidate: Built) -> str | None:
-        """What is wrong with a candidate's answers for special operands.
+        """Describes the first error of a candidate on special operands; None if it is correct.
 
-        Once the programs that draw and check them are compiled, all of it holds the lock of the device.
+        The first kind compiles the programs that draw and check the operands. After that, the device lock is held
+        throughout.
         """
         kinds = self._problem.special()
         if kinds and not self._special:
@@ -214,7 +222,7 @@ class Bench:
         with self._preparing():
             inputs = problem.special_inputs(kind, self._seed + 1)
         with self._turn():
-            self._announce("run")  # it has as long as the other kinds
+            self._announce("run")  # restarts the timeout: each kind gets the full limit
             draw = self._draw_of(problem, inputs)._replace(tolerance=_special_tolerance(problem, kind, candidate))
         if wrong := self._wrong(candidate, problem, draw):
             return (
@@ -224,7 +232,7 @@ class Bench:
         return None
 
     def _wrong_when_traced_again(self, candidate: Built, kernel: Kernel[Any, Any], schedule: Schedule) -> str | None:
-        """What is wrong with what a kernel's code becomes when it is traced again, where that is another program."""
+        """Describes the error of a retraced program that differs from the first; None if there is none."""
         for again in self._builder.traced_again(kernel, self._problem, schedule, candidate.traced):
             if isinstance(again, Failure):
                 return f"traced again {again}"
@@ -233,17 +241,19 @@ class Bench:
         return None
 
     def _wrong(self, candidate: Built, problem: Problem, draw: Draw, runs: int = 1) -> str | None:
-        """What is wrong with a candidate's answers, written over NaN so that what it leaves unwritten is found.
+        """Describes the first error of a candidate's results; None if all are correct.
 
-        Those of every second call are written over numbers: where NaN is right, it must be there then, too.
+        The result buffers are filled with NaN before the first call, so that unwritten elements are found. Before every
+        second call they are filled with finite numbers, so that a NaN that the reference expects must really be
+        written.
         """
-        self._results.clear()  # beside these, one more of gigabytes might be one too many
+        self._results.clear()  # free the old results first: another set of several gigabytes may not fit in memory
         actual: Results = ()
         with self._turn():
             for call in range(runs):
                 actual = ()
                 if call:
-                    self._announce("run")  # it has as long as the one before
+                    self._announce("run")  # restarts the timeout: each call gets the full limit
                 poison = self._checks[problem].poison(call % 2 == 1)
                 try:
                     actual = candidate.run(poison, *draw.inputs)
@@ -261,7 +271,7 @@ class Bench:
         return mismatches(problem, actual, draw.expected, tolerance, draw.rows, compare)
 
     def _time(self, candidate: Built, repetitions: int, slow_s: float | None = None) -> Measurement | Failure:
-        """Its times, unless one of the last answers that were timed is wrong."""
+        """Times a candidate; fails if one of the last timed results is wrong."""
 
         def call() -> Results:
             self._calls += 1
@@ -273,7 +283,7 @@ class Bench:
             return timer.measure(call, repetitions=repetitions, clock=self._clock, l2=self._l2, slow_s=slow_s)
 
         with self._turn():
-            # Results rotate as operands do. A call that fails takes its buffer along.
+            # Result buffers rotate like operands. A failed call consumes its donated buffer, so missing ones are added.
             while len(self._results) < rotating_results(self._problem, self._hardware, len(self._sets)):
                 self._results.append(self._checks[self._problem].poison())
             before = self._calls
@@ -298,7 +308,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Within this context, the bench holds the lock of the device."""
+        """Context manager that holds the device lock."""
         if self._in_turn:
             yield
             return
@@ -313,7 +323,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _preparing(self) -> Iterator[None]:
-        """Within this context, programs are compiled without the lock of the device, and run with it."""
+        """Context manager in which programs are compiled without the device lock and run with it."""
 
         def announce() -> None:
             if not self._in_turn:
@@ -335,7 +345,7 @@ class Bench:
             return self._draw_of(problem, inputs)
 
     def _operands(self, problem: Problem, seed: int) -> tuple[jax.Array, ...]:
-        """Draws operands. Before that, the programs that check the problem are compiled, where they have not been."""
+        """Draws operands, after compiling the programs that check the problem if that has not been done."""
         with self._preparing():
             if problem in self._checks:
                 return problem.inputs(seed)
@@ -347,7 +357,7 @@ class Bench:
         return Draw(inputs, jax.block_until_ready(checks.reference(*inputs)), checks.rows)
 
     def _prepare(self) -> None:
-        """Operands are drawn, and all is compiled that `_fill` runs."""
+        """Draws operands and compiles everything that `_fill` runs."""
         if self._sets or self._unfilled is not None:
             return
         inputs = self._operands(self._problem, self._seed)
@@ -363,21 +373,24 @@ class Bench:
         self._unfilled = fill
 
     def _fill(self) -> None:
-        """What operands come to, and for a cold cache as many copies as make a rotation miss it; with the lock."""
+        """Computes the expected results, and copies the operands for a cold cache. Requires the device lock."""
         if self._unfilled is not None:
             self._unfilled()
             self._unfilled = None
 
 
 def _special_tolerance(problem: Problem, kind: str, candidate: Built) -> tuple[Tolerance, ...]:
-    """What the problem allows, and as many times as much as the kernel allows itself of typical operands."""
+    """Returns the problem's tolerance for special operands, scaled like the kernel's own for typical operands.
+
+    The factor is the ratio of the kernel's tolerance to the problem's usual tolerance, and at least 1.
+    """
     usual, own = problem.for_each(problem.tolerance()), problem.for_each(candidate.tolerance)
     each = zip(problem.special_tolerance(kind), usual, own, strict=True)
     return tuple(special.wider(mine.times(one)) for special, one, mine in each)
 
 
 def calls_to_confirm(problem: Problem) -> int:
-    """How many times `Bench.confirm` calls a candidate that is right: also on the neighbour."""
+    """Returns how many times `Bench.confirm` calls a correct candidate, including the call on the neighbour."""
     return _runs(problem) + len(problem.special()) + 1
 
 

@@ -1,4 +1,4 @@
-"""The benches of the problems at hand, each made anew where a candidate may have damaged it: no other one pays."""
+"""Caches the benches of the current problems, and rebuilds a bench that a candidate may have damaged."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ O = TypeVar("O", bound=Outcome | None)  # noqa: E741
 
 @dataclasses.dataclass
 class _AtHand:
-    """A bench, and whether a candidate, of whichever problem, ran since it was made."""
+    """A bench, and whether any candidate, of any problem, has run since it was made."""
 
     bench: Bench
     used: bool = False
 
 
 class BenchesAtHand(Generic[What]):
-    """One bench for each problem that is under way.
+    """Caches one bench for each problem that is being searched.
 
     Args:
-      make: the bench of an operation, a problem and what operands meet, however these are named.
+      make: creates the bench of a key, which identifies the operation, the problem and the cache state of its operands.
     """
 
     def __init__(self, make: Callable[[What], Bench]) -> None:
@@ -35,15 +35,16 @@ class BenchesAtHand(Generic[What]):
 
     @measurements()
     def ask(self, what: What, question: Callable[[Bench], O], *, beside: Collection[What] = ()) -> O:
-        """The answer of the bench of `what`.
+        """Calls `question` with the bench of `what` and returns the result.
 
-        A candidate is wrong only if it is so on operands and a reference that nobody damaged: one before it may have
-        written where it should not.
+        A candidate fails verification only if it is wrong with intact operands and an intact reference. An earlier
+        candidate may have written out of bounds and damaged them; the bench is then rebuilt and the question is
+        repeated.
 
         Args:
-          beside: of which problems benches are kept.
+          beside: the other problems for which benches are kept.
         """
-        # What the others hold of the device is free before this one's bench is made.
+        # Free the device memory of other benches before this bench is made.
         self._benches = {held: bench for held, bench in self._benches.items() if held == what or held in beside}
         answer = question(self._of(what).bench)
         if isinstance(answer, Failure) and answer.stage == "verify":
@@ -56,7 +57,7 @@ class BenchesAtHand(Generic[What]):
         return answer
 
     def drop(self) -> None:
-        """Frees what the benches hold of the device."""
+        """Frees the device memory of all benches."""
         self._benches = {}
 
     def _of(self, what: What) -> _AtHand:

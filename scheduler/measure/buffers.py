@@ -1,4 +1,4 @@
-"""Programs that fill the buffers of a bench: copies of its operands, and results in which nothing is right."""
+"""Programs that fill the buffers of a bench: copies of its operands, and results with wrong values."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from search_spaces.reference_programs import program
 
 Fill = Callable[[], tuple[jax.Array, ...]]
 Poison = Callable[..., tuple[jax.Array, ...]]
-# Of what floating-point results are full where NaN may be right: a number that each dtype has.
+# Fills floating-point results in which NaN may be correct. Each dtype can represent this number.
 OTHER = -96.0
 
 
 def copying(arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Fill:
-    """Makes copies of these, compiled where processes share programs: then a call of it does nothing but copy."""
+    """Returns a function that copies these arrays.
+
+    If processes share programs, the function is compiled now, so that a call only copies.
+    """
     each = [(program(_copied, x), x) for x in arrays]
     return lambda: tuple(copy(x) for copy, x in each)
 
 
 def poisoning(problem: Problem) -> Poison:
-    """Makes results in which nothing is right, as `copying` makes copies: ``poison(other=False)``.
+    """Returns a function that creates result buffers in which no element is correct: ``poison(other=False)``.
 
-    They are NaN, or the least number of a dtype; or else a finite number, or the largest one, for elements of which the
-    first is right.
+    The buffers hold NaN, or the least number of a dtype without NaN. With ``other=True`` they hold a finite number, or
+    the largest number of the dtype, for results in which the first value may be correct. The function is compiled like
+    that of `copying`.
     """
     each = [program(_poisoned, np.bool_(False), shape=s.shape, dtype=s.dtype) for s in problem.results()]
     return lambda other=False: jax.block_until_ready(tuple(poison(np.bool_(other)) for poison in each))

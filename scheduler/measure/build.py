@@ -1,4 +1,4 @@
-"""Lower and compile one candidate, and move what was compiled from one process to another."""
+"""Lowers and compiles one candidate, and moves compiled programs between processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from search_spaces.fingerprint import digest
 from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem, Tolerance, as_tuple
 
-# What a process is about to do: "wait" is for the lock of the device, "run" is on the device.
+# The step that a process is about to begin: "wait" waits for the device lock, "run" runs on the device.
 Step = Literal["prepare", "lower", "compile", "wait", "run"]
-# A finalist is traced so many times more: what a kernel's code keeps of earlier traces may show in the third.
+# A finalist is traced this many more times. State that a kernel keeps between traces may first show in the third trace.
 RETRACED = 2
 
 
@@ -34,8 +34,8 @@ class Built(NamedTuple):
     """A compiled candidate.
 
     Attributes:
-      run: a compiled function of buffers for the results, and of the operands.
-      tolerance: how far off the results may be.
+      run: a compiled function of the result buffers and the operands.
+      tolerance: the allowed error of the results.
       traced: a digest of the jaxpr.
     """
 
@@ -48,9 +48,9 @@ class Builder:
     """Lowers and compiles candidates in this process.
 
     Args:
-      hardware: the chip that is compiled for.
-      announce: is called with each step before the step begins.
-      device: a device that is not in this process, and for which XLA compiles (`absent_gpu.device`).
+      hardware: the chip to compile for.
+      announce: called with each step before the step begins.
+      device: a device that is absent from this process and that XLA compiles for (`absent_gpu.device`).
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Builder:
     ) -> Built | Failure:
         """Compiles one candidate.
 
-        While JAX traces, lowers and compiles, only the code of the kernel and of the compiler runs. Whatever is raised
-        then is the failure of the candidate, even an exit of the process or an interrupt that the candidate raises.
+        While JAX traces, lowers and compiles, only code of the kernel and of the compiler runs. Any exception at that
+        time is therefore a failure of the candidate, even a process exit or an interrupt that the candidate raises.
 
         Args:
-          raising: an exception of the candidate is raised, and is not a `Failure`.
+          raising: raise an exception of the candidate instead of returning a `Failure`.
 
         Raises:
-          CandidateFailed: from the exception of the candidate, with `raising`.
+          CandidateFailed: the candidate raised an exception and `raising` is set; chained to that exception.
         """
         traced = self._trace(kernel, problem, schedule, raising)
         return traced if isinstance(traced, Failure) else self._compile(kernel, problem, schedule, traced, raising)
@@ -82,7 +82,7 @@ class Builder:
     def traced_again(
         self, kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, digest_before: str
     ) -> Iterator[Built | Failure]:
-        """Traces a candidate `RETRACED` times more; yields the programs whose digest differs, and failures."""
+        """Traces a candidate `RETRACED` more times; yields failures, and programs with another digest."""
         for _ in range(RETRACED):
             traced = self._trace(kernel, problem, schedule)
             if isinstance(traced, Failure):
@@ -119,7 +119,7 @@ class Builder:
             tolerance = kernel.tolerance(problem, point)
         except BaseException as error:
             return _failed(kernel, schedule, "lower", error, raising)
-        if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint tells
+        if not kernel.library and onchip_bytes(kernel, problem, self._hardware, schedule) == 0:  # no footprint
             asked, has = asked_onchip_bytes(lowered) or 0, self._hardware.onchip_bytes
             if asked > has:
                 what = f"asks for {asked} bytes of on-chip memory; a block of {self._hardware.kind} has {has}"
@@ -138,14 +138,14 @@ class Builder:
 
 
 def save(built: Built, path: Path) -> bool:
-    """Writes a compiled candidate to a file, whole or not at all; False where JAX cannot serialize the candidate.
+    """Writes a compiled candidate to a file atomically; returns False if JAX cannot serialize it.
 
-    JAX serializes no program that calls Python, as interpreted GPU kernels do.
+    JAX cannot serialize a program that calls Python, such as an interpreted GPU kernel.
     """
     try:
         executable = serialize_executable.serialize(built.run)
         content = pickle.dumps((executable, built.tolerance, built.traced))
-    except Exception:  # of whichever backend
+    except Exception:  # any exception of a backend
         return False
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(content)
@@ -154,7 +154,7 @@ def save(built: Built, path: Path) -> bool:
 
 
 def load(path: Path) -> Built:
-    """The candidate of a file that `save` wrote, on the first device of this process.
+    """Loads the candidate from a file that `save` wrote, onto the first device of this process.
 
     Raises:
       Exception: this backend cannot load the program.
@@ -166,7 +166,7 @@ def load(path: Path) -> Built:
 
 
 def saved_digest(path: Path) -> str:
-    """`Built.traced` of a file that `save` wrote."""
+    """Returns `Built.traced` of a file that `save` wrote."""
     return str(pickle.loads(path.read_bytes())[2])
 
 

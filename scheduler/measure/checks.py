@@ -1,4 +1,4 @@
-"""What checks the answers to a problem: compiled programs, which compile processes prepare."""
+"""The compiled programs that check the results of a problem; compile processes prepare them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Compiled = Callable[..., Results]
 
 
 class Checks(NamedTuple):
-    """Compiled programs.
+    """Compiled programs that check results.
 
     Attributes:
-      rows: of the results, the only ones that are compared where these are large; None for all.
-      reference: the right results, of those rows.
-      comparisons: what compares each result with its reference.
-      poison: makes results in which nothing is right (`buffers.poisoning`).
+      rows: the rows that are compared if the results are large; None compares all.
+      reference: computes the expected results, of those rows.
+      comparisons: the programs that compare each result with its reference.
+      poison: creates result buffers with wrong values (`buffers.poisoning`).
     """
 
     rows: Rows | None
@@ -34,7 +34,7 @@ class Checks(NamedTuple):
 
 
 def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Array, ...]]:
-    """What checks answers to `problem`, and its operands."""
+    """Returns the programs that check the results of `problem`, and its operands."""
     rows = compared_rows(problem)
     reference, expected = _reference(problem, rows)
     checks = Checks(
@@ -46,20 +46,20 @@ def compiled_checks(problem: Problem, seed: int) -> tuple[Checks, tuple[jax.Arra
     return checks, jax.block_until_ready(problem.inputs(seed))
 
 
-# `prepare` compiles the programs in so many parts, each of which another process may compile.
+# `prepare` compiles the programs in this many parts, so that processes can compile them in parallel.
 PARTS = 3
 
 
 def prepare(problem: Problem, device: jax.Device, part: int) -> None:
-    """Compiles programs of `compiled_checks`, and those of special operands, for whoever shares the directory.
+    """Compiles programs of `compiled_checks` and of special operands, for processes that share the directory.
 
     Args:
-      device: for which they are compiled; nothing runs.
-      part: which of them: 0 to `PARTS` - 1.
+      device: the device to compile for; nothing runs on it.
+      part: the part to compile, from 0 to `PARTS` - 1.
     """
     with reference_programs.compiled_for(device):
         for compile_some in _part(problem, part):
-            with contextlib.suppress(Exception):  # operands that are drawn by other code; whoever needs them meets it
+            with contextlib.suppress(Exception):  # custom drawing code failed: its user reports the error
                 compile_some()
 
 
@@ -79,7 +79,10 @@ def _part(problem: Problem, part: int) -> Iterator[Callable[[], Any]]:
 
 
 def _reference(problem: Problem, rows: Rows | None) -> tuple[Compiled, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The right results as a function of all operands, and their shapes: of those rows alone, where they are given."""
+    """Returns the reference as a function of all operands, and the shapes of its results.
+
+    With `rows`, the function computes those rows only.
+    """
     part = None if rows is None else problem.at_rows(rows)
 
     def reference(*args: jax.Array) -> Results:

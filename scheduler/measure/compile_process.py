@@ -1,4 +1,7 @@
-"""The main of a compile process: it compiles candidates for a chip that it does not see, and writes them to files."""
+"""The main program of a compile process.
+
+It compiles candidates for a chip that it does not see, and writes them to files.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,16 @@ from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner
 from search_spaces.problem import Problem
 
-# A compiler keeps some memory of each program: a process that holds so much gives way to a new one.
+# A compiler leaks some memory with each program. A process that holds more than this is replaced.
 MOST_BYTES = 2 * GIB
-# A Linux nice value: 19 is the lowest priority, and weighs 1/68 of the usual 0.
+# A Linux nice value: 19 is the lowest priority, with 1/68 of the weight of the default 0.
 LOWEST_PRIORITY = 19
 
 
 class Compiling:
     """Compiles candidates for the chip that `hello` names.
 
-    A process compiles for a chip without seeing it: no CUDA context is created, and no device memory is taken.
+    The process does not access the chip: it creates no CUDA context and takes no device memory.
     """
 
     def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
@@ -52,7 +55,10 @@ class Compiling:
             self._lowering = lambda: absent_gpu.compiling_for(self._hardware)
 
     def answer(self, request: Request) -> Answer:
-        """Compiles what is asked for; the answer is the files of programs of a candidate, or why it failed."""
+        """Compiles the requested programs.
+
+        The answer holds the program files of the candidate, or the reason why it failed.
+        """
         self._announce("prepare")
         operation = load(request.operation)
         problem, kernel = operation.problem.from_canonical(request.problem), operation.kernel(request.backend)
@@ -98,10 +104,10 @@ class Compiling:
 
 
 def _yield_to_others() -> None:
-    """Gives this process the lowest priority on the CPU, so that the measuring process does not wait for it.
+    """Gives this process the lowest CPU priority, so that the measuring process does not wait for it.
 
-    Each process of a pool has a session of its own. Where Linux groups processes by session (autogroup), as on
-    desktops, the priority of the group counts.
+    Each process of a pool is the leader of its own Unix session. If Linux groups processes by Unix session (autogroup),
+    as on desktops, the priority of the group applies, so it is set too.
     """
     os.nice(LOWEST_PRIORITY)
     with contextlib.suppress(OSError):

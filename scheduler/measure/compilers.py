@@ -1,4 +1,4 @@
-"""Compile processes, of this host and of others: each compiles one candidate at a time, for a chip it does not see."""
+"""Compile processes of this and other hosts; each compiles one candidate at a time for a chip it does not see."""
 
 from __future__ import annotations
 
@@ -35,35 +35,37 @@ from scheduler.measure.worker_process import (
 )
 from search_spaces.kernel import Target
 
-# The order in which requests get a process. The measuring process waits for the programs that check answers, which are
-# of "prepare". A search ends with the confirmation of its finalists.
+# The priority of requests, highest first. The measuring process waits for the "prepare" programs, which check results.
+# A search ends when its finalists are confirmed.
 URGENCY: tuple[Do, ...] = ("prepare", "confirm", "measure")
-# What a compile process takes of the host's memory.
+# The host memory that a compile process takes.
 PROCESS_BYTES = GIB
 
 
 def count_of(wanted: int | None) -> int:
-    """How many compile processes to start: as many as wanted, by default one less than the CPU cores that this process
-    may use (its affinity: `taskset`, a container's or a batch system's share), where the host has the memory.
+    """Returns how many compile processes to start.
+
+    `wanted` takes precedence. The default is one less than the CPU cores that this process may use (its affinity, as
+    set by `taskset`, a container or a batch system), limited by the free memory of the host.
     """
     return wanted or max(1, min(cores() - 1, Gpu.none().free_bytes // PROCESS_BYTES))
 
 
-# Sends a request to another host, encoded, with the content of the files that the request names, and returns the answer
-# likewise.
+# Sends an encoded request to another host, with the content of the files that the request names. Returns the encoded
+# answer and its files.
 Transport = Callable[[bytes, dict[str, bytes]], tuple[bytes, dict[str, bytes]]]
 
 
 class HelperLost(SchedulerError):
-    """A compile process of another host is not there any more."""
+    """A compile process of another host is lost."""
 
 
 class Helper:
     """A compile process of another host.
 
     Args:
-      send: raises `HelperLost` where the host is lost.
-      directory: of the compiled programs on this host.
+      send: sends a request; raises `HelperLost` if the host is lost.
+      directory: the directory of compiled programs on this host.
     """
 
     def __init__(self, send: Transport, directory: Path) -> None:
@@ -71,7 +73,7 @@ class Helper:
         self.pid: int | None = 0  # None once it is lost
 
     def request(self, request: Request, limit_s: Limit, ended: Ended) -> WorkerResult:
-        """As `WorkerProcess.request`; the other host keeps the limits."""
+        """Sends a request as `WorkerProcess.request` does; the other host enforces the timeouts."""
         try:
             answer, files = self._send(encode(request), read_files(request.programs, self._directory))
         except HelperLost:
@@ -82,30 +84,30 @@ class Helper:
 
 
 def read_files(programs: Programs | None, directory: Path) -> dict[str, bytes]:
-    """The content of the files of compiled programs."""
+    """Reads the files of compiled programs into memory."""
     return {name: (directory / name).read_bytes() for name in (programs.names if programs is not None else ())}
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """The inverse of `read_files`."""
+    """Writes the files that `read_files` read."""
     for name, content in files.items():
         (directory / Path(name).name).write_bytes(content)
 
 
 class Compilers:
-    """Compile processes, behind one blocking call. Pools of one host may share them.
+    """Compile processes behind one blocking call. Pools of one host may share them.
 
-    Whatever a candidate raises, prints or kills while it is compiled stays in its process. A process that is lost is
-    replaced, and only the candidate that it was compiling is blamed.
+    Exceptions, output and crashes during the compilation of a candidate are confined to its process. A lost process is
+    replaced, and only the candidate that it was compiling fails.
 
-    Processes start with `start`, compile once `aim` was called, and end with the last of the calls of `close`.
+    Processes start with `start`, compile once `aim` has been called, and stop with the last call of `close`.
 
     Args:
-      count: of processes.
-      users: how many will call `close`, each once.
+      count: the number of processes.
+      users: the number of users, each of which calls `close` once.
 
     Attributes:
-      directory: of the compiled programs.
+      directory: the directory of compiled programs.
     """
 
     def __init__(self, count: int, users: int = 1) -> None:
@@ -117,16 +119,16 @@ class Compilers:
         self._target: Target | None = None
         self._processes = [WorkerProcess(self._main, self._children) for _ in range(count)]
         self._free: list[WorkerProcess | Helper] = []
-        # Requests that wait for a process, and where each is given one.
+        # Requests that wait for a process, each with the queue on which it receives one.
         self._waiting: dict[tuple[int, int], queue.SimpleQueue[WorkerProcess | Helper]] = {}
         self._numbers = itertools.count()
         self._refusals: list[WorkerError] = []
         self._started = self._closed = self._warned = False
-        self._lock = threading.Lock()  # of these
+        self._lock = threading.Lock()  # guards the fields above
         self._aimed = threading.Event()
 
     def start(self) -> None:
-        """Starts the processes, once. Does not wait for them."""
+        """Starts the processes once. Does not wait for them."""
         with self._lock:
             if self._started:
                 return
@@ -141,10 +143,10 @@ class Compilers:
         return {pid for process in self._processes if (pid := process.pid) is not None}
 
     def aim(self, target: Target) -> None:
-        """Says for which chip to compile.
+        """Sets the chip to compile for.
 
         Raises:
-          WorkerError: another pool has said another chip.
+          WorkerError: another pool has set another chip.
         """
         with self._lock:
             if self._target not in (None, target):
@@ -156,29 +158,29 @@ class Compilers:
         self._aimed.set()
 
     def compile(self, task: Task, do: Do, limits: Limits, programs: Programs | None = None) -> Programs | Failure:
-        """The files of the programs of a candidate, or why there are none. Blocks.
+        """Compiles the programs of a candidate; returns their files, or the failure. Blocks.
 
-        Where no process can compile for a chip that it does not see, nothing is compiled: a warning says so once, and
-        the measuring process compiles.
+        If no process can compile for a chip that it does not see, the result is empty and the measuring process
+        compiles. A warning reports this once.
 
         Raises:
-          WorkerError: a defect of the program that is not the candidate's; or the processes were stopped.
-          CandidateFailed: the candidate raised, and `task.raising`.
+          WorkerError: a defect of this package, not of the candidate; or the processes were stopped.
+          CandidateFailed: the candidate raised an exception and `task.raising` is set.
         """
         return self._answered(requested(task, do, programs=programs), task, limits)
 
     def prepare(self, task: Task, limits: Limits) -> None:
-        """Compiles what checks the answers to the problem of a task. Does not wait, and tells of no failure."""
+        """Starts compiling the programs that check the results of a problem. Does not wait, and ignores failures."""
 
         def ask(part: int) -> None:
-            with contextlib.suppress(SchedulerError):  # the measuring process meets it again
+            with contextlib.suppress(SchedulerError):  # the measuring process reports the error again
                 self._answered(dataclasses.replace(requested(task, "prepare"), part=part), task, limits)
 
         for part in range(PARTS):
             threading.Thread(target=ask, args=(part,), name="scheduler-prepare", daemon=True).start()
 
     def add(self, helpers: Sequence[Helper]) -> None:
-        """Compile processes of other hosts take part from now on."""
+        """Adds compile processes of other hosts."""
         with self._lock:
             self.count += len(helpers)
         for helper in helpers:
@@ -206,7 +208,7 @@ class Compilers:
         return result.outcome
 
     def forget(self, programs: Programs) -> None:
-        """Removes the files."""
+        """Deletes the files."""
         for name in programs.names:
             (self.directory / name).unlink(missing_ok=True)
 
@@ -229,7 +231,7 @@ class Compilers:
         self._folder.cleanup()
 
     def _take(self, do: Do) -> WorkerProcess | Helper | None:
-        """A free process that no more urgent request waits for; None where none starts."""
+        """Waits for a free process, by priority of the requests; returns None if no process starts."""
         request = URGENCY.index(do), next(self._numbers)
         given: queue.SimpleQueue[WorkerProcess | Helper] = queue.SimpleQueue()
         with self._lock:
@@ -253,12 +255,15 @@ class Compilers:
                 return None
 
     def _first(self, process: WorkerProcess | Helper) -> tuple[int, int] | None:
-        """The most urgent request that this process may take. What another host prepares is of no use here."""
+        """Returns the most urgent waiting request that this process may take.
+
+        Helpers of other hosts do not take "prepare" requests, because programs prepared there cannot be used here.
+        """
         away = isinstance(process, Helper)
         return min((one for one in self._waiting if not (away and URGENCY[one[0]] == "prepare")), default=None)
 
     def _release(self, process: WorkerProcess | Helper) -> None:
-        """Gives a process to the most urgent request that waits."""
+        """Gives a process to the most urgent waiting request."""
         with self._lock:
             if (request := self._first(process)) is None:
                 self._free.append(process)
@@ -266,7 +271,7 @@ class Compilers:
                 self._waiting.pop(request).put(process)
 
     def _begin(self, process: WorkerProcess) -> None:
-        """Starts a process, in a thread of its own."""
+        """Starts a process; runs in its own thread."""
         try:
             process.spawn()
             self._aimed.wait()
@@ -276,7 +281,7 @@ class Compilers:
             refused = process.begin()
         except WorkerError as closed:
             refused = closed
-        except Exception as defect:  # of a process that is ended meanwhile, too
+        except Exception as defect:  # also raised if the process is stopped meanwhile
             refused = WorkerError(f"a compile process did not start: {defect!r}")
         if refused is None:
             self._release(process)

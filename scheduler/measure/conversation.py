@@ -1,4 +1,4 @@
-"""What a process of a pool does: it answers requests one by one, until its channel closes."""
+"""The main loop of a pool process: it answers requests one by one until its channel closes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Service(Protocol):
     """Answers the requests to a process.
 
     Attributes:
-      target: the chip of the answers.
+      target: the chip that the answers refer to.
     """
 
     target: Target
@@ -46,20 +46,20 @@ class Service(Protocol):
     def answer(self, request: Request) -> Answer: ...
 
 
-# Makes the service of a process from the first message; what it raises is why the process is of no use.
+# Creates the service of a process from the first message. An exception means that the process cannot be used.
 Begin = Callable[[Hello, Callable[[Step], None]], Service]
 
 
 def converse(begin: Begin) -> None:
-    """Answers the requests to this process, until the channel closes."""
+    """Answers the requests to this process until the channel closes."""
     channel = channel_to_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is then one that a candidate raised
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a KeyboardInterrupt then comes from a candidate
     requests = channel.makefile("r", encoding="utf-8")
     own = os.getpid()
 
     def say(message: Message) -> None:
         if os.getpid() != own:
-            os._exit(0)  # a candidate forked, and both processes came here
+            os._exit(0)  # a candidate forked, and this is the forked process
         channel.sendall(encode(message))
 
     first = requests.readline()
@@ -78,7 +78,7 @@ def converse(begin: Begin) -> None:
 
 
 def loads_otherwise(request: Request, target: Target) -> str:
-    """How the candidate that this process loads differs from that of the process that asks; "" where it does not."""
+    """Explains why this process loads a different candidate than the requesting process; "" if it does not."""
     if not request.fingerprint:
         return ""
     operation = load(request.operation)
@@ -93,12 +93,12 @@ def loads_otherwise(request: Request, target: Target) -> str:
 
 
 def replied(answer: Callable[[], Answer]) -> Reply:
-    """The answer, or the message about what was raised in its place."""
+    """Returns the answer, or the message for the exception that it raised."""
     try:
         return answer()
-    except CandidateFailed as failed:  # as the task wanted
+    except CandidateFailed as failed:  # the task has `raising` set
         return Raised(str(failed), "".join(traceback.format_exception(failed.__cause__)))
-    except BaseException:  # the parent raises it: a defect, with its whole trace
+    except BaseException:  # a defect: the parent raises it, with the whole traceback
         return Defect(traceback.format_exc())
 
 
@@ -112,4 +112,4 @@ def _serve(service: Service, requests: Iterable[str], say: Callable[[Message], N
         reply = replied(functools.partial(answer, line))
         say(reply)
         if isinstance(reply, Answer) and reply.fatal:
-            os._exit(0)  # what a broken context would do in its destructors, nobody knows
+            os._exit(0)  # skips destructors: their behaviour with a broken CUDA context is undefined

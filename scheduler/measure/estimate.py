@@ -1,4 +1,4 @@
-"""What the compiler of a chip that is not here makes of a candidate: an estimate of its time, or why it refuses it."""
+"""Estimates the time of a candidate with the compiler of an absent chip, or returns why it does not compile."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from search_spaces import interpreters
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem, nbytes
 
-# The estimator goes through all steps of a grid, which takes it 5 to 40 ms each. From so many on it is asked about
-# parts of the problem; where no part has the same tiles, and there are more than it does in a minute or so, about none.
+# The estimator executes all steps of a grid, at 5 to 40 ms each. Above `STEPS_AT_ONCE` steps, it estimates smaller
+# problems with the same tiles. If there are none, it gives up above `MOST_STEPS` steps, which take a minute or more.
 STEPS_AT_ONCE, MOST_STEPS = 64, 2048
-# The library's programs likewise, from so many cycles on, by what the problem takes at the least.
+# The same limit for library programs, in cycles of the lower bound of the problem.
 LIBRARY_CYCLES_AT_ONCE = 2**15
-# A finalist is interpreted on a problem of so many steps and operations: each load and store of a step takes a
-# millisecond.
+# A finalist is interpreted on a problem with at most this many steps and operations. Each load and store of a step
+# takes a millisecond.
 INTERPRETED_STEPS, INTERPRETED_FLOPS = 4, 2**31
 
 
@@ -43,19 +43,19 @@ def estimate(
     announce: Callable[[Step], None] = lambda step: None,
     raising: bool = False,
 ) -> Outcome:
-    """The compiler's cycles of one candidate at the highest clock, or why it does not compile it.
+    """Returns the compiler's cycles of one candidate at the highest clock as a time, or why it does not compile.
 
-    It is never less than what the problem reads, writes or computes takes alone.
-
-    In a process started with `static_profile.environment`. Nothing runs: whether results are right is not asked here.
+    The time is at least that of the reads, the writes or the arithmetic of the problem alone. Must run in a process
+    started with `static_profile.environment`. Nothing runs, so the results are not verified.
 
     Args:
-      announce, raising: as those of `Bench`.
+      announce, raising: as in `Bench`.
     """
     kernel, model = operation.kernel(backend), CostModel(hardware)
     part = None
     if kernel.library:
-        # Of its steps nothing tells: as many as the chip needs cycles at the least, in some proportion.
+        # The steps of a library program are unknown. Its size is taken as proportional to the cycles of the lower
+        # bound.
         share = model.lower_bound(problem) * hardware.clock_hz / LIBRARY_CYCLES_AT_ONCE
         if share > 1:
             part = reduced(operation, problem, lambda like: like.flops or None, problem.flops / share)
@@ -77,9 +77,10 @@ def estimate(
 
 
 def _one_way(problem: Problem, hardware: Hardware) -> float:
-    """Seconds below which no program comes though all that it reads, writes and computes pass each other.
+    """Returns a lower bound in seconds, with reads, writes and arithmetic fully overlapped.
 
-    Copies into on-chip memory that XLA begins beside other operations are none of those whose cycles are told.
+    The compiler's cycles do not include the copies into on-chip memory that XLA starts concurrently with other
+    operations.
     """
     written = sum(map(nbytes, problem.results()))
     moved_s = max(problem.bytes_moved - written, written) / hardware.hbm_bytes_per_s
@@ -115,7 +116,7 @@ def _cycles(
         if static_loops.miscounted(traced.jaxpr):
             return Failure("estimate", "it has a loop within a loop, which the compiler's estimate does not count")
         lowered = traced.lower()
-    except Exception as error:  # no code runs but the kernel's and JAX's
+    except Exception as error:  # only code of the kernel and of JAX runs here
         return failed("lower", error)
     announce("compile")
     try:
@@ -123,7 +124,7 @@ def _cycles(
     except Exception as error:
         return failed("compile", error)
     finally:
-        jax.clear_caches()  # a search compiles hundreds of programs, each of them once
+        jax.clear_caches()  # a search compiles hundreds of programs, each one once
     if not profile.cycles:
         return Failure("estimate", "the compiler told no cycles of it")
     return profile.cycles
@@ -132,10 +133,10 @@ def _cycles(
 def interpreted(
     operation: Operation[Any], problem: Problem, hardware: Hardware, backend: str, schedule: Schedule
 ) -> Failure | None:
-    """Whether Pallas' interpreter finds a candidate wrong, on a problem that is like `problem` and takes seconds.
+    """Checks a candidate with Pallas' interpreter, on a small problem like `problem`; takes seconds.
 
-    None where it is right, and where nothing can be asked: of a library's program, of a platform without such an
-    interpreter, and of a schedule that is legal for no small problem.
+    Returns the failure, or None if the candidate is correct. Also returns None if it cannot be checked: for a library
+    program, a platform without such an interpreter, or a schedule that is legal for no small problem.
     """
     kernel = operation.kernel(backend)
     if kernel.library or hardware.platform not in interpreters.PLATFORMS:

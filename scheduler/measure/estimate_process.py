@@ -1,4 +1,4 @@
-"""The main of a process that estimates times on a chip that is not here, by the compiler of the chip."""
+"""The main program of a process that estimates times on an absent chip with the compiler of the chip."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from scheduler.measure.estimate import estimate, interpreted
 from scheduler.measure.protocol import Answer, Hello, Request
 from search_spaces import load
 
-# The compiler keeps some of what it took for each program: a process that has come to hold so much gives way to a new
-# one.
+# The compiler leaks some memory with each program. A process that holds more than this is replaced.
 MOST_BYTES = 4 * GIB
 
 
 def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where memory runs out, this process ends before whoever waits for it
+        score.write("1000")  # if memory runs out, kill this process before its parent
     converse(_Compiling)
 
 
 class _Compiling:
-    """What answers for the chip that `hello` names."""
+    """Serves requests for the chip that `hello` names."""
 
     def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
         self._hardware = elsewhere(chips.find(hello.kind))
@@ -41,7 +40,7 @@ class _Compiling:
         candidate = request.backend, request.schedule
         if request.do == "confirm":
             wrong = interpreted(*what, *candidate)
-            # After one that is wrong, the interpreter's state may be what that left.
+            # A wrong candidate may leave the interpreter in an undefined state, so the process ends.
             return Answer(wrong, fatal="" if wrong is None else str(wrong))
         outcome = estimate(*what, *candidate, announce=self._announce, raising=request.raising)
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""One GPU as NVIDIA's driver describes it."""
+"""Describes one GPU with data from NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from search_spaces.kernel import Target
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What NVIDIA's driver says of one GPU, asked without touching the GPU.
+    """One GPU as NVIDIA's driver describes it; queries do not create a context on the GPU.
 
     Attributes:
-      free_bytes, total_bytes: of its memory; a total of 0 stands for no limit of what a process may take.
+      free_bytes, total_bytes: GPU memory; a total of 0 means that the memory of a process is not limited.
     """
 
     index: str
@@ -36,7 +36,7 @@ class Gpu:
 
     @classmethod
     def wanted(cls, device: int = 0) -> Gpu | None:
-        """The GPU of this index, or None where JAX has no GPU to use and the first device is asked for: the CPU.
+        """Returns the GPU of this index, or None if JAX has no GPU to use and `device` is 0: the CPU is used.
 
         Raises:
           WorkerError: there is no GPU of this index.
@@ -51,7 +51,7 @@ class Gpu:
 
     @classmethod
     def query(cls, device: int = 0) -> Gpu | None:
-        """The GPU of this index among the visible ones, or None where there is no such."""
+        """Returns the GPU of this index among the visible ones, or None if there is none."""
         names = nvidia_smi.visible()
         if names is not None and device >= len(names):
             return None
@@ -63,7 +63,7 @@ class Gpu:
 
     @staticmethod
     def chips() -> dict[int, str]:
-        """The name of each visible GPU, by its index among these; none where JAX has no GPU to use."""
+        """Returns the name of each visible GPU by its index; empty if JAX has no GPU to use."""
         if not jax_compat.cuda_wanted():
             return {}
         if (names := nvidia_smi.visible()) is None:
@@ -73,17 +73,17 @@ class Gpu:
 
     @classmethod
     def none(cls) -> Gpu:
-        """Stands for no GPU: its processes run on the CPU."""
+        """Represents the absence of a GPU: processes run on the CPU."""
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls("", "cpu", "", memory_bytes)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of a process that sees this GPU alone."""
+        """Environment variables that make only this GPU visible to a process."""
         return {"CUDA_VISIBLE_DEVICES": self.index, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
     def target(self) -> Target | None:
-        """The chip, as CUDA's driver describes it to a process of its own; None where the driver says nothing."""
+        """Returns the chip as CUDA's driver describes it, queried in a separate process; None if the query fails."""
         if not self.index:
             return CPU.target
         command = [sys.executable, "-S", cuda_driver.__file__]
@@ -91,16 +91,16 @@ class Gpu:
         return None if asked.returncode else Target("cuda", **json.loads(asked.stdout))
 
     def others(self, own: Collection[int]) -> int:
-        """How many processes compute on this GPU besides those with the ids `own`."""
+        """Returns how many processes other than those with the ids `own` compute on this GPU."""
         smi = shutil.which("nvidia-smi")
         if smi is None:
             return 0
         command = [smi, f"--id={self.uuid}", "--query-compute-apps=pid", "--format=csv,noheader"]
         asked = subprocess.run(command, capture_output=True, text=True, check=False)
         found = {int(word) for word in asked.stdout.split() if word.isdecimal()}
-        # Within a container the driver may list ids as the host knows them: then only their number tells.
+        # In a container the driver may list process ids of the host. Only their number can be used then.
         return len(found - set(own)) if found & set(own) else max(0, len(found) - len(own))
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, this process alone measures on the GPU (`gpu_lock.exclusive`)."""
+        """Context manager that makes this process the only one to measure on the GPU (`gpu_lock.exclusive`)."""
         return gpu_lock.exclusive(self.uuid)

@@ -1,4 +1,4 @@
-"""One lock for each device: it orders the measurements of all processes and users of a host."""
+"""One file lock per device, which serializes the measurements of all processes and users of a host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import platformdirs
 
 from scheduler.core import safe_text
 
-# Every user of a host finds the same directory here, whatever TMPDIR says, and no user removes a lock of another.
+# All users of a host share this directory, regardless of TMPDIR, and no user can delete the lock of another.
 SHARED = Path("/tmp")
-# No measurement is as long: the compilation of a library has twelve minutes (`limits`). A process that holds a lock for
-# longer hangs.
+# No measurement takes this long: compiling a library program is limited to twelve minutes (`limits`). A process that
+# holds the lock for longer hangs.
 LIMIT_S = 900.0
 POLL_S = 0.01
-# Everybody may lock the file.
+# All users may lock the file.
 MODE = 0o666
 
 _never_waited_for: set[Path] = set()
@@ -28,9 +28,10 @@ _never_waited_for: set[Path] = set()
 
 @contextlib.contextmanager
 def exclusive(device: str) -> Iterator[None]:
-    """Within this context, no other process of the host is within a context of the same device.
+    """Context manager that excludes all other processes of the host from the same device.
 
-    Where the lock is not free within `LIMIT_S`, a warning says so, and this process measures without it from then on.
+    If the lock is not free within `LIMIT_S`, a warning is issued, and this process measures without the lock from then
+    on.
 
     Args:
       device: the UUID of a GPU, or another name.
@@ -55,7 +56,7 @@ def exclusive(device: str) -> Iterator[None]:
 
 @functools.cache
 def require(device: str) -> Path | None:
-    """The lock of a device; None, with a warning, where none can be made. Does not wait for the lock."""
+    """Returns the path of a device's lock; warns and returns None if none can be made. Does not wait for the lock."""
     name = f"tile-scheduler-{re.sub(r'[^A-Za-z0-9.-]', '_', device)}.lock"
     refused: list[str] = []
     for place in _places():
@@ -78,8 +79,8 @@ def _of(path: Path) -> filelock.BaseFileLock:
 
 
 def _places() -> Iterator[Path]:
-    """Directories for locks: that of all users, and two of this user."""
+    """Yields directories for locks: first the shared one, then two of this user."""
     yield SHARED
-    with contextlib.suppress(RuntimeError):  # a user without a home
+    with contextlib.suppress(RuntimeError):  # the user has no home directory
         yield platformdirs.user_cache_path("tile-scheduler", False) / "locks"
     yield Path(tempfile.gettempdir())

@@ -1,4 +1,4 @@
-"""How long each step of a process may take."""
+"""The timeout of each step of a process."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from scheduler.model.cost import CostModel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# All in seconds; the others bound what adapts to what was seen.
+# In seconds. The other values bound the timeouts that adapt to measured durations.
 START_LIMIT_S = 180.0
 COMPILE_LIMITS_S = (30.0, 120.0)
-# XLA tries its algorithms out while it compiles: some 500 runs of a problem, none faster than its bound, and where
-# tensor cores do not take operands as they lie, most of them many times slower. Not for longer than this, in any case.
+# XLA autotunes while it compiles, with about 500 runs of a problem. No run is faster than the lower bound, and most are
+# many times slower if tensor cores do not accept the layout of the operands. `AUTOTUNED_LIMIT_S` caps the total.
 AUTOTUNED_RUNS, AUTOTUNED_LIMIT_S = 10_000, 600.0
-# XLA's allocator waits so long for memory to come free before it says that there is none (BFCAllocator::AllocateRaw in
-# xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait): a step that may allocate and has no more time than that would
-# be taken for one that hangs.
+# XLA's allocator waits this long for free memory before it reports an error (BFCAllocator::AllocateRaw in
+# xla/tsl/framework/bfc_allocator.cc, kMaxMillisToWait). A step that may allocate needs a longer timeout, or it would be
+# taken for one that hangs.
 ALLOCATOR_RETRY_S = 10.0
 RUN_LIMIT_S = 10.0
-FIRST_RUN_LIMIT_S = 60.0  # where no candidate has a time yet
+FIRST_RUN_LIMIT_S = 60.0  # while no candidate has been timed
 
 
 class Limits:
-    """The limit of each step: as told, else by what was seen of this pool's candidates.
+    """The timeout of each step: as set in `options`, else adapted to this pool's earlier candidates.
 
     Args:
-      options: its timeouts; None adapts.
-      hardware: the chip, from which a problem's lower bound follows.
+      options: the timeouts; None adapts.
+      hardware: the chip, used for the lower bound of a problem.
     """
 
     def __init__(self, options: RunnerOptions, hardware: Hardware) -> None:
@@ -43,11 +43,11 @@ class Limits:
         self._best_s: dict[tuple[Operation[Any], Problem], float] = {}
 
     def of(self, task: Task) -> Limit:
-        """Seconds that a step of this task may take; None sets no limit."""
+        """Returns a function from a step of this task to its timeout in seconds; None means no limit."""
 
         def limit_s(step: str) -> float | None:
             match step:
-                case "wait":  # a neighbour that hangs holds the turn until its own limit; a dead one holds nothing
+                case "wait":  # another holder's own timeout ends a hang
                     return None
                 case "run":
                     return self._run_s(task)

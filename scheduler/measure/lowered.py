@@ -1,4 +1,4 @@
-"""The on-chip memory that a lowered kernel asks for, read from its program: before it is compiled or run."""
+"""Reads the on-chip memory that a lowered kernel requests from its program, before it is compiled or run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from jaxlib.mlir import ir
 from search_spaces.kernel import Kernel, Target
 from search_spaces.problem import Problem
 
-# What Mosaic GPU's lowering calls a kernel, whichever version of it, and the launch within its module.
+# Names in Mosaic GPU's lowering, in every version: the kernel's call target, and the launch operation in its module.
 _MOSAIC_GPU = "mosaic_gpu"
 _LAUNCH = ".gpu.launch"
 
 
 def lower(kernel: Kernel[Any, Any], problem: Problem, schedule: Any, target: Target) -> jax.stages.Lowered:
-    """A candidate lowered for a chip that need not be here; raises whatever the kernel, or JAX of it, raises."""
+    """Lowers a candidate for a chip that may be absent; raises any exception of the kernel or of JAX."""
     run = jax.jit(lambda *args: kernel.results(problem, schedule, target, *args))
     return run.trace(*problem.operands()).lower(lowering_platforms=(target.platform,))
 
 
 def asked_onchip_bytes(lowered: jax.stages.Lowered) -> int | None:
-    """What one block of a lowered program asks for, the most of its launches.
+    """Returns the bytes of on-chip memory that one block requests; the maximum over all launches of the program.
 
-    None where the program does not say: Triton settles it when it compiles, and an interpreter has no such memory.
+    Returns None if the program does not contain the size. Triton determines it when it compiles, and an interpreter has
+    no on-chip memory.
     """
     module = lowered.compiler_ir("stablehlo")
     if not isinstance(module, ir.Module):
@@ -35,14 +36,14 @@ def asked_onchip_bytes(lowered: jax.stages.Lowered) -> int | None:
     kernels = (call for call in calls if _MOSAIC_GPU in str(call.attributes["call_target_name"]))
     try:
         return max((size for kernel in kernels for size in _asked(kernel, module.context)), default=None)
-    except ir.MLIRError:  # of another version than this jaxlib reads
+    except ir.MLIRError:  # the module has a version that this jaxlib cannot parse
         return None
 
 
 def _asked(kernel: Any, context: ir.Context) -> Iterator[int]:
-    """The bytes that each launch of a Mosaic GPU kernel asks for; nothing where this JAX says it elsewhere.
+    """Yields the bytes that each launch of a Mosaic GPU kernel requests; nothing if this JAX stores them elsewhere.
 
-    `context` is that of the program around it, which knows the kernel's types.
+    `context` belongs to the enclosing program, in which the kernel's types are registered.
     """
     if "mhlo.backend_config" not in kernel.attributes:
         return
@@ -50,11 +51,11 @@ def _asked(kernel: Any, context: ir.Context) -> Iterator[int]:
     if not isinstance(settings, ir.DictAttr) or "module" not in settings:
         return
     serialized = ir.StringAttr(settings["module"]).value_bytes
-    with _allowing_other_dialects(context):  # that of the serialized form
+    with _allowing_other_dialects(context):  # the serialized module has its own dialect
         module = ir.Module.parse(serialized, context)
     for op in _operations(module.operation, but=_LAUNCH):
         if op.name.endswith(_LAUNCH):
-            # The extents of grid, block and cluster are of type index; its on-chip memory alone is an i32.
+            # The extents of grid, block and cluster have type index. The on-chip memory is the only i32 operand.
             made_by = (operand.owner for operand in op.operands if str(operand.type) == "i32")
             yield from (ir.IntegerAttr(o.attributes["value"]).value for o in made_by if not isinstance(o, ir.Block))
 
@@ -70,7 +71,7 @@ def _allowing_other_dialects(context: ir.Context) -> Iterator[None]:
 
 
 def _operations(within: Any, but: str | None = None) -> Iterator[Any]:
-    """Every operation within, an outer one before those within it; of one whose name ends with `but`, not those."""
+    """Yields all operations in pre-order, without the contents of operations with a name that ends with `but`."""
     for region in within.regions:
         for block in region.blocks:
             for op in block.operations:

@@ -1,4 +1,4 @@
-"""Processes that compile candidates beside each other, and one that measures them, behind one blocking call each."""
+"""A pool of parallel compile processes and one measuring process, behind blocking calls."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Problems at once: while the finalists of one problem are timed, candidates of the next are compiled.
+# The number of concurrent problems: candidates of the next problem compile while the finalists of one are timed.
 SEARCHES = 2
-# Requests under way beyond those that compile: what is compiled waits for the measuring process, which is never idle.
+# Concurrent requests beyond those that compile. Their compiled programs wait for the measuring process, so that it is
+# never idle.
 READY = 2
 
 What = tuple[Operation[Any], Problem, L2]
@@ -54,21 +55,22 @@ What = tuple[Operation[Any], Problem, L2]
 def start_runner(
     operation: Operation[Any], options: RunnerOptions | None = None, compilers: Compilers | None = None
 ) -> Runner:
-    """A pool of processes where the device is a GPU and processes can load `operation`, else this process.
+    """Starts a runner for `operation`.
 
-    For a chip that is asked for and not here, processes that estimate times by its compiler.
+    The runner is a `Pool` if the device is a GPU and other processes can load `operation`, else this process. If
+    `options` names a chip that is absent, the runner estimates times with the compiler of that chip.
 
     Args:
-      compilers: as of `Pool`.
+      compilers: as in `Pool`.
 
     Raises:
-      WorkerError: there is no GPU of this index, its processes cannot start, or they are asked for by number and cannot
-        load `operation`; or the chip that is asked for is not here, and nothing here compiles for it.
-      UnknownChip: the table of chips tells nothing of it.
+      WorkerError: there is no GPU of this index; its processes cannot start; `workers` is given, or the chip is absent,
+        and no process can load `operation`; or nothing here compiles for the absent chip.
+      UnknownChip: the chip is not in the table of chips.
     """
     options = options or RunnerOptions()
     if (away := _not_here(options)) is not None:
-        name_of(operation)  # or no process can load it
+        name_of(operation)  # raises if no process can load it
         return AheadOfTime(away, options)
     if locate(operation) is None and (options.workers is not None or Gpu.wanted(options.device) is not None):
         if options.workers is not None:
@@ -82,7 +84,7 @@ def start_runner(
 
 
 def open_runner(options: RunnerOptions, compilers: Compilers | None = None) -> Runner:
-    """A runner of any operation that another process can load; raises as `start_runner` does."""
+    """Starts a runner for any operation that another process can load; raises as `start_runner` does."""
     if (away := _not_here(options)) is not None:
         return AheadOfTime(away, options)
     gpu = Gpu.wanted(options.device)
@@ -92,7 +94,7 @@ def open_runner(options: RunnerOptions, compilers: Compilers | None = None) -> R
 
 
 def _not_here(options: RunnerOptions) -> Hardware | None:
-    """The chip that is asked for, where that is not the one that is here."""
+    """Returns the requested chip if it is not the chip of this host, else None."""
     if not options.hardware:
         return None
     try:
@@ -100,7 +102,7 @@ def _not_here(options: RunnerOptions) -> Hardware | None:
     except ValueError as error:
         raise WorkerError(str(error)) from error
     here = ""
-    if Gpu.wanted(options.device) is not None:  # which its processes hold, and not this process
+    if Gpu.wanted(options.device) is not None:  # the pool's processes use it, so this process must not
         here = Gpu.chips().get(options.device, "")
     else:
         with contextlib.suppress(SchedulerError):
@@ -111,23 +113,24 @@ def _not_here(options: RunnerOptions) -> Hardware | None:
 class Pool:
     """Compile processes, and one measuring process on one device.
 
-    A compile process has no context on the device. It sends a compiled program, or says why a candidate does not
-    compile. The measuring process loads programs, verifies and times them, and compiles what cannot be moved between
-    processes: programs of libraries, which XLA tunes on the device, and programs that call Python.
+    A compile process has no context on the device. It returns a compiled program, or the reason why a candidate does
+    not compile. The measuring process loads programs, verifies them and times them. It also compiles the programs that
+    cannot be moved between processes: library programs, which XLA autotunes on the device, and programs that call
+    Python.
 
-    A process that dies, overruns its time or loses its device is replaced at once. Only the candidate that it was
-    running is blamed; where something else may have been at fault, after a second attempt in a fresh process.
+    A process that dies, exceeds its timeout or loses its device is replaced at once. Only the candidate that it was
+    running fails. If the cause may lie elsewhere, the candidate is first retried in a fresh process.
 
     Args:
       gpu: the device.
-      options: how many compile processes, and the timeouts.
-      compilers: compile processes that other pools of this host use as well, and that the pool does not close; by
-        default the pool has its own.
+      options: the number of compile processes, and the timeouts.
+      compilers: compile processes that are shared with other pools of this host; the pool does not close them. By
+        default the pool starts its own.
 
     Raises:
-      WorkerError: too little of the GPU's memory is free, or the measuring process does not start and nothing else
-        tells which chip this is.
-      UnknownChip: the table of chips tells nothing of this one.
+      WorkerError: too little GPU memory is free; or the measuring process does not start and the chip cannot be
+        identified in another way.
+      UnknownChip: the chip is not in the table of chips.
     """
 
     def __init__(self, gpu: Gpu, options: RunnerOptions | None = None, compilers: Compilers | None = None) -> None:
@@ -141,7 +144,7 @@ class Pool:
         self._gpu, self._memory_bytes = gpu, gpu.free_bytes - CONTEXT_BYTES
         share = count_of(options.workers)
         self._compilers, self._owns_compilers = compilers or Compilers(share), compilers is None
-        # While another pool times its finalists, this one compiles on more than its share of the processes.
+        # While another pool times its finalists, this pool compiles on more than its share of the processes.
         self.slots = min(self._compilers.count, 2 * share) + READY
         self._children = Children()
         self._measuring = WorkerProcess(
@@ -149,18 +152,18 @@ class Pool:
         )
         self._compiled: dict[What, dict[Any, Programs]] = {}
         self._to_confirm: dict[What, dict[Any, Future[Programs | Failure]]] = {}
-        self._held: dict[What, int] = {}  # how many searches hold each problem, the oldest problem first
-        self._alone = False  # whether the problem that is held excludes others
-        self._waiting: list[object] = []  # searches that wait to hold a problem, in order
-        self._requests: list[tuple[int, int]] = []  # requests that wait for the measuring process: a heap
+        self._held: dict[What, int] = {}  # the number of searches that hold each problem, the oldest problem first
+        self._alone = False  # whether the held problem excludes others
+        self._waiting: list[object] = []  # searches that wait to hold a problem, in order of arrival
+        self._requests: list[tuple[int, int]] = []  # heap of requests that wait for the measuring process
         self._numbers = itertools.count()
         self._busy = self._closed = self._warned = False
-        self._changed = threading.Condition()  # of these
+        self._changed = threading.Condition()  # guards the fields above
         self._began = in_thread(self._measuring.begin, "scheduler-start")
         atexit.register(self.close)
         try:
             self._compilers.start()
-            # The driver tells at once for which chip to compile: the measuring process takes seconds to start.
+            # The driver identifies the chip at once. The measuring process takes seconds to start.
             self._target = gpu.target() or self._found()
             self.hardware = chips.describe(self._target)
             self._compilers.aim(self._target)
@@ -182,7 +185,7 @@ class Pool:
     ) -> Iterator[None]:
         self.capacity(operation, problem, l2)
         what = operation, problem, l2
-        with Threads[What, None](1, self.close) as threads:  # which Ctrl-C need not wait for
+        with Threads[What, None](1, self.close) as threads:  # so that Ctrl-C interrupts the wait
             threads.call(functools.partial(self._hold, to_itself=to_itself), what)
         try:
             yield
@@ -216,7 +219,7 @@ class Pool:
         return outcome
 
     def compile_ahead(self, task: Task) -> None:
-        """Has a compile process compile what `confirm` of this task runs, once. Does not block."""
+        """Starts compiling the programs that `confirm` of this task runs, once per candidate. Does not block."""
         programs, what = self._known(task), _what(task)
         if programs is None or not programs.candidate:
             return
@@ -228,7 +231,7 @@ class Pool:
             known[candidate] = in_thread(compile_it, "scheduler-ahead")
 
     def help(self, sends: Sequence[Transport]) -> None:
-        """Compile processes of other hosts take part from now on, one for each transport."""
+        """Adds compile processes of other hosts, one for each transport."""
         self._compilers.add([Helper(send, self._compilers.directory) for send in sends])
         self.slots += len(sends)
 
@@ -242,14 +245,14 @@ class Pool:
                 return
             self._closed = True
         self._measuring.abandon()
-        self._began.exception()  # which is there soon, as the process is ended
+        self._began.exception()  # ready soon, because the process has been killed
         if self._owns_compilers:
             self._compilers.close()
         self._measuring.stop()
         self._children.shut_down()
 
     def _ask(self, task: Task, do: Do, programs: Programs | None) -> Outcome | None:
-        """The answer of the measuring process."""
+        """Sends a request to the measuring process and returns the outcome."""
         what = _what(task)
         with self._device(what) as held:
             if not self._closed:
@@ -269,7 +272,7 @@ class Pool:
         return result.outcome
 
     def _found(self) -> Target:
-        """The chip that the measuring process has found. Blocks until the process has started.
+        """Returns the chip that the measuring process has found. Blocks until the process has started.
 
         Raises:
           WorkerError: the process does not start, or the pool was closed meanwhile.
@@ -280,7 +283,7 @@ class Pool:
         return self._measuring.target
 
     def _require_process(self) -> None:
-        """Waits until the measuring process has started; starts another in place of one that is gone."""
+        """Waits until the measuring process has started; starts a new process if the old one is gone."""
         try:
             self._found()
             refused = self._measuring.begin() if self._measuring.pid is None else None
@@ -293,9 +296,9 @@ class Pool:
 
     @contextlib.contextmanager
     def _device(self, what: What) -> Iterator[tuple[What, ...]]:
-        """Within this context, the calling thread alone asks the measuring process; yields the problems that are held.
+        """Gives the calling thread exclusive use of the measuring process; yields the problems that are held.
 
-        Requests of the problem that is held longest come first.
+        Requests of the problem that has been held longest are served first.
         """
         with self._changed:
             held = tuple(self._held)
@@ -317,7 +320,7 @@ class Pool:
                 self._changed.notify_all()
 
     def _hold(self, what: What, *, to_itself: bool) -> None:
-        """Waits until `what` can be held beside what is held already, or by itself; `_release` follows."""
+        """Waits until `what` can be held, with other problems or exclusively. The caller must call `_release` later."""
         with self._changed:
             ticket = object()
             self._waiting.append(ticket)
@@ -335,7 +338,7 @@ class Pool:
             self._prepare(what)
 
     def _prepare(self, what: What) -> None:
-        """Has compile processes compile what checks the answers to a problem, and to its neighbour."""
+        """Starts compiling the programs that check the results of a problem and of its neighbour."""
         operation, problem, l2 = what
         for each in (problem, problem.neighbour()):
             if each is not None:
@@ -350,7 +353,7 @@ class Pool:
             self._changed.notify_all()
 
     def _joins(self, what: What, to_itself: bool) -> bool:
-        """Whether a problem can be held beside those that are held."""
+        """Returns whether a problem can be held together with those already held."""
         if not self._held or to_itself or self._alone:
             return not self._held
         needed = sum(needed_bytes(problem, self.hardware, l2) for _, problem, l2 in (*self._held, what))

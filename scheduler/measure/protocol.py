@@ -1,4 +1,4 @@
-"""The messages between a pool and its processes: one message a line, typed, encoded and decoded here alone."""
+"""Defines the typed messages between a pool and its processes, and encodes them as one JSON message per line."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from scheduler.core.records import L2, Failure, Measurement, Outcome, Schedule
 from scheduler.measure.build import Step
 from search_spaces.kernel import Target
 
-# What a process may be asked to do. A compile process compiles a candidate to "measure" it, what else is run to
-# "confirm" it, and what checks the answers to a problem, to "prepare" it. A measuring process does the rest.
+# The kinds of request. A compile process compiles a candidate ("measure"), the further programs that confirming it runs
+# ("confirm"), or the programs that check the results of a problem ("prepare"). The measuring process does all other
+# work.
 Do = Literal["measure", "again", "confirm", "prepare"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The first line to a process: the device by its `uuid`, and JAX's name of its platform.
+    """The first message to a process.
 
     Attributes:
+      uuid: the device.
+      platform: JAX's name for the platform of the device.
       programs: the directory of compiled programs that the processes of a pool share.
-      kind: the chip to estimate times for, by its driver's name, where that is not here.
+      kind: the driver's name of the chip for which times are estimated, if the chip is absent.
       target: the chip to compile for.
     """
 
@@ -34,21 +37,21 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """The answer to `Hello`: the chip that was found."""
+    """The reply to `Hello`: the chip that was found."""
 
     target: Target
 
 
 @dataclasses.dataclass(frozen=True)
 class Unable:
-    """The answer to `Hello` where no device was found."""
+    """The reply to `Hello` if no device was found."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A problem, as canonical JSON, of an operation by name, and what its operands meet."""
+    """A problem (canonical JSON) with the name of its operation and the cache state of its operands."""
 
     operation: str
     problem: str
@@ -57,12 +60,12 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """Files of compiled programs of one candidate, by name within the shared directory.
+    """The files of one candidate's compiled programs, by name within the shared directory.
 
     Attributes:
-      candidate: "" where the candidate cannot be moved between processes: the measuring process compiles it.
-      again: the different programs that the candidate became when it was traced again.
-      neighbour: of the candidate on the neighbour of the problem; "" where it is not legal there.
+      candidate: "" if the program cannot be moved between processes; the measuring process then compiles it.
+      again: the different programs that the candidate gave when it was traced again.
+      neighbour: the candidate compiled for the neighbour of the problem; "" if its schedule is not legal there.
     """
 
     candidate: str = ""
@@ -71,18 +74,19 @@ class Programs:
 
     @property
     def names(self) -> list[str]:
-        """Every file."""
+        """All file names."""
         return [name for name in (self.candidate, *self.again, self.neighbour) if name]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A `runner.Task`, its operation by name and its problem as canonical JSON, and what to do with it.
+    """A `runner.Task` and the work to do with it; operation by name, problem as canonical JSON.
 
     Attributes:
-      beside: other problems that are under way: what the process holds of these it keeps, and of no others.
-      programs: files of compiled programs: the candidate's; to confirm it, also the programs of `Answer.programs`.
-      part: of what is to be prepared (`checks.prepare`).
+      beside: other problems that are being searched; the process keeps its state for these problems and drops all
+        other.
+      programs: files of compiled programs: the candidate's own; to confirm it, also those in `Answer.programs`.
+      part: the part to prepare (`checks.prepare`).
     """
 
     do: Do
@@ -102,7 +106,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """Said before each step of a request, so that whoever watches knows what a process hangs in."""
+    """Sent before each step of a request, so that a watching process knows in which step this one hangs."""
 
     step: Step
 
@@ -112,11 +116,11 @@ class Answer:
     """The end of a request.
 
     Attributes:
-      outcome: None where a candidate was confirmed, or compiled.
-      retryable: something else than the candidate may be at fault: it deserves another attempt in another process.
-      fatal: why this process ends now and can serve no longer; "" where it goes on.
-      programs: what a compile process compiled.
-      refused: why the measuring process did not load a program, but compiled it; "" where it loaded all.
+      outcome: None if a candidate was confirmed or compiled.
+      retryable: the cause may not be the candidate; the request should be retried in another process.
+      fatal: why this process ends now; "" if it continues to serve requests.
+      programs: the programs that a compile process compiled.
+      refused: why the measuring process compiled a program instead of loading it; "" if it loaded all programs.
     """
 
     outcome: Outcome | None
@@ -128,7 +132,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The end of a request that is `raising`: what the candidate raised, and its traceback."""
+    """The end of a request with `raising` set: the exception of the candidate, and its traceback."""
 
     text: str
     trace: str
@@ -136,7 +140,7 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Defect:
-    """The end of a request that met a defect of the program, not of the candidate."""
+    """The end of a request that hit a defect of this package, not of the candidate."""
 
     trace: str
 
@@ -161,20 +165,20 @@ _TYPES: dict[str, Any] = {
         Failure,
     )
 }
-# The key under which a JSON object names its type; no field of any message or schedule is called so.
+# The key that holds the type name of a JSON object. No field of a message or schedule has this name.
 _TYPE = "$type"
 
 
 def encode(message: Message) -> bytes:
-    """One line, its end included."""
+    """Encodes a message as one line, including the newline."""
     return json.dumps(message, default=lambda value: {_TYPE: type(value).__name__, **vars(value)}).encode() + b"\n"
 
 
 def decode(line: str | bytes) -> Message:
-    """The inverse of `encode`.
+    """Decodes a line that `encode` wrote.
 
     Raises:
-      ValueError: `line` is no message.
+      ValueError: `line` is not a message.
     """
     try:
         message = json.loads(line, object_hook=_typed)

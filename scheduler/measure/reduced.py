@@ -1,4 +1,4 @@
-"""Problems with less to do than another, for whoever goes through each step of a grid: estimators, interpreters."""
+"""Derives smaller problems for tools that execute every step of a grid: estimators and interpreters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from search_spaces.space import Columns
 
 @dataclasses.dataclass(frozen=True)
 class Reduced:
-    """Two problems of the same tiles as a whole one, and fewer of them: its time lies on the line through theirs.
+    """Two smaller problems with the same tiles as a whole problem, from which its time is extrapolated linearly.
 
     Attributes:
-      larger, smaller: the second has half as much to do as the first.
-      times: how many times as much as the larger the whole one has.
+      larger, smaller: the second has half the work of the first.
+      times: the work of the whole problem divided by that of `larger`.
     """
 
     larger: Problem
@@ -33,12 +33,15 @@ class Reduced:
     times: int
 
     def whole(self, larger: float, smaller: float) -> float:
-        """Of the whole problem, by what the two take: what a grid takes once, and what each of its tiles takes."""
+        """Extrapolates a value of the whole problem from the values of `larger` and `smaller`.
+
+        The value is linear in the work: a fixed part per grid, and a part per tile.
+        """
         return larger + (larger - smaller) * 2 * (self.times - 1)
 
 
 def steps(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, hardware: Hardware) -> float | None:
-    """Steps of the whole grid of one launch; None where it is not legal, and where no footprint tells."""
+    """Returns the steps of the grid of one launch; None if the schedule is illegal or there is no footprint."""
     if illegal(kernel, problem, hardware, schedule) is not None:
         return None
     one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
@@ -51,14 +54,14 @@ def steps(kernel: Kernel[Any, Any], problem: Problem, schedule: Schedule, hardwa
 def reduced(
     operation: Operation[Any], problem: Problem, size: Callable[[Problem], float | None], most: float
 ) -> Reduced | None:
-    """`problem` with at most so much to do, and that with half as much; None where there is none.
+    """Shrinks `problem` to at most `most` work, and to half of that; returns None if that is impossible.
 
-    What may be divided over devices without a sum (`Operation.shard`) is independent: halves are taken of the longest
-    such axis, as long as a half has exactly half the size, so that tiles stay whole; two are left at least along each,
-    as blocks of a single one may be loaded once for all.
+    Axes that may be sharded over devices without a sum (`Operation.shard`) are independent. The longest such axis is
+    halved, if a half has exactly half the size, so that tiles stay whole. At least two blocks stay along each axis,
+    because a single block may be loaded only once for the whole grid.
 
     Args:
-      size: of a problem, in steps, say; None where what is asked about cannot do it.
+      size: returns the work of a problem, for example in steps; None if the candidate does not support the problem.
     """
     sharding, whole_size = operation.sharding(problem), size(problem)
     if sharding is None or whole_size is None:
@@ -85,19 +88,19 @@ def reduced(
 
 
 def _half(sharding: Sharding[Any], problem: Problem, letter: str) -> Problem | None:
-    """One of two equal parts along an axis; None where there are none."""
+    """Returns one of two equal parts of a problem along an axis; None if it cannot be divided."""
     try:
         extents = sharding.extents(problem)
         if extents[letter] % 2:
             return None
         half = sharding.local(problem, extents | {letter: extents[letter] // 2})
         return half if sharding.extents(half)[letter] == extents[letter] // 2 else None
-    except (ValueError, KeyError):  # it is no problem any more, or has no such axis
+    except (ValueError, KeyError):  # invalid problem, or no such axis
         return None
 
 
 def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None:
-    """A problem that `fits`: this one, its largest extent halved again and again; None where that leads to none."""
+    """Halves the largest extent until the problem `fits`, and returns that problem; None if none fits."""
     while True:
         extents = {name: value for name, value in vars(problem).items() if type(value) is int and value > 1}
         if not extents:
@@ -107,5 +110,5 @@ def smaller(problem: Problem, fits: Callable[[Problem], bool]) -> Problem | None
             problem = dataclasses.replace(problem, **{name: extents[name] // 2})
             if fits(problem):
                 return problem
-        except (TypeError, ValueError):  # it is no problem any more
+        except (TypeError, ValueError):  # not a valid problem
             return None

@@ -1,7 +1,8 @@
-"""Recorded sweeps: their files, and a runner that answers from one in place of a device.
+"""Reads and writes recorded sweeps, and provides a runner that replays a recording instead of using a device.
 
-A recording is gzipped JSON lines: first what was swept (`record.Sweep`), then one trial a line in the order they ended,
-with every repetition or the failure; then, where the sweep has a second pass, its trials, marked as such.
+A recording is gzipped JSON lines. The first line describes the sweep (`records.Sweep`). Each following line is one
+trial, in the order in which the trials ended, with all its repetitions or its failure. If the sweep has a second pass,
+its trials follow, marked as such.
 """
 
 from __future__ import annotations
@@ -34,27 +35,29 @@ T = TypeVar("T")
 
 
 def read(path: Path) -> tuple[Sweep, list[Trial]]:
-    """A recording without its second pass, as far as it goes: a sweep that was killed ends somewhere.
+    """Reads the sweep and the first pass of a recording; the recording of a killed sweep may be incomplete.
 
     Raises:
-      RecordingError: it cannot be read, or some line is malformed.
+      RecordingError: the file cannot be read, or a line is malformed.
     """
     sweep, first, _ = _read(path)
     return sweep, first
 
 
 def read_again(path: Path) -> list[Trial]:
-    """The second pass of a recording: the fastest of the first, in turns; empty where there is none, or not all of it.
+    """Reads the second pass of a recording, which times the fastest trials of the first pass again, interleaved.
+
+    Returns an empty list if there is no second pass, or an incomplete one.
 
     Raises:
-      RecordingError: as `read`.
+      RecordingError: as in `read`.
     """
     return _read(path)[2]
 
 
 def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
     try:
-        lines = unzipped(read_bytes(path)).split(b"\n")[:-1]  # the last line is empty, or was cut off
+        lines = unzipped(read_bytes(path)).split(b"\n")[:-1]  # the last line is empty or truncated
     except (OSError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise RecordingError(f"{path} cannot be read as a recorded sweep: {reason}") from error
@@ -70,7 +73,7 @@ def _read(path: Path) -> tuple[Sweep, list[Trial], list[Trial]]:
 
 
 def second_pass(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:
-    """Those trials of a whole first pass that its second one measures once more: the fastest, and the library's."""
+    """Selects the trials of a complete first pass that the second pass measures: the fastest, and the library's."""
     ran = [trial for trial in trials if isinstance(trial.outcome, Measurement)]
     programs = [trial for trial in ran if trial.backend == sweep.library]
     others = sorted((trial for trial in ran if trial.backend != sweep.library), key=_median_s)
@@ -83,15 +86,15 @@ def _median_s(trial: Trial) -> float:
 
 
 class Recorder:
-    """Writes a recording: each trial is in the file once `add` returns. A file that is there is gone on with.
+    """Writes a recording, and continues an existing file. Each trial is in the file when `add` returns.
 
     Attributes:
-      sweep: the head of the file: what was asked for, but the second pass that is recorded already.
-      trials: those recorded before.
-      again: those of a whole second pass that were.
+      sweep: the head of the file: the requested sweep, with the settings of a second pass that is already recorded.
+      trials: the trials recorded before.
+      again: the trials of a complete second pass recorded before.
 
     Raises:
-      RecordingError: the file cannot be written, or is a recording of something else.
+      RecordingError: the file cannot be written, or is a recording of another sweep.
     """
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
@@ -101,14 +104,15 @@ class Recorder:
             found, self.trials, self.again = _read(path)
             if differing := _differing(found, sweep):
                 raise RecordingError(f"{path} holds another sweep ({differing}); delete it, or name another file")
-            # A recording without a second pass may get one, and keeps the one that it has.
+            # A second pass may be added to a recording without one. An existing second pass is kept.
             asked = found if self.again else sweep
             sweep = dataclasses.replace(found, again=asked.again, rounds=asked.rounds)
         self.sweep = sweep
         fresh = path.with_name(f"{path.name}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A stream that was cut off cannot be appended to: what it held is written anew, and takes its place whole.
+            # A truncated gzip stream cannot be appended to. Its content is written to a new file, which then replaces
+            # it atomically.
             self._file = GzipFile(fresh, "wb")
             kept = *map(codec.trial_to_text, self.trials), *map(codec.again_to_text, self.again)
             for line in (codec.sweep_to_text(sweep), *kept):
@@ -120,10 +124,10 @@ class Recorder:
 
     def add(self, trial: Trial) -> None:
         self._file.write(codec.trial_to_text(trial).encode() + b"\n")
-        self._file.flush()  # to the operating system, which keeps it if this process is killed
+        self._file.flush()  # to the operating system: the data survives if this process is killed
 
     def add_again(self, trials: Sequence[Trial]) -> None:
-        """Records a whole second pass."""
+        """Records a complete second pass."""
         for trial in trials:
             self._file.write(codec.again_to_text(trial).encode() + b"\n")
         self._file.flush()
@@ -138,21 +142,21 @@ class Recorder:
 
 
 class Replay:
-    """A runner whose measurements are those of a recorded sweep, on the chip that was swept: no device is needed.
+    """A runner that returns the measurements of a recorded sweep on the recorded chip; it needs no device.
 
     Args:
-      path: of the recording.
-      seed: None answers each question about a schedule with its recorded samples. A number draws as many samples as the
-        question has repetitions from them, with replacement; the n-th answer about a schedule is then always the same.
-      slots: how many questions a search may have open at once, as worker processes would.
+      path: the recording.
+      seed: None returns the recorded samples of a schedule for each request. A number draws as many samples as the
+        request has repetitions, with replacement. The n-th result for a schedule is then reproducible.
+      slots: how many requests a search may have open at once, like worker processes.
 
     Attributes:
-      sweep: what was measured.
+      sweep: the recorded sweep.
       fields: the problem, as `scheduler.tune` takes it.
 
     Raises:
-      RecordingError: there is no such recording.
-      TypeError, ValueError: `seed` or `slots` is no such number.
+      RecordingError: the recording does not exist or cannot be read.
+      TypeError, ValueError: `seed` or `slots` has an invalid type or value.
     """
 
     searches = 1
@@ -175,12 +179,12 @@ class Replay:
         return fields
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
-        """The kernel version that was measured with this schedule, or None where it was not."""
+        """Returns the kernel version that was measured with this schedule, or None if it was not measured."""
         trial = self._trials.get(point_of(backend, schedule))
         return None if trial is None else trial.version
 
     def fingerprint(self, backend: str, schedule: Schedule) -> str:
-        """That of the trial of this schedule; "" where it has none."""
+        """Returns the fingerprint of this schedule's trial; "" if it has none."""
         trial = self._trials.get(point_of(backend, schedule))
         return "" if trial is None else trial.fingerprint
 
@@ -193,10 +197,10 @@ class Replay:
         return contextlib.nullcontext()
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        """The recorded outcome.
+        """Returns the recorded outcome.
 
         Raises:
-          NotRecorded: the recording is of another problem, or does not hold this schedule.
+          NotRecorded: the recording is of another problem, or does not contain this schedule.
         """
         held = self.sweep
         if (task.operation.name, task.problem.canonical()) != (held.operation, held.problem):
@@ -216,18 +220,18 @@ class Replay:
         return dataclasses.replace(outcome, median_s=statistics.median(drawn), samples_s=tuple(drawn))
 
     def confirm(self, task: Task) -> Failure | None:
-        """None: a recording holds one draw of the inputs, and nothing says that another would be wrong."""
+        """Returns None: a recording holds one draw of the inputs, so it cannot show an error with other inputs."""
         return None
 
     def others(self) -> int:
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: a replay holds no resources."""
 
 
 def _differing(found: Sweep, wanted: Sweep) -> str:
-    """How two sweeps differ, in words; not in when they began, nor in a second pass."""
+    """Describes the differences between two sweeps, except their start dates and second passes."""
     then = dataclasses.replace(found.environment, date=wanted.environment.date)
     found = dataclasses.replace(found, environment=then, again=wanted.again, rounds=wanted.rounds)
     return "; ".join(

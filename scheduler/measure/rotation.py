@@ -1,4 +1,4 @@
-"""The buffers of a bench: how many sets of operands and results take turns, and what memory all that takes."""
+"""The buffers of a bench: how many sets of operands and results it rotates, and the memory that they need."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from scheduler.measure.verification import compared_elements
 from scheduler.model.traffic import L2_RESIDENT
 from search_spaces.problem import SLAB, Problem, nbytes
 
-# Rotating more buffer sets than these 64 costs more memory traffic at set-up than it tells: smaller operands stay in
-# the cache, as the model has it.
+# Rotating more than these 64 buffer sets costs more memory traffic at set-up than it improves the measurement. Smaller
+# operands stay in the cache, as the cost model assumes.
 MOST_SETS = round(2 / L2_RESIDENT)
-# What libraries and kernels may use beside operands and results: workspaces, padded copies, parts of a reduction.
+# Memory that libraries and kernels may use besides operands and results: workspaces, padded copies, partial reductions.
 SCRATCH_BYTES = 2**28
 # An allocator that grows by doubling its regions leaves part of them unused.
 FRAGMENTED = 1.25
-# XLA's autotuner guards each of its buffers on both sides (RedzoneAllocator, kDefaultRedzoneSize): what is a power of
-# two does not fit into a region of that size.
+# XLA's autotuner adds a guard on both sides of each buffer (RedzoneAllocator, kDefaultRedzoneSize), so a power-of-two
+# buffer does not fit into a region of its size.
 REDZONE_BYTES = 2 * 2**23
 
 
 def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Clock, L2]:
-    """How a bench times this problem there: by which clock, and with operands in memory or in the cache."""
+    """Returns the clock and the cache state (cold or warm) with which a bench times this problem."""
     exceeds = _operand_bytes(problem) * rotating_sets(problem, hardware) > 2 * hardware.l2_bytes
     return (
         hardware.abilities.clock,
@@ -32,33 +32,36 @@ def condition(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> tuple[Cl
 
 
 def rotating_sets(problem: Problem, hardware: Hardware) -> int:
-    """How many copies of the operands make a rotation through them miss the last-level cache, as far as it pays."""
+    """Returns how many sets of operands make each access miss the last-level cache; at most `MOST_SETS`."""
     return min(MOST_SETS, math.floor(2 * hardware.l2_bytes / max(1, _operand_bytes(problem))) + 1)
 
 
 def rotating_results(problem: Problem, hardware: Hardware, sets: int) -> int:
-    """How many buffers results take turns in: one that the last-level cache cannot hold rotates by itself."""
+    """Returns how many result buffers are rotated.
+
+    One buffer suffices if it exceeds twice the last-level cache, because each write then misses the cache.
+    """
     return 1 if _result_bytes(problem) > 2 * hardware.l2_bytes else max(2, sets)
 
 
 def least_bytes(problem: Problem) -> int:
-    """Device memory without which `problem` cannot run at all: its operands and its results."""
+    """Returns the minimum device memory to run `problem`: its operands and its results."""
     return _operand_bytes(problem) + _result_bytes(problem)
 
 
 def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
-    """Device memory that a bench of `problem` takes at most, an estimate from above.
+    """Returns an upper estimate of the device memory that a bench of `problem` takes.
 
-    It holds its rotating operands, results and a reference. When a finalist is confirmed, there are besides these the
-    operands and the reference of a second draw, and, while they are made, numbers and operands in float32. While XLA's
-    autotuner compares algorithms for its own program, there are no results but two of its own, and its own operands,
-    which take less than that second draw.
+    A bench holds its rotating operands, its results and a reference. While a finalist is confirmed, it also holds the
+    operands and the reference of a second draw, and temporarily random numbers and operands in float32. While XLA
+    autotunes a library program, the bench holds no results. XLA then allocates two results of its own, and its own
+    operands, which take less memory than the second draw.
     """
     sets = rotating_sets(problem, hardware) if condition(problem, hardware, l2)[1] == "cold" else 1
     operands, result = _operand_bytes(problem), _result_bytes(problem)
     elements = [math.prod(x.shape) for x in problem.operands()]
     compared = 4 * compared_elements(problem)
-    # Of a slab: random bits, their halves, and float32 numbers.
+    # For one slab: random bits, their halves, and float32 numbers.
     drawn = operands + max(12 * min(SLAB, max(elements)) + max(map(nbytes, problem.operands())), 4 * sum(elements))
     each = [nbytes(x) for x in problem.results()]
     rotating = sum(map(_region, each)) + max(1, rotating_results(problem, hardware, sets) - 1) * result
@@ -67,7 +70,7 @@ def needed_bytes(problem: Problem, hardware: Hardware, l2: L2 = "cold") -> int:
 
 
 def _region(size: int) -> int:
-    """Bytes of the region that XLA's allocator (BFCAllocator::Extend) makes for an array of `size`: a power of two."""
+    """Returns the region that XLA's allocator (BFCAllocator::Extend) makes for `size` bytes: a power of two."""
     return 2 ** math.ceil(math.log2(max(size, 1)))
 
 

@@ -1,4 +1,4 @@
-"""Where candidates run, in words that any place can keep; and this process as such a place."""
+"""The interface of runners, which compile, verify and time candidates; and a runner that uses this process."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from search_spaces.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class RunnerOptions:
-    """Which runner to start (`pool.start_runner`), and how patient it is.
+    """Selects the runner that `pool.start_runner` starts, and sets its timeouts.
 
     Attributes:
-      device: the GPU, by its index among the visible ones.
-      workers: how many compile processes, on a CPU too; None is as many as `Pool` takes on a GPU, none on a CPU.
-      compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to what compiling took.
-      run_timeout_s: seconds that one run on the device may take; None adapts to the fastest candidate. Below
-        `limits.ALLOCATOR_RETRY_S` a lack of memory is taken for a kernel that hangs.
-      searches: how many problems a pool takes at once; None is two where a device's own clock times kernels, whatever
-        is compiled beside it, and one elsewhere.
-      hardware: the chip, by its name as `hardware.find` takes it; where it is not here, its compiler tells how long
-        candidates take (`ahead_of_time.AheadOfTime`). "" is the one that is here.
-      keep_programs: whether a process that measures on a GPU keeps what it compiles there, the programs of libraries,
-        in JAX's persistent compilation cache.
+      device: the index of the GPU among the visible ones.
+      workers: the number of compile processes, on a CPU too; None selects the default of `Pool` on a GPU, and no
+        processes on a CPU.
+      compile_timeout_s: seconds that preparing, lowering or compiling may take; None adapts to the compile times so
+        far.
+      run_timeout_s: seconds that one run on the device may take; None adapts to the fastest candidate. With a value
+        below `limits.ALLOCATOR_RETRY_S`, a kernel that runs out of memory is reported as one that hangs.
+      searches: the number of problems that a pool searches at once; None selects two if the device has its own clock,
+        which times kernels independently of concurrent compilation, and one otherwise.
+      hardware: the chip, by a name that `hardware.find` accepts. If that chip is absent, its compiler estimates the
+        times of candidates (`ahead_of_time.AheadOfTime`). "" selects the chip of this host.
+      keep_programs: whether the measuring process of a GPU stores the programs that it compiles (library programs) in
+        JAX's persistent compilation cache.
     """
 
     device: int = 0
@@ -58,14 +60,14 @@ class RunnerOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One candidate to measure: everything a process needs to know about it.
+    """One candidate to measure, with everything that a process needs to know about it.
 
     Attributes:
-      l2: what operands meet, as in `Bench`.
-      incumbent_s: the fastest time so far, seconds: a candidate that is clearly slower gets fewer repetitions.
+      l2: the cache state of the operands, as in `Bench`.
+      incumbent_s: the fastest time so far, in seconds; a candidate that is clearly slower gets fewer repetitions.
       raising: as in `Bench.measure`.
-      fingerprint: of the candidate in the process that asks (`fingerprints.of_candidate`): what runs it confirms none
-        of another; "" where nobody compares.
+      fingerprint: the candidate's fingerprint in the requesting process (`fingerprints.of_candidate`). A worker does
+        not confirm a candidate with another fingerprint. "" disables the comparison.
     """
 
     operation: Operation[Any]
@@ -80,18 +82,18 @@ class Task:
 
 
 class Runner(Protocol):
-    """Where candidates run: in this process or in others.
+    """Compiles, verifies and times candidates, in this process or in others.
 
-    All that one runner measures is measured on one device, from `measure` to the last round of a final comparison
-    (`measure` with `again`): times of two devices, though of one kind, are never compared. Who has several devices
-    starts a runner for each, and gives each whole problems.
+    All measurements of one runner are made on one device, from `measure` to the last round of a final comparison
+    (`measure` with `again`). Times of two devices are never compared, even if the devices are of the same kind. To use
+    several devices, start a runner for each and give each runner whole problems.
 
     Attributes:
-      hardware: the chip they run on.
+      hardware: the chip on which candidates run.
       environment: versions and date.
-      slots: how many tasks may be under way at once, at most.
-      searches: how many problems a job is best to search at once: while one's finalists are timed, candidates of the
-        next compile.
+      slots: the maximum number of concurrent tasks.
+      searches: the recommended number of concurrent problems of a job: candidates of the next problem compile while the
+        finalists of one problem are timed.
     """
 
     hardware: Hardware
@@ -100,52 +102,56 @@ class Runner(Protocol):
     searches: int
 
     def capacity(self, operation: Operation[Any], problem: Problem, l2: L2 = "cold") -> int:
-        """How many tasks of `problem` may be under way at once: of those whose operands and results memory holds.
+        """Returns how many tasks of `problem` may run at once.
 
         Raises:
-          NoCandidate: the device cannot hold one, and how much it lacks.
+          NoCandidate: the operands and results of one task do not fit in device memory; the message gives both sizes.
         """
 
     def holding(
         self, operation: Operation[Any], problem: Problem, l2: L2 = "cold", *, to_itself: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it what was compiled for `problem` stays, whatever else is searched beside it. Blocks.
+        """Context manager that keeps the compiled programs of `problem` while other problems are searched. Blocks.
 
-        A thread asks of no other problem within. What is asked without it may have to be compiled again.
+        A thread must not request other problems within this context. Outside of it, requests may have to compile again.
 
         Args:
-          to_itself: with no other problem beside it, for which whoever asks has only so many seconds.
+          to_itself: hold no other problem at the same time, because the caller has a time limit.
 
         Raises:
-          NoCandidate: as `capacity`.
+          NoCandidate: as in `capacity`.
         """
 
     def measure(self, task: Task, *, again: bool = False) -> Outcome:
-        """Compiles, verifies and times one candidate; `again` only times it where it is still compiled. Blocks."""
+        """Compiles, verifies and times one candidate; `again` only times it if it is still compiled. Blocks."""
 
     def confirm(self, task: Task) -> Failure | None:
-        """Why a measured candidate is wrong for other inputs or on the neighbour of the problem, or None. Blocks.
+        """Checks a measured candidate with other inputs and on the neighbour of the problem. Blocks.
 
-        When it returns, the candidate is ready to be timed again.
+        Returns the failure, or None if the candidate is correct. When it returns, the candidate is ready to be timed
+        again.
         """
 
     def others(self) -> int:
-        """How many other processes are on the device now, as far as can be told."""
+        """Returns the number of other processes that use the device now, as far as can be determined."""
 
     def close(self) -> None:
-        """Ends all there is. Where `measure` blocks in another thread, it may raise a WorkerError."""
+        """Releases all resources. If `measure` is blocked in another thread, it may raise a WorkerError."""
 
 
 @runtime_checkable
 class CompilesAhead(Protocol):
-    """A runner with processes that compile while others measure."""
+    """A runner that has processes to compile while other candidates are measured."""
 
     def compile_ahead(self, task: Task) -> None:
-        """Has a process compile what `confirm` of this task runs, once. Does not block."""
+        """Starts compiling the programs that `confirm` of this task runs, once per candidate. Does not block."""
 
 
 class InProcess:
-    """Candidates run here, one at a time: for devices that processes cannot share, and operations only known here."""
+    """Runs candidates in this process, one at a time.
+
+    Used for devices that processes cannot share, and for operations that only this process can load.
+    """
 
     slots = searches = 1
 
@@ -182,14 +188,14 @@ class InProcess:
         return self._benches.ask(what, lambda bench: bench.confirm(task.backend, task.schedule))
 
     def others(self) -> int:
-        return 0  # of a CPU there is no list of users
+        return 0  # a CPU has no list of the processes that use it
 
     def close(self) -> None:
         self._benches.drop()
 
 
 def environment(driver: str) -> Environment:
-    """Of what is measured from now on."""
+    """Returns the environment of measurements that are made from now on."""
     return Environment(
         jax=importlib.metadata.version("jax"),
         jaxlib=importlib.metadata.version("jaxlib"),
@@ -199,7 +205,7 @@ def environment(driver: str) -> Environment:
 
 
 def require_memory(operation: Operation[Any], problem: Problem, free_bytes: int) -> None:
-    """Raises NoCandidate where so much memory holds not even the operands and the results of `problem`."""
+    """Raises NoCandidate if `free_bytes` cannot hold the operands and the results of `problem`."""
     if (least := least_bytes(problem)) > free_bytes:
         raise NoCandidate(
             f"{operation.name} {problem}: its operands and result take {least / GIB:.4g} GiB of memory, and the "

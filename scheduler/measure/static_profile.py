@@ -1,8 +1,8 @@
-"""What a chip's compiler says of a program on a host without the chip: on-chip memory, and an estimate of its cycles.
+"""Reports on-chip memory and estimated cycles of a program, from the chip's compiler on a host without the chip.
 
-The compiler of TPUs is a library, libtpu (the extra `tpu`). It compiles for a topology that JAX names, and writes
-beside the program what each of its operations takes of VMEM, and how many cycles its own schedule of instructions comes
-to. It reads its settings once, when it is loaded, so a process that compiles is started with those of `environment`.
+The TPU compiler is a library, libtpu (the extra `tpu`). It compiles for a topology that JAX names. Besides the program,
+it writes the VMEM that each operation takes, and the number of cycles of its instruction schedule. libtpu reads its
+settings once when it is loaded, so a process that compiles must be started with those of `environment`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jax.experimental import topologies
 from scheduler.core.errors import SchedulerError
 from scheduler.core.hardware import Hardware
 
-# Where a process that compiles finds the reports: `environment` sets it.
+# The variable with the path of the reports; `environment` sets it.
 REPORTS = "TILE_SCHEDULER_STATIC_REPORTS"
 
 _CYCLES = re.compile(r"estimated_cycles: (\d+)")
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = r"([\d.]+)([KMG]?)"
-# Three places of libtpu refuse a program over its VMEM, in words of their own.
+# libtpu rejects a program that exceeds VMEM in three places, with different messages.
 _TOO_MUCH = tuple(
     re.compile(text)
     for text in (
@@ -41,13 +41,13 @@ _TOO_MUCH = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What the compiler says of one program.
+    """The compiler's report on one program.
 
     Attributes:
-      onchip_bytes: on-chip memory of that of its operations which takes the most, spills included.
-      spill_bytes: of these, what spilled registers take.
-      cycles: of all its operations, one after the other, by the compiler's static schedule; None where it has no
-        model of the chip's latencies (`Hardware.static_cycles`).
+      onchip_bytes: the maximum on-chip memory of one operation, including spills.
+      spill_bytes: the bytes of these that spilled registers take.
+      cycles: the total of all operations, run one after another, in the compiler's static schedule; None if the
+        compiler has no latency model of the chip (`Hardware.static_cycles`).
     """
 
     onchip_bytes: int
@@ -56,10 +56,10 @@ class Profile:
 
 
 class OutOfOnchipMemory(Exception):
-    """The compiler refused a program that needs too much on-chip memory.
+    """The compiler rejected a program that needs too much on-chip memory.
 
     Attributes:
-      asked: bytes that it names: of all, or of what it had placed when it gave up.
+      asked: the bytes in the compiler's message: the total, or the bytes allocated before the compiler gave up.
     """
 
     def __init__(self, message: str, asked: int) -> None:
@@ -68,7 +68,7 @@ class OutOfOnchipMemory(Exception):
 
 
 def missing(hardware: Hardware) -> str | None:
-    """Why nothing can be compiled for `hardware` here, in words; None where it can."""
+    """Returns why this host cannot compile for `hardware`; None if it can."""
     if not hardware.topology:
         return f"no compiler for {hardware.kind} runs on a host without one"
     if importlib.util.find_spec("libtpu") is None:
@@ -77,21 +77,21 @@ def missing(hardware: Hardware) -> str | None:
 
 
 def environment(reports: Path, hardware: Hardware) -> dict[str, str]:
-    """What a process that compiles for `hardware` is started with; it reports to the folder `reports`, its own alone.
+    """Returns the environment of a process that compiles for `hardware` and writes to its own folder `reports`.
 
-    A process asked for the cycles of a chip whose latencies the compiler does not model is aborted by it.
+    Cycles are requested only if the compiler models the latencies of the chip; otherwise it would abort the process.
     """
     flags: dict[str, object] = {
         "xla_jf_dump_to": reports,
         "xla_jf_dump_llo_text": "true",
-        "xla_jf_dump_llo_pass_label_regex": "none_of_them",  # or three hundred files
+        "xla_jf_dump_llo_pass_label_regex": "none_of_them",  # else it writes about three hundred files
     }
     if hardware.static_cycles:
         flags["xla_jf_dump_static_llo_profile_to"] = reports
     return {
         REPORTS: str(reports),
         "JAX_PLATFORMS": "cpu",
-        # Nobody asks a metadata server, and any host will do.
+        # Do not query a metadata server; any host name works.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -104,19 +104,19 @@ def profile(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], h
     """Compiles `run` for `hardware`, in a process started with `environment`.
 
     Raises:
-      OutOfOnchipMemory: the compiler's own verdict.
-      SchedulerError: this process was not started so, or has no such compiler.
-      Exception: whatever lowering and compiling raise.
+      OutOfOnchipMemory: the compiler rejected the program.
+      SchedulerError: this process was not started with `environment`, or has no such compiler.
+      Exception: any exception of lowering or compiling.
     """
     return compiled(traced(run, operands, hardware).lower())
 
 
 def traced(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], hardware: Hardware) -> jax.stages.Traced:
-    """`run` traced with operands on `hardware`, for which it is then lowered.
+    """Traces `run` with operands on `hardware`, so that it is lowered for that chip.
 
     Raises:
-      SchedulerError: this process has no compiler for it.
-      Exception: whatever tracing raises.
+      SchedulerError: this process has no compiler for the chip.
+      Exception: any exception of tracing.
     """
     if (reason := missing(hardware)) is not None:
         raise SchedulerError(reason)
@@ -126,7 +126,7 @@ def traced(run: Callable[..., Any], operands: Iterable[jax.ShapeDtypeStruct], ha
 
 
 def compiled(lowered: jax.stages.Lowered) -> Profile:
-    """What the compiler says of a program that is lowered for its chip; raises as `profile` does."""
+    """Compiles a program that was lowered for its chip, and returns the report; raises as `profile` does."""
     if REPORTS not in os.environ:
         raise SchedulerError(f"{REPORTS} is not set: start the process that compiles with static_profile.environment")
     reports = Path(os.environ[REPORTS])
@@ -142,7 +142,7 @@ def compiled(lowered: jax.stages.Lowered) -> Profile:
 
 
 def _asked(message: str) -> tuple[str, int] | None:
-    """What a refusal says, and the bytes that it names; None where it is about something else than on-chip memory."""
+    """Returns the message of a rejection and its bytes; None if the error does not concern on-chip memory."""
     for pattern in _TOO_MUCH:
         if (hit := pattern.search(message)) is not None:
             said, _, _ = message[hit.start() :].partition("\n")
@@ -151,7 +151,7 @@ def _asked(message: str) -> tuple[str, int] | None:
 
 
 def _read(reports: Path) -> Profile:
-    """The reports of one program. One whose operations take no on-chip memory has none of that."""
+    """Reads the reports of one program. Its on-chip memory is 0 if no operation uses any."""
     onchip, spilled = 0, 0
     for file in reports.glob("*vmem_report.html"):
         text = file.read_text()

@@ -1,7 +1,7 @@
-"""A process that answers messages one by one: it may hang or die, and it never outlives the one that started it.
+"""A child process that answers messages one by one; it may hang or die, and never outlives its parent.
 
-Messages go over a socket pair of their own, whose end the process inherits as a file descriptor. What else is written
-to standard output (sitecustomize, an import, a C library, atexit) is kept with standard error, for its last words.
+Messages use a separate socket pair, and the process inherits its end as a file descriptor. Other output to standard
+output (sitecustomize, an import, a C library, atexit) is stored with standard error, and is quoted if the process dies.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from scheduler.measure.protocol import Announcement, Message, decode, encode
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LAST_WORDS_BYTES = 8192
 LONGEST_MESSAGE_BYTES = 2**26
-KILLED_WITHIN_S = 30.0  # a driver may keep a process that hangs on its device for seconds after the kill
+KILLED_WITHIN_S = 30.0  # a driver may keep a killed process that hangs on its device alive for seconds
 
 Limit = Callable[[str], float | None]
 Ended = Callable[[str, float], None]
 
 
 class Overrun(TimeoutError):
-    """A step that took longer than it may.
+    """A step exceeded its timeout.
 
     Attributes:
-      step: its name.
+      step: the name of the step.
     """
 
     def __init__(self, step: str, limit_s: float) -> None:
@@ -44,18 +44,19 @@ class Overrun(TimeoutError):
 
 
 class Children:
-    """What starts processes: they end when this object is shut down, or with this process, whatever kills it."""
+    """Starts processes, which stop when this object is shut down, or with this process, however it ends."""
 
     def __init__(self) -> None:
-        # Linux sends the parent-death signal when the thread that forked ends (prctl(2)): one that stays has to fork.
+        # Linux sends the parent-death signal when the forking thread ends (prctl(2)), so a permanent thread forks.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="scheduler-children")
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Runs Python with `arguments`; after them come the channel's file descriptor and this process's id: see
-        `channel_to_parent`.
+        """Runs Python with `arguments`, followed by the file descriptor of the channel and the id of this process.
+
+        See `channel_to_parent`.
 
         Raises:
-          EOFError: the system starts no process now, and why.
+          EOFError: the system cannot start a process; the message gives the reason.
         """
         try:
             return self._thread.submit(Child, [sys.executable, *arguments], environment).result()
@@ -67,18 +68,19 @@ class Children:
 
 
 class Child:
-    """One process, its channel, and what it printed. For one thread at a time; `kill` is for any.
+    """One process, its channel and its output. Only one thread at a time may use it; any thread may call `kill`.
 
     Args:
-      command: its last two arguments are added here: the file descriptor of its end of the channel, and this process's
-        id.
+      command: two arguments are appended: the file descriptor of the child's end of the channel, and the id of this
+        process.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._channel, end = socket.socketpair()
         try:
-            # A session of its own: Ctrl-C in a terminal is for the parent alone, and the whole group can be killed.
+            # The child is a session leader: Ctrl-C in a terminal reaches only the parent, and the child's whole group
+            # can be killed.
             self._process = subprocess.Popen(
                 [*command, str(end.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -97,21 +99,21 @@ class Child:
         self._unread = b""
 
     def ask(self, message: Message, first: str, limit_s: Limit, ended: Ended) -> Message:
-        """The answer to `message`; an `Announcement` before it tells what the process does next.
+        """Sends `message` and returns the reply; each `Announcement` before the reply begins the next step.
 
         Args:
           first: the step that begins with the message.
-          limit_s: seconds that a step may take; None sets no limit.
-          ended: told each step that came to its end, and its seconds.
+          limit_s: returns the timeout of a step in seconds; None sets no limit.
+          ended: called with each finished step and its duration in seconds.
 
         Raises:
-          Overrun: a step took longer than it may; the process still runs.
-          EOFError: the process is gone, in which step, and its last words.
+          Overrun: a step exceeded its timeout; the process still runs.
+          EOFError: the process is gone; the message names the step and quotes its last output.
         """
         step = first
-        if line := self._line(0.0):  # it would be taken for the answer
+        if line := self._line(0.0):  # an unread line would be taken for the reply
             raise EOFError(f"the process said before it was asked {line[:60]!r}")
-        with contextlib.suppress(OSError):  # it is gone: reading tells
+        with contextlib.suppress(OSError):  # if the process is gone, reading reports it
             self._channel.sendall(encode(message))
         while True:
             started, limit = time.monotonic(), limit_s(step)
@@ -124,7 +126,7 @@ class Child:
             ended(step, time.monotonic() - started)
             try:
                 reply = decode(line)
-            except ValueError as error:  # a candidate found the channel, and wrote to it
+            except ValueError as error:  # a candidate wrote to the channel
                 raise EOFError(f"the process said in {step} {error}") from None
             if not isinstance(reply, Announcement):
                 return reply
@@ -148,7 +150,7 @@ class Child:
                 file.close()
 
     def _line(self, limit_s: float | None) -> bytes | None:
-        """The next line; empty where the process is gone, None where time ran out."""
+        """Reads the next line; returns b"" if the process is gone, None after the timeout."""
         file = self._channel.fileno()
         ready = select.poll()
         ready.register(file, select.POLLIN)
@@ -156,14 +158,14 @@ class Child:
         while b"\n" not in self._unread:
             left_s = math.inf if until is None else until - time.monotonic()
             if not ready.poll(max(0.0, min(left_s, WAKE_S)) * 1000):
-                if self._process.poll() is not None and not ready.poll(0):  # a process it started may hold its end
+                if self._process.poll() is not None and not ready.poll(0):  # a grandchild may hold the channel open
                     return b""
                 if left_s <= WAKE_S:
                     return None
                 continue
             try:
                 read = self._channel.recv(65536)
-            except ConnectionError:  # it ended with a message unread
+            except ConnectionError:  # the process ended before it read a message
                 read = b""
             if not read:
                 return b""
@@ -174,7 +176,7 @@ class Child:
         return line
 
     def _last_words(self) -> str:
-        """How it ended, and the last line that it said: of a trace, the exception; of a failed check, the check."""
+        """Returns the exit status and the last line of output: the exception of a traceback, or a failed check."""
         try:
             status = self._process.wait(KILLED_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -187,8 +189,9 @@ class Child:
 
 
 def channel_to_parent() -> socket.socket:
-    """The channel of a process that a `Child` started, which ends when its parent does. No process that it starts
-    inherits the channel.
+    """Returns the channel of a process that a `Child` started, and makes this process die with its parent.
+
+    Children of this process do not inherit the channel.
     """
     end, parent = map(int, sys.argv[-2:])
     _die_with(parent)
@@ -197,10 +200,10 @@ def channel_to_parent() -> socket.socket:
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process when process `parent`, which started it, is gone."""
+    """Makes the operating system kill this process when its parent process `parent` ends."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before it could be watched
+    if os.getppid() != parent:  # the parent ended before the signal was set
         os._exit(1)

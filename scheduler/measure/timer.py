@@ -1,4 +1,4 @@
-"""Seconds of one compiled call: device time where the device keeps a clock, wall time elsewhere."""
+"""Measures the time of one compiled call in seconds: device time if the device has a clock, else wall time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from search_spaces import jax_compat
 
 WARM_UP_S = 0.003
 WARM_UP_CALLS = 2
-# So many repetitions tell whether a candidate is worth more of them.
+# After this many repetitions, `measure` decides whether the candidate is worth more.
 FIRST_REPETITIONS = 3
 
 
 def attach(clock: Clock) -> None:
-    """Starts the clock of the device, before the lock of the device is taken: starting takes longer than measuring."""
+    """Starts the device clock. Call this before taking the device lock: starting takes longer than measuring."""
     if clock == "cupti":
         x = jnp.zeros(8)
-        with contextlib.suppress(RuntimeError):  # a clock that does not work is for `measure` to tell
+        with contextlib.suppress(RuntimeError):  # `measure` reports a broken clock
             jax_compat.device_seconds(lambda: x + 1, 1)
 
 
@@ -34,13 +34,13 @@ def measure(
     """Times `repetitions` calls of a compiled function, after a warm-up that also raises the clocks.
 
     Args:
-      call: runs it once. It rotates through its operands by itself, so that no call finds those of the one before.
-      clock: "cupti" times kernels on the device and leaves launches out; "wall" times a blocking call.
-      l2: what that rotation makes of the cache; goes into the result.
-      slow_s: where the median of the first few repetitions is above this many seconds, they are all.
+      call: runs the function once. It rotates through its operands, so that no call finds the previous call's operands.
+      clock: "cupti" times kernels on the device and excludes launch overhead; "wall" times a blocking call.
+      l2: the cache state that this rotation causes; stored in the result.
+      slow_s: in seconds; if the median of the first few repetitions is above it, no more repetitions are made.
 
     Raises:
-      RuntimeError: the device's clock reported no kernel, or not the same kernels for each call.
+      RuntimeError: the device clock reported no kernel, or different kernels for different calls.
     """
     started = time.perf_counter()
     calls = 0
@@ -54,7 +54,7 @@ def measure(
 
 
 def join(parts: Sequence[Measurement]) -> Measurement:
-    """One measurement from several of the same schedule, as interleaved rounds leave them."""
+    """Joins several measurements of the same schedule, such as interleaved rounds, into one."""
     samples = tuple(sample for part in parts for sample in part.samples_s)
     return Measurement(statistics.median(samples), samples, parts[0].clock, parts[0].l2)
 

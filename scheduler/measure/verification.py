@@ -1,4 +1,4 @@
-"""Say how wrong an answer is, or that it is right, each result in its own dtype."""
+"""Compares results with their reference, each in its own dtype, and describes the errors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from search_spaces import reference_programs
 from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem, Tolerance
 
-# Results of more elements are compared with the reference of so many of them, 512 MiB of float32, in so many rows.
+# Results with more elements than `MOST_COMPARED` (512 MiB of float32) are compared in that many elements only, in at
+# most `MOST_ROWS` rows.
 MOST_COMPARED = 2**27
 MOST_ROWS = 2**20
-# Of fewer elements the largest may be small by accident: it counts as so many times as large as elements are missing.
+# With fewer than this many elements, the largest may be small by accident. The scale is then multiplied by this number
+# over the number of elements.
 FEW = 8
 
 Rows = npt.NDArray[np.int32]
 
 
 def compared_rows(problem: Problem) -> Rows | None:
-    """Which rows of the results are compared with the reference, in ascending order; None for all of them.
+    """Selects the rows of the results that are compared with the reference, in ascending order; None selects all.
 
-    One of each run of rows of equal length, at random: a tile with as many rows as a run has is looked at in each of
-    its columns. The first and the last are always among them.
+    The rows are split into runs of equal length, and one row is drawn at random from each run. A tile with at least as
+    many rows as a run is therefore checked in each of its columns. The first and the last row are always selected.
     """
     shapes, axes = [s.shape for s in problem.results()], problem.row_axes
     size = sum(map(math.prod, shapes))
@@ -47,7 +49,7 @@ def compared_rows(problem: Problem) -> Rows | None:
 
 
 def compared_elements(problem: Problem) -> int:
-    """How many elements of the results are compared with the reference."""
+    """Returns how many elements of the results are compared with the reference."""
     rows = compared_rows(problem)
     count = 0
     for s, axis in zip(problem.results(), problem.row_axes, strict=True):
@@ -59,10 +61,10 @@ def compared_elements(problem: Problem) -> int:
 def comparisons(
     problem: Problem, expected: Sequence[jax.Array | jax.ShapeDtypeStruct], rows: Rows | None = None
 ) -> tuple[Any, ...]:
-    """What `mismatch` runs on each result, compiled where processes share programs.
+    """Returns the programs that `mismatch` runs on each result, compiled if processes share programs.
 
     Args:
-      expected: of which only shapes and dtypes are asked.
+      expected: only the shapes and dtypes are used.
     """
     return tuple(
         reference_programs.program(_compare, actual, right, rows, *_allowed(Tolerance(0.0, 0.0)), axis=axis)
@@ -78,7 +80,9 @@ def mismatches(
     rows: Rows | None = None,
     compare: Sequence[Any] | None = None,
 ) -> str | None:
-    """What `mismatch` says of the first result that is wrong, by its number where there are several; None if none is.
+    """Returns the message of `mismatch` for the first wrong result, or None if all results are correct.
+
+    With several results, the message includes the number of the wrong one.
 
     Args:
       tolerance: one for each result, or one for all.
@@ -101,24 +105,24 @@ def mismatch(
     *,
     axis: int = -2,
 ) -> str | None:
-    """None where every element of `actual` is within `tolerance` of `expected`, or a sentence about the worst one.
+    """Returns None if `actual` is within `tolerance` of `expected`, else a description of the worst element.
 
-    Floating-point and complex numbers are compared in float32, or in the dtype of either array where that is wider.
-    What `tolerance` allows of a complex number follows from its modulus, and holds for both of its parts. Integers and
-    truth values are compared as such. NaN is right where `expected` is NaN, and there alone; an infinity where
-    `expected` is that infinity, or exceeds the dtype of `actual`. What a chip may flush to zero may be zero: less than
-    the smallest normal number of float32, or of float64 in its comparison.
+    Floating-point and complex numbers are compared in float32, or in the dtype of either array if that is wider. The
+    tolerance of a complex number follows from its modulus, and applies to both of its parts. Integers and booleans are
+    compared as such. NaN is correct only where `expected` is NaN. An infinity is correct where `expected` is the same
+    infinity, or where `expected` exceeds the range of the dtype of `actual`. Values that a chip may flush to zero may
+    be zero: those below the smallest normal number of float32, or of float64 if the comparison is in float64.
 
     Args:
-      actual: the answer, of any dtype.
-      expected: the reference, of the same shape; of those `rows` alone, where they are given: of the others it is only
-        asked whether they were written, and only where no right element is NaN.
-      rows: along `axis`.
-      compare: one of their `comparisons`, where it was compiled before.
+      actual: the result, of any dtype.
+      expected: the reference, of the same shape. With `rows`, it contains those rows only. The other rows are only
+        checked for being written, and only if the reference contains no NaN.
+      rows: indices along `axis`.
+      compare: one of `comparisons`, if compiled before.
       axis: counted from the end.
 
     Raises:
-      DeclarationError: `actual` is of integers or truth values, and `expected` of another dtype.
+      DeclarationError: `actual` has an integer or boolean dtype, and `expected` another dtype.
     """
     extents = list(actual.shape)
     if rows is not None:
@@ -143,12 +147,12 @@ def mismatch(
 
 
 def _allowed(tolerance: Tolerance) -> tuple[float, float, float, float]:
-    """A tolerance as `_compare` takes it."""
+    """Converts a tolerance to the arguments of `_compare`."""
     return tolerance.absolute, tolerance.relative, *tolerance.scale
 
 
 def _told(*numbers: complex) -> tuple[str, ...]:
-    """Integers and truth values as they are, and others with the digits that tell them apart."""
+    """Formats numbers, with enough digits to distinguish them; integers and booleans in full."""
     if any(isinstance(number, int) for number in numbers):
         return tuple(map(str, numbers))
     digits = next((n for n in (6, 9, 17) if len({f"{number:.{n}g}" for number in numbers}) == len(numbers)), 6)
@@ -187,8 +191,8 @@ def _compare(
     return wrong.sum(), worst, got(worst), wanted(worst), allowed(worst), unwritten
 
 
-# Which elements are wrong, by how much, and at an index what is there, what is right, and what is allowed: of one
-# element, as arrays of all need not be kept for it.
+# The wrong elements, their excess, and three functions of an index: the actual value, the expected value and the
+# tolerance. They are functions because only one element is needed, so no full arrays are kept.
 _Compared = tuple[jax.Array, jax.Array, Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]
 
 
@@ -201,7 +205,7 @@ def _integers(compared: jax.Array, right: jax.Array, absolute: float, relative: 
         return jnp.asarray(absolute, real) + jnp.asarray(relative, real) * jnp.abs(wanted.astype(real))
 
     got, wanted = compared.astype(dtype), right.astype(dtype)
-    # The difference of two integers may exceed their dtype, and not the unsigned one of as many bits.
+    # The difference of two integers may overflow their dtype, but never the unsigned dtype of the same width.
     distance = lax.bitcast_convert_type(jnp.where(got > wanted, got - wanted, wanted - got), size).astype(real)
     excess = distance - allowed(wanted)
     wrong = excess > 0
@@ -228,17 +232,18 @@ def _numbers(
     size = jnp.abs(wanted)
     largest = jnp.max(jnp.where(jnp.isfinite(size), size, jnp.asarray(0, real)), initial=0)
     scale = jnp.clip(largest * max(1.0, FEW / max(1, right.size)), at_least, at_most)
-    # A scaled error is never a large part of the largest element, whatever the dtype's eps.
+    # The scaled tolerance is limited to a quarter of the largest element, whatever the dtype's eps.
     base = jnp.where(at_least > 0, beside * scale, jnp.minimum(beside * scale, largest / 4)) + flushed
 
     def allowed(size: jax.Array) -> jax.Array:
         return base + share * size
 
     def near(got: jax.Array, wanted: jax.Array) -> jax.Array:
-        """Of real numbers, or of one part of complex ones: by what the whole allows."""
+        """Compares real numbers, or one part of complex numbers, with the tolerance of the whole number."""
         within = jnp.isfinite(got) & jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed(size))
-        # What the dtype of the result cannot hold is infinity there, or, where that has none, NaN or its largest.
-        # By a limit: XLA drops a conversion to a narrower dtype and back (xla_allow_excess_precision).
+        # A value outside the range of the result's dtype becomes infinity; a dtype without infinity gives NaN or its
+        # largest number. The range is tested by a limit, because XLA drops a conversion to a narrower dtype and back
+        # (xla_allow_excess_precision).
         exceeds = jnp.isfinite(wanted) & (
             jnp.abs(wanted) + allowed(size) >= jnp.asarray(_overflows_at(own, real), real)
         )
@@ -250,7 +255,7 @@ def _numbers(
 
     fits = near(got.real, wanted.real) & near(got.imag, wanted.imag) if is_complex else near(got, wanted)
     wrong = ~(fits | (jnp.isnan(got) & jnp.isnan(wanted)))
-    # A comparison with NaN is false, so that NaN is the first to be told.
+    # NaN gets an infinite excess, so that it is reported first.
     excess = jnp.nan_to_num(jnp.abs(got - wanted) - allowed(size), nan=jnp.inf)
     return (
         wrong,
@@ -262,12 +267,12 @@ def _numbers(
 
 
 def _part(dtype: Any) -> Any:
-    """Of the parts of complex numbers, or of real ones: their dtype."""
+    """Returns the dtype of the parts of complex numbers, or the dtype itself if it is real."""
     return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def _overflows_at(info: Any, real: Any) -> float:
-    """The least number that is rounded beyond the largest of a dtype; infinity where `real` does not hold it."""
+    """Returns the least number that rounds beyond the largest of a dtype; infinity if `real` cannot hold it."""
     largest = float(info.max)
     least = largest + float(info.eps) * math.ldexp(1.0, math.frexp(largest)[1] - 2)
     return least if least <= float(jnp.finfo(real).max) else math.inf
@@ -278,5 +283,5 @@ def _has_infinity(dtype: Any) -> bool:
 
 
 def _is_wide(dtype: Any) -> bool:
-    """Whether numbers of this dtype, or their parts, have 64 bits."""
+    """Returns whether numbers of this dtype, or their parts, have 64 bits."""
     return bool(jnp.dtype(_part(dtype)).itemsize == 8)

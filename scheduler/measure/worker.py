@@ -1,6 +1,6 @@
-"""The main of a measuring process, the only process of a pool that has a context on the device.
+"""The main program of a measuring process, the only process of a pool that has a context on the device.
 
-It verifies and times candidates, which it loads from files that compile processes wrote.
+It loads candidates from files that compile processes wrote, verifies them and times them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from search_spaces.kernel import Kernel
 from search_spaces.lowering_compat import infer_layouts_sooner
 from search_spaces.problem import Problem
 
-# How XLA and CUDA call it when no memory is left on the device.
+# The messages of XLA and CUDA when device memory is exhausted.
 OUT_OF_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY", re.IGNORECASE)
 
 
 class Measuring:
-    """Answers requests about candidates on the device that `hello` names."""
+    """Serves requests for candidates on the device that `hello` names."""
 
     def __init__(self, hello: Hello, announce: Callable[[Step], None]) -> None:
-        # By its name: among several platforms JAX passes over one that does not start.
+        # Name the platform: given several platforms, JAX silently skips one that does not start.
         self.target = chips.target_of(jax.devices(hello.platform)[0])
         infer_layouts_sooner()
         if hello.platform == "cuda":
-            # An executable of a Mosaic GPU kernel refers to functions of this library.
+            # The executable of a Mosaic GPU kernel refers to functions of this library.
             importlib.import_module("jax.experimental.mosaic.gpu")
         self._exclusive, self._announce = Gpu("", hello.uuid, "", 0).exclusive, announce
         hardware = chips.describe(self.target)
@@ -58,7 +58,7 @@ class Measuring:
         self._loader.use(request)
         try:
             outcome = self._benches.ask(what, lambda bench: _asked(bench, request), beside=request.beside)
-        except jax.errors.JaxRuntimeError as error:  # outside of any candidate's compilation or run
+        except jax.errors.JaxRuntimeError as error:  # raised outside of the candidate's compilation and run
             lost = first_line(error)
             stage: Stage = "memory" if OUT_OF_MEMORY.search(lost) else "worker"
             return Answer(Failure(stage, lost), retryable=True, fatal=lost)
@@ -83,7 +83,10 @@ class Measuring:
         )
 
     def _device_error(self) -> str | None:
-        """Why nothing runs on the device any more, or None: an illegal access ends a CUDA context for good."""
+        """Returns why the device no longer runs programs, or None if it does.
+
+        An illegal memory access makes a CUDA context permanently unusable.
+        """
         self._announce("wait")
         with self._exclusive():
             self._announce("run")
@@ -95,13 +98,13 @@ class Measuring:
 
 
 class _Loader(Builder):
-    """Loads candidates from files, and compiles those that have none.
+    """Loads candidates from files, and compiles those without a file.
 
     Args:
-      directory: of the files.
+      directory: the directory of the files.
 
     Attributes:
-      refused: why a file of the last request was not loaded; "" where all were.
+      refused: why a file of the last request was not loaded; "" if all were loaded.
     """
 
     def __init__(self, hardware: Hardware, announce: Callable[[Step], None], directory: Path) -> None:
@@ -109,7 +112,7 @@ class _Loader(Builder):
         self._directory, self._problem, self._programs, self.refused = directory, "", Programs(), ""
 
     def use(self, request: Request) -> None:
-        """From now on, the candidate of this request is built from the files of the request."""
+        """Sets the request: from now on, its candidate is built from its files."""
         self._problem, self._programs, self.refused = request.problem, request.programs or Programs(), ""
 
     def build(
@@ -132,7 +135,7 @@ class _Loader(Builder):
             return None
         try:
             return build.load(self._directory / name)
-        except Exception as error:  # of whichever backend; then the candidate is compiled here
+        except Exception as error:  # any exception of a backend; the candidate is then compiled here
             self.refused = first_line(error)
             return None
 

@@ -1,4 +1,4 @@
-"""A process of a pool, and its successors: a process that is lost is replaced."""
+"""Runs one process of a pool, and replaces the process if it is lost."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from search_spaces import locate
 from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 
-# One process holds this much of a GPU's memory before any operand: its CUDA context and its libraries.
+# The GPU memory that one process takes before any operand: its CUDA context and its libraries.
 CONTEXT_BYTES = GIB // 2
 RESTART_PAUSES_S = (0.5, 5.0)
-# Of programs that JAX keeps for the next search; it removes those that were not used for longest.
+# The size limit of JAX's persistent compilation cache. JAX removes the least recently used programs.
 KEPT_BYTES = GIB
-# Of XLA's allocator: the share of a device's memory that a process may take, by its name and by an older one. A worker
-# gets its own, whatever the user's programs are to take.
+# The environment variable for the share of device memory that XLA's allocator may take, by its current and its older
+# name. A worker sets its own share and ignores the user's.
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _ENDED = "its process had ended"
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerResult:
-    """What came of a request.
+    """The result of a request.
 
     Attributes:
-      outcome: None where a candidate was confirmed.
-      retryable: something else than the candidate may be at fault.
-      lost: why the worker has no process any more; "" where it has one.
+      outcome: None if a candidate was confirmed.
+      retryable: the cause may not be the candidate.
+      lost: why the worker has no process any more; "" if it has one.
       programs, refused: as in `protocol.Answer`.
     """
 
@@ -55,10 +55,10 @@ class WorkerResult:
 
 
 class Main(Protocol):
-    """What a process is started as.
+    """The program that a process runs.
 
     Attributes:
-      module: the main that the process runs.
+      module: the main module of the process.
       hello: the first message to the process.
     """
 
@@ -66,14 +66,14 @@ class Main(Protocol):
     hello: protocol.Hello
 
     def environment(self) -> dict[str, str]:
-        """The environment variables of the process."""
+        """Returns the environment variables of the process."""
 
 
 class OnDevice:
-    """A process that runs candidates on a GPU, or on the CPU where there is no GPU.
+    """The main program of a process that runs candidates on a GPU, or on the CPU if `gpu` is `Gpu.none()`.
 
     Args:
-      programs: a directory that it shares with others.
+      programs: the directory of compiled programs, shared with other processes.
       keep_programs: as in `RunnerOptions`.
     """
 
@@ -102,13 +102,13 @@ class OnDevice:
 
 
 class Compiler:
-    """A process that compiles for a chip, and sees none.
+    """The main program of a process that compiles for a chip without access to a device.
 
     Args:
-      programs: a directory that it shares with the process that loads what it compiles.
+      programs: the directory of compiled programs, shared with the process that loads them.
 
     Attributes:
-      hello: there is none before `aim`.
+      hello: not set before `aim`.
     """
 
     module = "scheduler.measure.compile_process"
@@ -118,23 +118,23 @@ class Compiler:
         self._programs = programs
 
     def aim(self, target: Target) -> None:
-        """Says for which chip."""
+        """Sets the chip to compile for."""
         self.hello = protocol.Hello("", target.platform, self._programs, target=target)
 
     def environment(self) -> dict[str, str]:
-        # One core each: compilations of several candidates run side by side.
+        # One core per process, because the compilations of several candidates run in parallel.
         return inherited() | absent_gpu.ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 
 
 def _kept_programs() -> dict[str, str]:
-    """Variables by which JAX keeps what it compiles, in this user's cache.
+    """Returns variables that make JAX store its compiled programs in this user's cache directory.
 
-    The next search of a problem loads the programs of libraries, which XLA tuned on the device. Variables of the user
-    win.
+    The next search of a problem loads the library programs that XLA autotuned on the device. Variables that the user
+    has set take precedence.
     """
     try:
         place = platformdirs.user_cache_path("tile-scheduler", False) / "programs"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home directory
         return {}
     return {
         "JAX_COMPILATION_CACHE_DIR": str(place),
@@ -146,36 +146,44 @@ def _kept_programs() -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """This process's own variables but those of a device's memory; modules are found where this process finds them."""
+    """Returns this process's environment without the variables for device memory.
+
+    `PYTHONPATH` is set to `sys.path`, so that the child finds the same modules.
+    """
     own = {name: value for name, value in os.environ.items() if name not in _MEMORY_VARIABLES}
     return own | {"PYTHONPATH": os.pathsep.join(path or _here() for path in sys.path)}
 
 
 class WorkerProcess:
-    """Requests block, and are for one thread at a time; `abandon` is for any."""
+    """A worker process that is restarted when it is lost.
+
+    Requests block, and only one thread at a time may send them. Any thread may call `abandon`.
+    """
 
     def __init__(self, main: Main, children: Children) -> None:
         self._main, self._children = main, children
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._abandoned = self._spawned = False
-        self.target: Target | None = None  # the chip that its process found
+        self.target: Target | None = None  # the chip that the process found
 
     @property
     def pid(self) -> int | None:
-        """Of the process now, or None where there is none."""
+        """The id of the current process, or None if there is none."""
         return None if self._child is None else self._child.pid
 
     def spawn(self) -> None:
-        """Starts a process that imports what it needs, before the first message to it is known; `begin` follows.
+        """Starts a process that imports its modules before the first message to it is known; call `begin` afterwards.
 
-        Where none starts, `begin` says why.
+        If the process does not start, `begin` returns the reason.
         """
         with contextlib.suppress(EOFError):
             self._spawn()
 
     def begin(self) -> WorkerError | None:
-        """Starts a process, in place of any but one that `spawn` started; or why none starts.
+        """Starts a process, or uses the one that `spawn` started; returns the error if no process starts.
+
+        Any other running process is stopped first.
 
         Raises:
           WorkerError: the pool was closed.
@@ -190,22 +198,25 @@ class WorkerProcess:
         return None
 
     def stop(self) -> None:
-        """Ends the process, where there is one, and frees what it holds of the device."""
+        """Stops the process if there is one, and frees its device memory."""
         with self._lock:
             self._end()
 
     def abandon(self) -> None:
-        """Ends the process from any thread; requests under way raise a WorkerError, and none is replaced."""
+        """Kills the process from any thread; requests in progress raise a WorkerError, and no process is restarted."""
         self._abandoned = True
-        if (child := self._child) is not None:  # another thread may be ending it
+        if (child := self._child) is not None:  # another thread may be stopping it
             child.kill()
 
     def request(self, request: protocol.Request, limit_s: Limit, ended: Ended) -> WorkerResult:
-        """What came of `request`: a failure where the process was lost over it twice, or may be blamed for it.
+        """Sends `request` and returns its result; a retryable result is retried once.
+
+        The result is a failure if the process was lost in both attempts, or if the candidate is the probable cause.
 
         Raises:
-          WorkerError: the worker met a defect of the program, not of the candidate; or the pool was closed.
-          CandidateFailed: of a request that is `raising`, from the worker's traceback.
+          WorkerError: the worker hit a defect of this package, not of the candidate; or the pool was closed.
+          CandidateFailed: the candidate raised an exception and the request has `raising` set; chained to the worker's
+            traceback.
         """
         with self._lock:
             result = self._attempt(request, limit_s, ended)
@@ -220,7 +231,7 @@ class WorkerProcess:
             reply = self._child.ask(request, "prepare", limit_s, ended)
         except Overrun as overrun:
             return WorkerResult(Failure("timeout", str(overrun)), lost=self._replace())
-        except EOFError as death:  # it may have been killed from outside
+        except EOFError as death:  # it may have been killed by another program
             return WorkerResult(Failure("worker", str(death)), retryable=True, lost=self._replace())
         result = result_of(reply)
         if isinstance(reply, protocol.Answer) and reply.fatal:
@@ -228,8 +239,8 @@ class WorkerProcess:
         return result
 
     def _replace(self) -> str:
-        """Starts a process in place of the one that was lost; why none starts, or ""."""
-        # What a killed process held of the device may come free only after a while.
+        """Starts a process in place of the lost one; returns the reason if none starts, else ""."""
+        # The device memory of a killed process may be freed only after a delay.
         for pause_s in (*RESTART_PAUSES_S, 0.0):
             if (refused := self.begin()) is None:
                 return ""
@@ -237,7 +248,7 @@ class WorkerProcess:
         return str(refused)
 
     def _start(self) -> None:
-        """Raises a WorkerError with what the process said that does not start."""
+        """Starts the process; raises a WorkerError with its error message if it does not start."""
         try:
             if not self._spawned:
                 self._spawn()
@@ -268,16 +279,16 @@ class WorkerProcess:
 def _here() -> str:
     try:
         return os.getcwd()
-    except OSError:  # it is gone
+    except OSError:  # the directory was removed
         return ""
 
 
 def result_of(reply: protocol.Message) -> WorkerResult:
-    """The result of a request, of its answer.
+    """Returns the result of a request from the reply to it.
 
     Raises:
-      WorkerError: the process met a defect of the program, or this is no answer.
-      CandidateFailed: as `WorkerProcess.request`.
+      WorkerError: the process hit a defect of this package, or the message is not a reply.
+      CandidateFailed: as in `WorkerProcess.request`.
     """
     match reply:
         case protocol.Raised(text, trace):
@@ -290,7 +301,7 @@ def result_of(reply: protocol.Message) -> WorkerResult:
 
 
 def stop_all(workers: Sequence[WorkerProcess]) -> None:
-    """Ends them: all are abandoned before one is waited for."""
+    """Stops all workers: abandons every worker before waiting for the first."""
     for worker in workers:
         worker.abandon()
     for worker in workers:
@@ -303,7 +314,7 @@ def requested(
     beside: tuple[protocol.Held, ...] = (),
     programs: protocol.Programs | None = None,
 ) -> protocol.Request:
-    """The message that asks a process to do this with the candidate of a task."""
+    """Builds the request to do `do` with the candidate of a task."""
     return protocol.Request(
         do=do,
         operation=name_of(task.operation),
@@ -321,10 +332,10 @@ def requested(
 
 
 def name_of(operation: Operation[Any]) -> str:
-    """The name under which a worker process loads it.
+    """Returns the name under which a worker process loads `operation`.
 
     Raises:
-      WorkerError: none can.
+      WorkerError: no process can load it.
     """
     if (name := locate(operation)) is None:
         raise WorkerError(out_of_reach(operation))
@@ -332,7 +343,7 @@ def name_of(operation: Operation[Any]) -> str:
 
 
 def out_of_reach(operation: Operation[Any]) -> str:
-    """Why no worker process can load `operation`, and what to do."""
+    """Explains why no worker process can load `operation`, and how to fix it."""
     return (
         f"no worker process can load {operation.name}, which no module or script holds under a name (it was defined in "
         "a notebook, in a console or within a function): define it at the top level of a file"
@@ -340,7 +351,7 @@ def out_of_reach(operation: Operation[Any]) -> str:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,1 +1,1 @@
-"""An answer without measuring, from the model and from records of similar problems."""
+"""Selects a schedule without measuring, from the cost model and from records of similar problems."""

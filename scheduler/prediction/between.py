@@ -1,4 +1,4 @@
-"""An answer from a range: what the records at the two points next to a problem say of it, without measuring."""
+"""Selects a schedule from a range without measuring, using the records at the two points around a problem."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from scheduler.prediction.validation import recheck
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# What the model would answer by both records, and nobody has timed, must promise this much more than what was.
+# The minimum additional gain for a schedule that the model selects from both records and that was never timed.
 MODEL_GAIN = 0.10
 Find = Callable[[Key], Iterable[Record]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """What a range answers.
+    """A schedule that was selected from a range.
 
     Attributes:
-      range: which.
-      low, high: the points next to the problem's value.
-      backend, version, schedule: what to run.
-      predicted_s, library_s: its time and the library's, seconds, interpolated from those at both points.
-      estimated: whether the record of either point is the compiler's estimate (`Record.estimated`).
-      untimed: of a schedule that was timed at neither point, why it is the answer all the same; "" of all others.
+      range: the range.
+      low, high: the points around the problem's value.
+      backend, version, schedule: the kernel and the schedule to run.
+      predicted_s, library_s: the times of the schedule and of the library in seconds, interpolated between both points.
+      estimated: whether the record at either point is an estimate of the compiler (`Record.estimated`).
+      untimed: why a schedule was selected that was timed at neither point; "" for all other schedules.
     """
 
     range: Range
@@ -70,17 +70,19 @@ def between(
     backends: frozenset[str] | None = None,
     shared_only: bool = False,
 ) -> Between | str:
-    """What the ranges that `problem` lies in answer; "" where it lies in none, or why none of them answers, in words.
+    """Selects a schedule from the ranges that contain `problem`.
 
-    Of several ranges the one with the nearest points answers, by the schedules that the records at both points have
-    times of: the one with the largest gain over the library (`_Gains`), which gains nothing and answers where it is
-    allowed and nobody gains more than `TIE`, as in a run-off. A schedule that is not legal for `problem` leaves its
-    place to the next. What the model would answer by these two records, and nobody has timed, must promise `MODEL_GAIN`
-    more.
+    Returns "" if no range contains it, or a text that gives the reasons if no range can be used. Among several ranges,
+    the one with the nearest points is used first.
+
+    Candidates are the schedules with times in the records at the points. The schedule with the largest gain over the
+    library is selected (`_Gains`). The library gains nothing; it is selected if it is allowed and no schedule gains
+    more than `TIE`, as in a run-off. A schedule that is not legal for `problem` is skipped. A schedule that the model
+    selects from these two records, and that was never timed, must promise a gain larger by `MODEL_GAIN`.
 
     Args:
-      find: the records of a key, first those that go first.
-      backends: the kernels that may answer; None allows all.
+      find: returns the records of a key, by descending precedence.
+      backends: the kernels that may be selected; None allows all.
       shared_only: as in `predict`.
     """
     lying = [
@@ -107,12 +109,12 @@ def answer(
     records: Iterable[Record] = (),
     ranges: Iterable[Range] = (),
 ) -> Answer:
-    """What a call gets where nothing is searched: by its own record among `records`, by a range, or by the model.
+    """Selects the schedule of a call without a search: by its own record in `records`, by a range, or by the model.
 
-    Its own record goes after a range whose points were measured where it was not.
+    An estimated own record has lower precedence than a range with measured points.
 
     Raises:
-      NoCandidate: as `predict`.
+      NoCandidate: as in `predict`.
     """
     kept = sorted(records, key=lambda record: record.estimated)
     found = predict(operation, problem, hardware, backends=backends, records=kept)
@@ -139,16 +141,16 @@ def answer(
 def point_keys(
     operation: Operation[Any], problem: Problem, hardware: Hardware, ranges: Iterable[Range]
 ) -> Iterator[Key]:
-    """The keys of the records that `between` asks for."""
+    """Yields the keys of the records that `between` needs."""
     for one in ranges:
         for value in _around(one, operation, problem, hardware) or ():
-            with contextlib.suppress(ValueError):  # no such problem
+            with contextlib.suppress(ValueError):  # not a valid problem
                 yield key_of(operation, dataclasses.replace(problem, **{one.field: value}), hardware)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """The question."""
+    """The arguments of one query."""
 
     operation: Operation[Any]
     problem: Problem
@@ -157,7 +159,7 @@ class _Asked:
     shared_only: bool
 
     def modelled_gain(self, problem: Problem, backend: str, schedule: Schedule) -> float | None:
-        """The gain of a schedule over the library as the model sees it; None where it is not legal."""
+        """Returns the log of the predicted gain of a schedule over the library; None if it is not legal."""
         library, kernel = self.operation.library, self.operation.kernel(backend)
         fitted = calibrations(self.operation.name, self.hardware, shared_only=self.shared_only)
         models = [model_of(self.operation, each, self.hardware, found=fitted) for each in (library, kernel)]
@@ -166,10 +168,10 @@ class _Asked:
 
 
 def _around(of: Range, operation: Operation[Any], problem: Problem, hardware: Hardware) -> tuple[int, int] | None:
-    """The two points next to a problem, where it lies in the range."""
+    """Returns the two points around a problem, or None if it is not in the range."""
     if (of.operation, of.hardware) != (operation.name, hardware.id):
         return None
-    value = vars(problem).get(of.field)  # a store may hold any name
+    value = vars(problem).get(of.field)  # a stored field name may be unknown here
     if type(value) is not int:
         return None
     return of.around(value) if family_of(problem, of.field) == of.problem else None
@@ -184,7 +186,7 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Betw
     assert isinstance(low, _Held)
     assert isinstance(high, _Held)
     share = math.log(getattr(problem, of.field) / ends[0]) / math.log(ends[1] / ends[0])
-    # Where two gain the same, what won above: a tile that is part empty takes as long as a full one.
+    # With equal gains, the winner at the upper point is preferred: a partly empty tile takes as long as a full one.
     entries = {
         point_of(entry.backend, entry.schedule): entry
         for held in (high, low)
@@ -192,9 +194,9 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Betw
         if entry.backend in asked.allowed
     }
     gains = _Gains(asked, low, high, share)
-    library = None if operation.library.taken_apart else operation.library.backend  # a tie goes to it
+    library = None if operation.library.taken_apart else operation.library.backend  # selected in a tie
     gain, best = -math.inf, None
-    # What was measured is the most that a schedule can gain here: most are left out before the model is asked.
+    # The measured gain is an upper bound here, so most schedules are skipped without querying the model.
     for point, entry in sorted(entries.items(), key=lambda item: gains.measured(item[0]), reverse=True):
         less = 0 if entry.backend == library else TIE
         if gains.measured(point) - less > gain and (here := gains.of(point, entry)) is not None and here - less > gain:
@@ -222,14 +224,14 @@ def _answer(asked: _Asked, of: Range, ends: tuple[int, int], find: Find) -> Betw
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A point of the range with its record, which holds."""
+    """A point of the range with its valid record."""
 
     problem: Problem
     record: Record
 
     @property
     def base_s(self) -> float:
-        """The library's time, seconds; the slowest, where the library did not run."""
+        """The library's time in seconds; the slowest time if the library did not run."""
         library = self.record.library_entry
         times = [entry.measurement.median_s for entry in self.record.entries]
         return max(times) if library is None else library.measurement.median_s
@@ -243,9 +245,9 @@ class _Held:
         return point in self._gains
 
     def gain(self, point: Point) -> float:
-        """The logarithm of the library's time over that of a schedule.
+        """Returns the logarithm of the ratio of the library's time to that of a schedule.
 
-        Where that has none, zero, or the gain of the best of its backend, where that is less.
+        An untimed schedule has a gain of zero, or the best gain of its backend if that is negative.
         """
         if point in self._gains:
             return self._gains[point]
@@ -253,7 +255,7 @@ class _Held:
 
 
 def _held(asked: _Asked, field: str, value: int, find: Find) -> _Held | str:
-    """A point with its record, whoever won there; or why it has none that holds."""
+    """Returns a point with its record, whichever kernel won there; or why it has no valid record."""
     operation, hardware = asked.operation, asked.hardware
     try:
         there = dataclasses.replace(asked.problem, **{field: value})
@@ -270,15 +272,16 @@ def _held(asked: _Asked, field: str, value: int, find: Find) -> _Held | str:
 
 @dataclasses.dataclass(frozen=True)
 class _Gains:
-    """What schedules gain over the library at a problem between two points.
+    """The gains of schedules over the library for a problem between two points.
 
-    That is the logarithm of the library's time over their own as it was measured at the points, interpolated over the
-    logarithm of the extent; at a point where a schedule was not timed it gains nothing, and no more than the best of
-    its backend did. What the model has it lose on the way from a point (a wave that is part empty, rows that no vector
-    divides) is taken off. What the model has it win is not: the library may win likewise.
+    A gain is the logarithm of the library's time over that of the schedule. The gains measured at the points are
+    interpolated over the logarithm of the extent. At a point where a schedule was not timed, its gain is zero, or the
+    best gain of its backend if that is negative. A loss that the model predicts between a point and the problem is
+    subtracted, for example from a partly empty wave, or from rows that no vector width divides. A predicted improvement
+    is ignored, because the library may improve likewise.
 
     Attributes:
-      share: of the way from the lower point to the upper one.
+      share: the position of the problem between the lower point (0) and the upper point (1).
     """
 
     asked: _Asked
@@ -287,11 +290,11 @@ class _Gains:
     share: float
 
     def measured(self, point: Point) -> float:
-        """Without what the model has it lose."""
+        """Returns the gain without the loss that the model predicts."""
         return self._at_share(*(held.gain(point) for held in (self.low, self.high)))
 
     def of(self, point: Point, entry: Entry) -> float | None:
-        """None where the schedule is not legal."""
+        """Returns the gain of a schedule, or None if it is not legal."""
         if (here := self.asked.modelled_gain(self.asked.problem, entry.backend, entry.schedule)) is None:
             return None
         if entry.backend == self.asked.operation.library.backend:

@@ -1,4 +1,4 @@
-"""What one kernel would run without measuring, how long that is expected to take, and how far off that may be."""
+"""Selects a schedule of one kernel without measuring, and predicts its time and the error of the prediction."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
-# Predictions closer than this say nothing about who is faster: a neighbour's measured winner goes first.
+# Predictions closer than this ratio do not determine the faster schedule; the measured winner of a neighbour is
+# preferred.
 TIE = 1.02
-# So many predictions are passed over for the first of a variant that was measured.
+# How many predictions are searched for the first schedule of a measured variant.
 PASSED_OVER = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A kernel's answer without measuring.
+    """A schedule of one kernel, selected without measuring.
 
     Attributes:
-      backend, schedule: what would run.
-      predicted_s: its time, seconds, corrected by what was measured.
+      backend, schedule: the kernel and the schedule to run.
+      predicted_s: its time in seconds, corrected by measurements.
       deviation: standard deviation of the logarithm of its time.
-      neighbour: the similar problem whose record had a say; "" where there was none.
-      words: what it said.
-      ranked: False where the kernel declares no footprint.
+      neighbour: the similar problem with the record that was used; "" if there was none.
+      words: a text that describes how that record was used.
+      ranked: False if the kernel declares no footprint.
     """
 
     backend: str
@@ -61,14 +62,15 @@ def choose(
     *,
     needed: bool = False,
 ) -> Choice | str:
-    """The first choice for one kernel, seeded by the nearest problem that tells of it; or why there is none.
+    """Selects a schedule of one kernel, using the nearest problem with a record of it; or returns why there is none.
 
-    It is among the verified schedules, of a variant that was measured where any was; where there is none, and an answer
-    is `needed` all the same, among all.
+    The schedule is a verified one, and of a measured variant if any variant was measured. If there is none and `needed`
+    is set, any legal schedule may be selected.
 
     Args:
-      fitted: by backend, what was fitted to measurements on this chip.
-      near: similar problems with their records, the nearest first.
+      fitted: the calibrations from measurements on this chip, by backend.
+      near: similar problems with their records, nearest first.
+      needed: allow an unverified schedule if there is no verified one.
     """
     model = model_of(operation, kernel, hardware, found=fitted)
     pruned = prune(kernel, problem, hardware, model, keep=1, verified=not kernel.library)
@@ -85,7 +87,7 @@ def choose(
     schedule: Schedule | None = None
     near_by = words = ""
     if closest is not None:
-        # What was not yet learnt from there, half as much for each doubling.
+        # The remaining error there, which the fit does not explain, weighted by half for each doubling.
         error += closest.neighbour.weight * (closest.error - residuals.at(closest.place)[0])
         near_by = str(closest.neighbour.problem)
         at = f"{near_by}, {closest.neighbour.doublings:.1f} doublings away"
@@ -107,7 +109,7 @@ def choose(
 
 @dataclasses.dataclass(frozen=True)
 class _Told:
-    """What a neighbour's record tells of a kernel: the model's error there, and how much it objects to the winner."""
+    """A neighbour's record of a kernel: the error of the model there, and the model's loss for the winner."""
 
     neighbour: Neighbour
     entry: Entry
@@ -130,7 +132,7 @@ def _told(kernel: Kernel[Any, Any], neighbour: Neighbour, hardware: Hardware, mo
 
 
 def _variants(kernel: Kernel[Any, Any], fitted: Mapping[str, Calibration]) -> Sequence[str]:
-    """Those that were measured; none, where that is too little to hold the others against them."""
+    """Returns the measured variants; empty if there are too few measurements to exclude other variants."""
     found = fitted.get(kernel.backend)
     enough = found is not None and found.version == kernel.version and found.problems >= LEAST
     return found.variants if found is not None and enough else ()
@@ -145,10 +147,10 @@ def _first(
     variants: Sequence[str],
     needed: bool,
 ) -> Schedule | None:
-    """The best ranked of a measured variant; of any, where none was measured; None where none of these is legal.
+    """Returns the best ranked schedule of a measured variant, or of any variant if none was measured.
 
-    A variant that nobody measured may lead the model's ranking by what the model gets wrong of it: one that splits k
-    over clusters takes 18.9 us for 200 x 4096 x 4096, where 14.7 were predicted (H200).
+    Returns None if none of these is legal. The model may rank an unmeasured variant first because of its own error: a
+    variant that splits k over clusters takes 18.9 us for 200 x 4096 x 4096, and 14.7 us were predicted (H200).
     """
     if not variants or not pruned.ranked or variant_of(pruned.points.row(0)) in variants:
         return pruned.schedule(0)
@@ -162,7 +164,7 @@ def _first(
 def modelled_s(
     kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, model: CostModel, schedule: Schedule
 ) -> float | None:
-    """The model's time of one schedule, seconds; None where it is not legal."""
+    """Returns the predicted time of one schedule in seconds; None if it is not legal."""
     if illegal(kernel, problem, hardware, schedule) is not None:
         return None
     if kernel.library:
@@ -173,6 +175,6 @@ def modelled_s(
 
 
 def _verified(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> bool:
-    """Whether a legal schedule is of the part of the space that was checked on a device of this architecture."""
+    """Returns whether a legal schedule is in the part of the space that was verified on this architecture."""
     one = Columns.of([kernel.space(problem, hardware.target).decode(schedule)])
     return bool(np.all(kernel.verified(problem, one, hardware.target)))

@@ -1,4 +1,4 @@
-"""What a store tells of one problem: all that an answer to it may follow from, and no more."""
+"""Reads the data for a prediction about one problem from a store."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What `between.answer` and `predict` need of stores.
+    """The stored data that `between.answer` and `predict` need.
 
     Attributes:
-      records: of the problem itself, of the most similar problems, and at the points of the ranges.
-      ranges: those that the problem may lie in.
+      records: records of the problem itself, of the most similar problems, and at the points of the ranges.
+      ranges: the ranges that may contain the problem.
     """
 
     records: Sequence[Record] = ()
@@ -35,7 +35,7 @@ class Evidence:
 
 
 def read(store: Store, operation: Operation[Any], problem: Problem, hardware: Hardware) -> Evidence:
-    """What one store tells of a problem; malformed records are left out.
+    """Reads one store's data for a problem; malformed records are skipped.
 
     Raises:
       StoreError: the store cannot be read.
@@ -50,13 +50,13 @@ def read(store: Store, operation: Operation[Any], problem: Problem, hardware: Ha
 def _held(store: Store, keys: Iterable[Key]) -> list[Record]:
     found = []
     for key in dict.fromkeys(keys):
-        with contextlib.suppress(MalformedRecord):  # whoever asks for this very record is told
+        with contextlib.suppress(MalformedRecord):  # a direct request for this record reports the error
             if (record := store.get(key)) is not None:
                 found.append(record)
     return found
 
 
 def merged(parts: Iterable[Evidence]) -> Evidence:
-    """That of several stores, of which the first goes first."""
+    """Merges the evidence of several stores; the first store takes precedence."""
     several = list(parts)
     return Evidence([r for each in several for r in each.records], [r for each in several for r in each.ranges])

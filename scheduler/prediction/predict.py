@@ -1,4 +1,4 @@
-"""predict(): an answer without measuring, from the model and from what was measured of similar problems."""
+"""predict(): selects a schedule without measuring, from the cost model and measurements of similar problems."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from search_spaces.kernel import Kernel
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# How probable it must be that a kernel is faster than the library for it to answer unmeasured: the gain that is
-# expected is as large as its standard deviation. By `benchmarks/no_search.py`, where nothing near was measured.
+# The minimum probability that a kernel is faster than the library, for it to be selected without measuring. At this
+# value, the expected gain equals its standard deviation. From `benchmarks/no_search.py`, with no similar problem
+# measured.
 SURE = 0.84
 
 
@@ -31,16 +32,17 @@ class Answer:
     """A prediction.
 
     Attributes:
-      backend, schedule: what to run.
-      predicted_s: its predicted time, seconds; what was measured, where that is known.
-      library_s: the same of the library's answer, seconds.
-      reason: why this one, in words.
-      neighbour: the similar problem whose record corrects the model; "" where there was none.
-      ranked: False where its kernel declares no footprint: its time is then unknown, and the library's stands for it.
-      source: "record" where the problem itself was measured, "range" where it lies between two points of one.
-      faster: how probable it is that the best kernel is faster than the library, by the errors that are expected of
-        both times; None where that was measured, or no kernel can answer.
-      estimated: whether the record, or those at the points of the range, are the compiler's estimates.
+      backend, schedule: the kernel and the schedule to run.
+      predicted_s: the predicted time of the schedule, in seconds; the measured time if it is known.
+      library_s: the same for the library kernel, in seconds.
+      reason: why this schedule was selected, as text.
+      neighbour: the similar problem with the record that corrects the model; "" if there was none.
+      ranked: False if the kernel declares no footprint. Its time is then unknown, and `predicted_s` is the library's
+        time.
+      source: "record" if the problem itself was measured, "range" if it lies between two points of a range.
+      faster: the probability that the best kernel is faster than the library, from the expected errors of both times;
+        None if the problem was measured, or no kernel can be used.
+      estimated: whether the record, or the records at the points of the range, are estimates of the compiler.
     """
 
     backend: str
@@ -58,7 +60,7 @@ class Answer:
 def explain(
     operation: Operation[Any], problem: Problem, hardware: Hardware
 ) -> list[tuple[Kernel[Any, Any], Pruned | str]]:
-    """For each kernel, its space pruned and ranked, or why it cannot do this problem here."""
+    """Returns, for each kernel, its pruned and ranked space, or why it does not support this problem here."""
     return [
         (
             kernel,
@@ -81,23 +83,24 @@ def predict(
     sure: float | None = None,
     fitted: Mapping[str, Calibration] | None = None,
 ) -> Answer:
-    """The top prediction, without measuring anything, among the schedules that were verified on the architecture.
+    """Selects a schedule without measuring, among the schedules that were verified on the architecture.
 
-    Where one of `records` is of this problem and still holds, it is the answer, as it is for a call.
+    If one of `records` is of this problem and still valid, it is selected, as in a call.
 
-    A kernel that competes with the library must have been verified on this architecture, and be faster with a
-    probability of at least `SURE`, by the errors that the model made on measured problems; where `backends` leaves the
-    library out, the best prediction is the answer, and a kernel without a verified schedule gives one that is not.
+    A kernel that competes with the library must have been verified on this architecture. It must be faster with a
+    probability of at least `SURE`, given the errors of the model on measured problems. If `backends` excludes the
+    library, the best prediction is selected; a kernel without a verified schedule may then use an unverified one.
+
+    The record of the most similar problem, at most one doubling away, corrects the model in addition to the fitted
+    constants. The correction is the remaining error of the model there, and shrinks with distance. The winner of that
+    record is preferred here if it is legal and the model predicts no larger loss for it than it did there.
 
     Args:
-      backends: the kernels that may answer; None allows all.
-      records: of this operation on this chip; what was measured goes before estimates. The one of the most similar
-        problem, at most a doubling away, corrects the model beside what was fitted: by what that still got wrong there,
-        less so the farther that problem is; and the winner there is the first choice here where it is legal and the
-        model does not object to it more than it did there.
-      shared_only: use no constants of the user's own, which other processes of a job may not have.
-      sure: that probability, where another is wanted.
-      fitted: by backend, what was fitted to measurements on this chip; None takes what is stored.
+      backends: the kernels that may be selected; None allows all.
+      records: records of this operation on this chip; measurements take precedence over estimates.
+      shared_only: use no constants of this user, which other processes of a job may not have.
+      sure: the minimum probability, in place of `SURE`.
+      fitted: the calibrations from measurements on this chip, by backend; None loads the stored ones.
 
     Raises:
       NoCandidate: no allowed kernel supports the problem, or none of its schedules fits.
@@ -108,7 +111,7 @@ def predict(
         fitted = calibrations(operation.name, hardware, shared_only=shared_only)
     near = _nearest(operation, problem, records)
     library = operation.library
-    # What was measured of it alone says nothing of what it does within a function where it is taken apart.
+    # Standalone measurements of the library do not apply if XLA may fuse its program differently within a function.
     told = ({}, ()) if library.taken_apart else (fitted, near)
     best = choose(operation, library, problem, hardware, *told)
     assert not isinstance(best, str), "a library kernel has a program for every problem"
@@ -117,7 +120,7 @@ def predict(
         return measured
     found: Choice | None = None
     refused: dict[str, str] = {}
-    unsupported: dict[str, str] = {}  # of no interest where another kernel is for this chip and this problem
+    unsupported: dict[str, str] = {}  # reported only if no kernel was refused for another reason
     for kernel in operation.kernels:
         if kernel.backend not in allowed or kernel.library:
             continue
@@ -158,14 +161,20 @@ def predict(
 
 
 def _probability_of_gain(library: Choice, found: Choice) -> float:
-    """That the library takes longer: errors in log time are normal, and those of the two independent."""
+    """Returns the probability that the library takes longer.
+
+    Errors of log time are assumed normal, and independent between the two.
+    """
     gain = math.log(library.predicted_s / found.predicted_s)
     deviation = math.hypot(library.deviation, found.deviation)
     return (1 + math.erf(gain / (deviation * math.sqrt(2)))) / 2
 
 
 def _nearest(operation: Operation[Any], problem: Problem, records: Sequence[Record]) -> list[Neighbour]:
-    """Those that were measured; estimates, which correct the model towards themselves, for want of any."""
+    """Returns the nearest measured problems, or the nearest estimated ones if none was measured.
+
+    Estimates would correct the model towards themselves.
+    """
     for estimated in (False, True):
         alike = [record for record in records if record.estimated is estimated]
         if near := nearest(operation, problem, alike, within=TELLING):
@@ -181,7 +190,10 @@ def _measured(
     allowed: frozenset[str],
     library_s: float,
 ) -> Answer | None:
-    """What the problem's own record says, where there is one that holds; `library_s` counts where that did not run."""
+    """Returns the answer of the problem's own record, or None if there is no valid one.
+
+    `library_s` is used if the library did not run in the record.
+    """
     key = key_of(operation, problem, hardware)
     for record in records:
         entry = recheck(operation, problem, hardware, record, backends=allowed) if record.key == key else "another's"

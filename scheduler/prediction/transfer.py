@@ -1,4 +1,4 @@
-"""What was measured of similar problems, and what that tells about one that was not."""
+"""Finds records of similar problems, and weights what they imply for a problem that was not measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from scheduler.core.similar import Near
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Doublings of all sizes together up to which a problem's winner is worth a trial...
+# The maximum distance, in doublings of all sizes together, at which a problem's winner is worth a trial.
 WORTH_A_TRIAL = 3.0
-# ...and up to which it says something of another problem's times without one.
+# The maximum distance at which a record is used to predict the times of another problem without a trial.
 TELLING = 1.0
-# So many are asked.
+# The maximum number of neighbours.
 MOST = 3
-# Each number that may be left out doubles the ways to write a problem.
+# Each field with a default doubles the number of ways to write a problem.
 MOST_SPELLINGS = 32
 
 
@@ -29,9 +29,9 @@ class Neighbour:
     """A similar problem with its record.
 
     Attributes:
-      problem: the similar one.
-      record: what was measured of it.
-      doublings: how far away it is (`distance`).
+      problem: the similar problem.
+      record: its record.
+      doublings: its distance (`distance`).
     """
 
     problem: Problem
@@ -40,7 +40,7 @@ class Neighbour:
 
     @property
     def weight(self) -> float:
-        """How much of what the model got wrong there it is expected to get wrong here: half at each doubling."""
+        """The share of the model's error there that is expected here; it halves with each doubling."""
         return 0.5**self.doublings
 
     def best(self, backend: str) -> Entry | None:
@@ -48,9 +48,9 @@ class Neighbour:
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """Doublings between two problems, ``sum |log2(size / size)|`` over the numbers of their `coordinates`.
+    """Returns the doublings between two problems: ``sum |log2(size / size)|`` over the numbers in `coordinates`.
 
-    Infinite where they differ in anything but numbers, or where a number is not positive and another.
+    The distance is infinite if the problems differ in anything other than numbers, or in a number that is not positive.
     """
     total = 0.0
     here, there = one.coordinates(), other.coordinates()
@@ -67,11 +67,11 @@ def distance(one: Problem, other: Problem) -> float:
 
 
 def near(operation: Operation[Any], problem: Problem, hardware: Hardware, within: float, most: int = MOST) -> Near:
-    """What to ask a store for what `nearest` picks from all records.
+    """Returns the store query for the records that `nearest` would select from all records.
 
     Args:
-      within: only those at most so many doublings away.
-      most: at most so many.
+      within: the maximum distance in doublings.
+      most: the maximum number of records.
     """
 
     def from_here(text: str) -> float:
@@ -84,9 +84,10 @@ def near(operation: Operation[Any], problem: Problem, hardware: Hardware, within
 
 
 def _spellings(problem: Problem, within: float) -> list[tuple[str, float]]:
-    """The canonical text, and the same with numbers at their defaults written out, or those near these left out.
+    """Returns the canonical text and its variants, each with its distance in doublings.
 
-    Texts leave defaults out: where one of two similar problems has a default, the numbers of their texts do not pair.
+    A variant writes out fields that have their default, or leaves out fields that are near it. Canonical texts omit
+    defaults, so if one of two similar problems has a default, the numbers in their texts do not pair.
     """
     told = problem.told()
     found: list[tuple[dict[str, Any], float]] = [(dict(told), 0.0)]
@@ -108,7 +109,7 @@ def _spellings(problem: Problem, within: float) -> list[tuple[str, float]]:
 
 
 def _number(value: Any) -> int | None:
-    """A positive integer, itself or as text."""
+    """Converts a positive integer, or its text, to int; None for any other value."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     return value if type(value) is int and value > 0 else None
@@ -117,11 +118,12 @@ def _number(value: Any) -> int | None:
 def nearest(
     operation: Operation[Any], problem: Problem, records: Iterable[Record], within: float, most: int = MOST
 ) -> list[Neighbour]:
-    """The most similar problems among `records` of this operation on one chip, the nearest first; never itself.
+    """Returns the most similar problems among `records`, nearest first, without `problem` itself.
 
     Args:
-      within: only those at most so many doublings away.
-      most: at most so many.
+      records: records of this operation on one chip.
+      within: the maximum distance in doublings.
+      most: the maximum number of problems.
     """
     found = []
     for record in records:

@@ -1,4 +1,4 @@
-"""Whether a stored answer still holds."""
+"""Checks whether a stored record is still valid."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def recheck(
     *,
     backends: frozenset[str] | None = None,
 ) -> Entry | str:
-    """The entry of a stored record to serve today, or why it no longer holds, in words.
+    """Returns the entry of a stored record to use now, or the reason why the record is no longer valid.
 
-    That is a `Changed` where code without a version of its own was edited: the kernels are traced here to tell.
+    The reason is a `Changed` if code without its own version was edited. To find this out, the kernels are traced here.
     """
     allowed = allowed_backends(operation, backends)
     for kernel in operation.kernels:
