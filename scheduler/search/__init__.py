@@ -1,1 +1,1 @@
-"""A budget of trials spent on the device, the final comparison, and what is done for many problems."""
+"""Searches for the fastest schedules on the device: one problem, ranges of problems, and jobs of many problems."""

@@ -1,4 +1,4 @@
-"""What a call would have got before a search: of a record, of a range or of the model; and its time."""
+"""The baseline of a search: the schedule that calls used before it (from a record, a range or the model)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.store.store import Store, shipped
 
 
 def stored_now(task: Task, hardware: Hardware, store: Store) -> Evidence:
-    """What is stored now, the user's own before the shipped; a store that cannot be read has nothing."""
+    """Returns the stored evidence for a problem, the user's before the shipped. An unreadable store is skipped."""
     found: list[Evidence] = []
     with contextlib.ExitStack() as stack:
         stores = [store]
@@ -23,15 +23,15 @@ def stored_now(task: Task, hardware: Hardware, store: Store) -> Evidence:
             if (other := shipped()) is not None:
                 stores.append(stack.enter_context(contextlib.closing(other)))
         for each in stores:
-            with contextlib.suppress(StoreError):  # the search warns of it
+            with contextlib.suppress(StoreError):  # the search issues the warning
                 found.append(read(each, task.operation, task.problem, hardware))
     return merged(found)
 
 
 def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store: Store) -> Before | None:
-    """What a call got of what was stored, `had`, beside the winner of `record`, which was found since.
+    """Returns the schedule that calls selected from the earlier evidence `had`, with its time: the baseline.
 
-    None where no answer was possible.
+    Returns None if no schedule could be selected.
     """
     try:
         found = answer(
@@ -47,7 +47,7 @@ def before(task: Task, hardware: Hardware, had: Evidence, record: Record, store:
     trials: list[Trial] = []
     with contextlib.suppress(StoreError):
         trials = store.trials(record.key, record.environment)
-    # Times of the run-off compare best with the winner's; a trial's is the next best.
+    # Times of the run-off compare best with the winner's; the time of a trial is second best.
     times = {point_of(t.backend, t.schedule): t.outcome for t in trials}
     times |= {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
     match times.get(point_of(found.backend, found.schedule)):

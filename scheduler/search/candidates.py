@@ -1,4 +1,4 @@
-"""Among which schedules a search chooses: those that can run and that the model ranks first, and a few for a reason."""
+"""Selects the candidates of a search: legal schedules that the model ranks first, and seeds such as known winners."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from search_spaces.kernel import Target
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Of the legal schedules, the search chooses among this share that the model ranks first, but never among too few.
+# The share of the legal schedules, ranked by the model, that become candidates, and the minimum number per trial.
 KEPT_SHARE = 0.25
 KEPT_PER_TRIAL = 4
-# The library's programs are left out where they cannot come nearer than this to what the model expects of a kernel: one
-# that writes gigabytes between its kernels (attention of long sequences) would take most of a search's time and memory.
+# A library program is dropped if its lower bound exceeds the best predicted kernel time by this factor. A program that
+# writes gigabytes between its kernels (attention of long sequences) would take most of a search's time and memory.
 OUT_OF_REACH = 1.5
 
 
 @runtime_checkable
 class Recorded(Protocol):
-    """A runner that measures nothing: it tells what was measured once, and of some schedules only."""
+    """A runner that replays a recording and has times for some schedules only."""
 
     def version(self, backend: str, schedule: Schedule) -> int | None:
-        """The kernel version that was measured with this schedule, or None where it was not."""
+        """Returns the kernel version measured with this schedule, or None if it was not measured."""
 
     def fingerprint(self, backend: str, schedule: Schedule) -> str:
-        """That of the trial of this schedule; "" where it has none."""
+        """Returns the fingerprint of the trial of this schedule; "" if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """What a search chooses among.
+    """The candidates of a search.
 
     Attributes:
-      of: the candidates, the library's programs first, unless they are `OUT_OF_REACH`: whatever ends the search early,
-        there is something to compare with. Others are named by their place here.
-      seeds: vendors' programs, which are to be beaten as the library's are; what was asked for; and the winners of
-        similar problems, the nearest problem's first.
-      size: schedules of the whole spaces, before any rule.
-      dropped: reason -> how many of these it removed.
-      versions: backend -> kernel version, of every backend that competes.
+      of: the candidates. The library's programs come first, unless they are `OUT_OF_REACH`, so that even a search that
+        ends early has a baseline. Other fields refer to candidates by index.
+      seeds: candidates to try first: vendors' programs, which are baselines like the library's; requested schedules;
+        and the winners of similar problems, nearest problem first.
+      size: number of schedules in all spaces, before any rule.
+      dropped: reason -> number of schedules it removed.
+      versions: backend -> kernel version, for every competing backend.
     """
 
     of: Sequence[Candidate]
@@ -70,13 +70,13 @@ def collect(
     near: Sequence[Neighbour],
     first: Sequence[Point] = (),
 ) -> Candidates:
-    """The candidates of a search of `budget` trials.
+    """Returns the candidates of a search of `budget` trials.
 
     Args:
-      allowed: the backends that compete beside the library's.
-      known: what has a trial already, and stays whatever the model ranks first.
-      near: similar problems with their records, whose winners stay, too.
-      first: what stays and is tried before these, where it is legal.
+      allowed: backends that compete with the library's.
+      known: candidates that already have a trial. They are kept whatever their rank.
+      near: similar problems with their records. Their winners are also kept.
+      first: schedules that are kept and tried before those winners, if they are legal.
     """
     candidates: list[Candidate] = []
     dropped: collections.Counter[str] = collections.Counter()
@@ -115,7 +115,7 @@ def collect(
 
 
 def fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, which: Candidate | Trial) -> str:
-    """Of a candidate as it was recorded, or as it is traced now."""
+    """Returns the fingerprint of a candidate, from the recording if there is one, else as traced now."""
     if isinstance(runner, Recorded):
         return runner.fingerprint(which.backend, which.schedule)
     kernel, target = operation.kernel(which.backend), runner.hardware.target
@@ -123,13 +123,13 @@ def fingerprint(operation: Operation[Any], problem: Problem, runner: Runner, whi
 
 
 def identified(task: Task, target: Target) -> Task:
-    """The task with the fingerprint that its candidate has in this process."""
+    """Returns the task with the fingerprint that its candidate has in this process."""
     own = fingerprints.of_candidate(task.operation, task.problem, task.backend, task.schedule, target)
     return dataclasses.replace(task, fingerprint=own)
 
 
 def reference(operation: Operation[Any], problem: Problem, runner: Runner) -> str:
-    """The reference's fingerprint; that of a recording is not known."""
+    """Returns the fingerprint of the reference, or "" for a recording."""
     return "" if isinstance(runner, Recorded) else fingerprints.of_reference(operation, problem)
 
 
@@ -138,13 +138,13 @@ def _point(candidate: Candidate) -> Point:
 
 
 def _measured(legal: Iterable[Candidate], recording: Recorded) -> list[Candidate]:
-    """Those that a recording can tell about, as of the kernel version that it knows."""
+    """Returns the candidates that a recording has times for, with the recorded kernel version."""
     versions = ((candidate, recording.version(candidate.backend, candidate.schedule)) for candidate in legal)
     return [dataclasses.replace(candidate, version=version) for candidate, version in versions if version is not None]
 
 
 def _winners(near: Sequence[Neighbour], *, besides: str) -> Iterable[Entry]:
-    """The best entry of each backend but one of each of these problems, the nearest problem's first."""
+    """Yields the best entry of each backend except `besides` for each problem, nearest problem first."""
     for neighbour in near:
         for backend in dict.fromkeys(entry.backend for entry in neighbour.record.entries if entry.backend != besides):
             if (entry := neighbour.best(backend)) is not None:

@@ -1,4 +1,4 @@
-"""All that was measured of an operation on one chip, gathered from recorded sweeps and from stores."""
+"""Collects the measurements of an operation on one chip from recorded sweeps and from stores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from search_spaces.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is known of one chip.
+    """The measurements of one chip.
 
     Attributes:
       hardware: the chip.
-      trials: of each problem.
-      environments: under which they were made.
+      trials: the trials of each problem.
+      environments: the environments in which they were made.
     """
 
     hardware: Hardware
@@ -35,10 +35,10 @@ class Measured:
 
 
 def recorded(operation: Operation[Any], path: Path) -> Measured:
-    """What a recorded sweep holds; where it has a second pass, its times stand for those of the first.
+    """Reads a recorded sweep. Times of a second pass, if there is one, replace those of the first.
 
     Raises:
-      RecordingError: it cannot be read, or is of another operation.
+      RecordingError: the file cannot be read, or holds another operation.
     """
     head, trials = replay.read(path)
     if head.operation != operation.name:
@@ -49,12 +49,12 @@ def recorded(operation: Operation[Any], path: Path) -> Measured:
 
 
 def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measured:
-    """What a store holds of searches there that came to their end: times of a run-off stand for those of its trials.
+    """Reads the finished searches of a store for this hardware. Times of the run-off replace those of the trials.
 
-    Times with warm operands, which a search is asked for, are left out where cold ones can be taken.
+    Measurements with warm operands, an option of a search, are omitted if cold measurements are possible.
 
     Raises:
-      StoreError: it cannot be read.
+      StoreError: the store cannot be read.
     """
     trials: dict[Problem, list[Trial]] = {}
     environments = []
@@ -77,10 +77,10 @@ def stored(operation: Operation[Any], hardware: Hardware, store: Store) -> Measu
 
 
 def merged(parts: Iterable[Measured]) -> Measured:
-    """Everything together: one problem's trials follow each other.
+    """Merges several data sets of one chip. The trials of the same problem are concatenated.
 
     Raises:
-      RecordingError: they are of several chips, or there is nothing.
+      RecordingError: the data sets are of several chips, or there are none.
     """
     several = list(parts)
     if names := {part.hardware.id for part in several} - {several[0].hardware.id if several else ""}:

@@ -1,4 +1,4 @@
-"""What Optuna's dashboard shows of a trial: its parameters, over all choices of the kernels' spaces."""
+"""Parameters of a trial for Optuna's dashboard, over all choices of the kernels' search spaces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tried(Protocol):
 
 
 class Describing:
-    """The parameters of candidates of one problem, with their distributions, as Optuna's dashboard shows them."""
+    """Returns the parameters of candidates of one problem, with their distributions, for Optuna's dashboard."""
 
     def __init__(self, operation: Operation[Any], problem: Problem, target: Target) -> None:
         kernels = [kernel for kernel in operation.kernels if kernel.supports(problem, target) is None]
@@ -36,7 +36,7 @@ class Describing:
         self._defaults = {backend: dict(space.defaults) for backend, space in spaces.items()}
 
     def __call__(self, which: Tried) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
-        """The parameters of a candidate or trial. Fields that records leave out have their defaults."""
+        """Returns the parameters of a candidate or trial. Fields that records omit have their defaults."""
         found = parameters(which.backend, {**self._defaults.get(which.backend, {}), **which.schedule})
         named = {name: value for name, value in found.items() if name in self._distributions}
         return {n: suggested(self._distributions[n], value) for n, value in named.items()}, self._distributions

@@ -1,4 +1,4 @@
-"""The run-off: rivals timed in turns until it is decided who is fastest, or that some are equally fast."""
+"""The run-off: times finalists in interleaved rounds until the fastest is determined, or a tie."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from scheduler.core.quantities import share_text
 from scheduler.core.records import TIE, Failure, Measurement, Outcome, Verdict
 from scheduler.measure import timer
 
-# The clocks of a device at work move by less; more is noted, and the rounds that it met are repeated.
+# Under load, a device's clocks drift by less than this share. A larger drift is noted, and the affected rounds are
+# repeated.
 DRIFT = 0.03
-# Of each interval. It is looked at after every round, so one look must rarely be wrong.
+# Confidence of each interval. It is evaluated after every round, so a single evaluation must rarely be wrong.
 CONFIDENCE = 0.99
-# The fewest that give an interval of that confidence at all.
+# The smallest number of rounds that gives an interval of this confidence.
 FEWEST_ROUNDS = 8
 MOST_ROUNDS = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """One that takes part.
+    """A finalist of the run-off.
 
     Attributes:
-      label: its own; also the last word where nothing else decides, so the same in every search.
-      library: wins ties, unless it yields.
-      onchip_bytes: of a tie between others the smaller wins.
-      yields: loses ties though it is the library (`Kernel.taken_apart`).
+      label: unique label. It is the last tie-breaker, so it must be the same in every search.
+      library: wins ties, unless `yields`.
+      onchip_bytes: the smaller wins a tie between others.
+      yields: loses ties although it is the library (`Kernel.taken_apart`).
     """
 
     label: str
@@ -40,12 +41,12 @@ class Rival:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How it ended.
+    """The result of a run-off.
 
     Attributes:
-      order: labels: the winner, then the others by their time against the fastest's. Without those that failed.
-      times: label -> all its repetitions.
-      failures: label -> why it had to leave.
+      order: labels: the winner, then the others by their time relative to the winner's. Failed finalists are omitted.
+      times: label -> measurement with all repetitions.
+      failures: label -> the failure that removed it.
     """
 
     order: tuple[str, ...]
@@ -65,17 +66,19 @@ def race(
     fewest_rounds: int = FEWEST_ROUNDS,
     most_rounds: int = MOST_ROUNDS,
 ) -> Result:
-    """Times all rivals in rounds, in another random order each, so that a drift meets all of them alike.
+    """Times all rivals in rounds, each in a new random order, so that drift affects all of them equally.
 
-    Two rivals are compared by the ratio of their medians within each round: what a round has in common drops out. The
-    interval of the median ratio is the sign test's, which asks nothing of the noise (W. J. Conover, Practical
-    Nonparametric Statistics, 3rd ed. 1999, section 3.2). A rival that is slower than the leader by more than `TIE`,
-    beyond doubt, leaves; the library stays, as the answer to beat. The race ends when each rival left is either
-    slower than the leader beyond doubt, or within `TIE` of it beyond doubt, or after `most_rounds`.
+    Two rivals are compared by the ratio of their medians within each round, which cancels effects common to a round.
+    The interval of the median ratio is that of the sign test, which makes no assumption about the noise (W. J. Conover,
+    Practical Nonparametric Statistics, 3rd ed. 1999, section 3.2). A rival is removed when it is slower than the leader
+    by more than `TIE` at this confidence. The library is never removed, because it is the baseline. The race ends when
+    each remaining rival is either slower than the leader or within `TIE` of it, at this confidence, or after
+    `most_rounds`.
 
-    Those tie with the leader that are slower by less than `TIE` beyond doubt, and perhaps not at all. A tie goes to the
-    library (unless it yields), then to the smaller footprint, then to the shorter label, as of a schedule at its
-    defaults, then to the first one. Where all that are left in the race fail, those that had left it are compared.
+    A rival ties with the leader if, at this confidence, it is slower by at most `TIE` and possibly not slower at all. A
+    tie goes to the library (unless it yields), then to the smaller on-chip footprint, then to the shorter label (a
+    schedule at its defaults), then to the first label in alphabetical order. If all remaining rivals fail, the removed
+    ones are compared.
     """
     order = random.Random(seed)
     failures: dict[str, Failure] = {}
@@ -123,7 +126,7 @@ def race(
 def _compared(
     running: Sequence[Rival], ran: Sequence[Rival], rounds: Sequence[Round]
 ) -> tuple[list[Rival], list[Round]]:
-    """Who is left in the race, and its rounds; where they all failed, who had left, in the rounds of all of these."""
+    """Returns the remaining rivals and the rounds. If all failed, returns the removed ones and their common rounds."""
     if left := [rival for rival in running if rival in ran]:
         return left, list(rounds)
     return list(ran), [times for times in rounds if all(rival.label in times for rival in ran)]
@@ -161,7 +164,7 @@ def _decided(
 
 
 def decided_by_one(times: Mapping[Rival, Measurement]) -> Result:
-    """How it ends where a time is the same whenever it is taken: one of each tells. Ties go as in `race`."""
+    """Returns the result from one time per rival, for deterministic times. Ties are resolved as in `race`."""
     fastest_s = min(measured.median_s for measured in times.values())
     tied = [rival for rival, measured in times.items() if measured.median_s <= (1 + TIE) * fastest_s]
     winner = _first(tied)
@@ -175,13 +178,13 @@ def decided_by_one(times: Mapping[Rival, Measurement]) -> Result:
 
 
 def _first(tied: Sequence[Rival]) -> Rival:
-    """To whom a tie goes."""
+    """Returns the winner of a tie."""
     return min(tied, key=lambda r: (r.yields, not r.library, r.onchip_bytes, len(r.label), r.label))
 
 
 @dataclasses.dataclass(frozen=True)
 class Margin:
-    """By which share of one time another is longer: the median over rounds, and its interval."""
+    """The relative excess of one time over another: the median over rounds, and its interval."""
 
     low: float
     middle: float
@@ -189,9 +192,10 @@ class Margin:
 
 
 def margin(one: Measurement, other: Measurement, rounds: int) -> Margin | None:
-    """The margin of two that a run-off of so many rounds measured, from the samples that its record keeps of them.
+    """Returns the margin of two measurements from a run-off of `rounds` rounds, computed from their recorded samples.
 
-    One that left early was there in the first rounds. None where these samples are not those of a run-off.
+    A rival that was removed early took part in the first rounds. Returns None if the samples do not come from a
+    run-off.
     """
     repetitions, rest = divmod(len(one.samples_s), rounds) if rounds else (0, 1)
     if rest or not repetitions or not other.samples_s or len(other.samples_s) % repetitions:
@@ -205,10 +209,10 @@ def margin(one: Measurement, other: Measurement, rounds: int) -> Margin | None:
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Between which two of `values` their distribution's median lies; infinite where they are too few to say.
+    """Returns two of `values` that enclose the median of their distribution; infinite if there are too few values.
 
-    Each value is above the median with probability 1/2, so that the k-th smallest and the k-th largest enclose it
-    unless fewer than k values fall on one side: a binomial probability.
+    Each value is above the median with probability 1/2. The k-th smallest and the k-th largest value therefore enclose
+    the median unless fewer than k values fall on one side, which has a binomial probability.
     """
     ordered, n = sorted(values), len(values)
     outside, k = 0.0, 0
@@ -232,7 +236,7 @@ def _interval(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:
-    """The fastest of those that ran in all rounds, each round's times taken relative to what they have in common."""
+    """Returns the fastest rival, by times relative to each round's geometric mean. All `labels` ran in all rounds."""
 
     def relative(times: Round) -> dict[str, float]:
         common = statistics.fmean(math.log(times[label].median_s) for label in labels)
@@ -243,12 +247,12 @@ def _leader(labels: Sequence[str], rounds: Sequence[Round]) -> str:
 
 
 def _sentinel(running: Sequence[Rival], rounds: Sequence[Round]) -> str:
-    """Whose times tell how the device drifts: those of the leader."""
+    """Returns the rival used to measure the drift of the device: the leader."""
     return _leader([r.label for r in running], rounds)
 
 
 def _affected(sentinel: str, rounds: Sequence[Round]) -> list[int]:
-    """The rounds in which the sentinel was off its usual time."""
+    """Returns the rounds in which the sentinel's time deviates from its median by more than `DRIFT`."""
     usual = statistics.median(times[sentinel].median_s for times in rounds if sentinel in times)
     return [
         index
@@ -258,6 +262,6 @@ def _affected(sentinel: str, rounds: Sequence[Round]) -> list[int]:
 
 
 def _drift(sentinel: str, rounds: Sequence[Round]) -> float:
-    """The sentinel's slowest round against its fastest, as a share."""
+    """Returns the relative excess of the sentinel's slowest round over its fastest."""
     times = [times[sentinel].median_s for times in rounds if sentinel in times]
     return max(times) / min(times) - 1

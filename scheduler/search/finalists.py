@@ -1,4 +1,4 @@
-"""The end of a search: who takes part in the run-off on the device, and which backends have nobody to send."""
+"""The end of a search: selects the finalists, runs the run-off, and lists backends of which every candidate failed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from scheduler.search.final_comparison import FEWEST_ROUNDS, MOST_ROUNDS, Result
 from scheduler.search.trials import Trials
 
 FINALISTS = 4
-# Of a run-off a record keeps the winner, the runner-up, and the best of each other backend.
+# A record keeps the winner, the runner-up, and the best of each other backend.
 KEPT = 2
 T = TypeVar("T", bound=Hashable)
 
 
 def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: Runner) -> list[int]:
-    """The fastest few and the best of each backend, each right for other inputs and on the problem's neighbour.
+    """Returns the fastest few and the best of each backend, all confirmed on other inputs and a neighbouring problem.
 
-    One that is not has failed, and the next best takes its place; none, where nobody is left.
+    A candidate that is not confirmed becomes a failure, and the next best takes its place. The list is empty if none is
+    left.
     """
     confirmed: set[int] = set()
     while True:
@@ -40,7 +41,7 @@ def finalists(trials: Trials, confirm: Callable[[int], Failure | None], runner: 
 
 
 def fastest(ranked: Sequence[T], count: int, backend: Callable[[T], str]) -> list[T]:
-    """The first `count` of those that are ranked, and after them the first of each other backend."""
+    """Returns the first `count` of `ranked`, followed by the first of each other backend."""
     best: dict[str, T] = {}
     for one in ranked:
         best.setdefault(backend(one), one)
@@ -48,10 +49,10 @@ def fastest(ranked: Sequence[T], count: int, backend: Callable[[T], str]) -> lis
 
 
 def run_off(runner: Runner, rivals: Sequence[Rival], time_again: Callable[[Rival], Outcome], *, seed: int) -> Result:
-    """A race on the device of `runner`; its verdict also notes who failed, and whether others used the device."""
+    """Runs a race on the device of `runner`. The verdict also notes failures and other processes on the device."""
     others = runner.others()
     most_rounds = FEWEST_ROUNDS if runner.hardware.abilities.interpreted else MOST_ROUNDS
-    with Threads[Rival, Outcome](1, runner.close) as threads:  # which Ctrl-C need not wait for
+    with Threads[Rival, Outcome](1, runner.close) as threads:  # so that Ctrl-C need not wait for a trial
         one_by_one = functools.partial(threads.call, time_again)
         ended = race(rivals, one_by_one, seed=seed, most_rounds=most_rounds)
     others = max(others, runner.others())
@@ -64,12 +65,12 @@ def run_off(runner: Runner, rivals: Sequence[Rival], time_again: Callable[[Rival
     return dataclasses.replace(ended, verdict=dataclasses.replace(ended.verdict, notes=tuple(notes)))
 
 
-# What differs between failures for one reason: how large, where, by how much; but not the line that raised.
+# Numbers that differ between failures with the same cause (size, position, amount), but not line numbers.
 _NUMBER = re.compile(r"(?<![:.\d])[-+]?(\d[\d.]*(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
 
 
 def all_failed(trials: Iterable[Trial]) -> Iterator[AllFailed]:
-    """The backends that were tried and of which nothing ran, and why."""
+    """Yields the backends that were tried without success, each with its most common failure."""
     outcomes: dict[str, list[Outcome]] = {}
     for trial in trials:
         outcomes.setdefault(trial.backend, []).append(trial.outcome)
@@ -80,6 +81,6 @@ def all_failed(trials: Iterable[Trial]) -> Iterator[AllFailed]:
         alike: dict[tuple[str, str], list[Failure]] = {}
         for failure in each:
             alike.setdefault((failure.stage, _NUMBER.sub("", failure.detail)), []).append(failure)
-        # What lacked memory, or a process, says less of the kernel than what its own code did.
+        # Failures for lack of memory, or of a process, tell less about the kernel than failures of its own code.
         most = max(alike.values(), key=lambda some: (AllFailed(backend, 0, some[0], 0).own, len(some)))
         yield AllFailed(backend, len(each), most[0], len(most))

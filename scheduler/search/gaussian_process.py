@@ -1,8 +1,8 @@
-"""A Gaussian process over points of a unit cube, and the improvement it expects.
+"""A Gaussian process over points of a unit cube, and its expected improvement.
 
-Matern 5/2 kernel of one length for all coordinates, not fitted: on recorded shapes whose model was shuffled, fitted
-lengths found no more in 16 and 32 trials. Formulas as in Rasmussen and Williams, Gaussian Processes for Machine
-Learning (2006), chapters 2 and 4.2.
+The kernel is Matern 5/2 with one length for all coordinates. The length is not fitted: on recorded shapes with a
+shuffled model, fitted lengths found no better schedules in 16 and 32 trials. Formulas: Rasmussen and Williams, Gaussian
+Processes for Machine Learning (2006), chapters 2 and 4.2.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# Distance over which the function changes, times the root of the coordinates, as distances grow; and the variance of an
-# observation over that of the function.
+# The length scale, which is multiplied by the root of the number of coordinates because distances grow with it; and the
+# variance of the noise relative to that of the function.
 _LENGTH, _NOISE = 0.5, 1e-2
-# Multiplications above which LAPACK's threads are worth what they cost the processes beside this one.
+# Number of multiplications above which LAPACK's threads are worth their cost to concurrent processes.
 _THREADED = 2**28
 
 
 def predict(x: Array, y: Array, at: Array) -> tuple[Array, Array]:
-    """Mean and standard deviation of the function at points `at`, after values `y` at points `x`."""
+    """Returns the mean and standard deviation of the function at points `at`, given values `y` at points `x`."""
     level = y.mean()
     lower: Array = np.linalg.cholesky(_correlation(x, x) + _NOISE * np.eye(len(y))).astype(np.float64, copy=False)
     whitened = _solved(lower, (y - level)[:, None])[:, 0]
@@ -33,13 +33,13 @@ def predict(x: Array, y: Array, at: Array) -> tuple[Array, Array]:
 
 
 def _solved(lower: Array, right: Array) -> Array:
-    """The solution of ``lower @ solution = right``, by this thread alone where that takes tens of milliseconds at most.
+    """Solves ``lower @ solution = right``, in this thread alone if that takes at most tens of milliseconds.
 
-    After each solution of many columns OpenBLAS's threads, one a core, spin for some 0.1 s, as if more were to come. A
-    search solves so every 0.1 s, beside workers that compile: two of these on two cores got 70 % of their work done.
+    After each solution with many columns, OpenBLAS's threads (one per core) spin for about 0.1 s, waiting for more
+    work. A search solves every 0.1 s while workers compile: on two cores, two workers got only 70 % of their work done.
     """
     if lower.size * right.shape[1] > _THREADED:
-        from scipy.linalg import solve_triangular  # SciPy takes 0.7 s to import
+        from scipy.linalg import solve_triangular  # importing SciPy takes 0.7 s
 
         solution: Array = solve_triangular(lower, right, lower=True)
         return solution
@@ -50,7 +50,7 @@ def _solved(lower: Array, right: Array) -> Array:
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
-    """By how much a value drawn at each point is expected to fall below `best` (Jones et al., 1998)."""
+    """Returns the expected improvement below `best` at each point (Jones et al., 1998)."""
     z = (best - mean) / deviation
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
     below = np.array([*map(math.erfc, -z / 2**0.5)]) / 2

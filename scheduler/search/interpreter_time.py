@@ -1,4 +1,4 @@
-"""How long a search takes where Pallas kernels are interpreted: known before it begins, from their footprints."""
+"""Estimates the duration of a search in Pallas interpret mode from the kernels' footprints, before it starts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 from search_spaces.space import Columns
 
-# A step of Pallas's interpreter on one core, as timed on products of 256^3 to 2048^3: it takes so long at least, goes
-# through all arrays at this rate, and computes at that one. Others differ, by less than what there is to tell: minutes
-# from hours.
+# Cost of a step in Pallas interpret mode on one core, measured on matmuls of 256^3 to 2048^3: a minimum time, a pass
+# over all arrays at this bandwidth, and arithmetic at this rate. Other kernels differ by less than matters here, which
+# is to tell minutes from hours.
 STEP_S = 20e-6
 BYTES_PER_S = 20e9
 FLOPS_PER_S = 15e9
@@ -35,12 +35,12 @@ def search_seconds(
     finalists: int,
     calls_of_finalist: int,
 ) -> float:
-    """What a search takes at least: its candidates are the quickest to interpret that there are.
+    """Returns a lower bound of the duration of a search: it assumes the candidates that are quickest to interpret.
 
     Args:
       backends: of the kernels that take part.
-      budget: candidates at most, each called `calls` times.
-      finalists: how many of them are called `calls_of_finalist` times more.
+      budget: maximum number of candidates, each called `calls` times.
+      finalists: number of candidates that are called `calls_of_finalist` more times.
     """
     launches: list[float] = []
     for kernel in operation.kernels:
@@ -54,7 +54,7 @@ def search_seconds(
 def _launch_seconds(
     kernel: Kernel[Any, Any], problem: Problem, points: Columns, hardware: Hardware
 ) -> npt.NDArray[np.float64]:
-    """Of one launch of each of `points`; where no footprint tells, of a single step."""
+    """Returns the time of one launch of each of `points`; without a footprint, the time of a single step."""
     footprint = kernel.footprint(problem, points, hardware.target)
     least_s = STEP_S + problem.bytes_moved / BYTES_PER_S
     if footprint is None:

@@ -1,4 +1,4 @@
-"""Which problem of a job is searched next, where several places ask."""
+"""The queue of a job: selects the next problem for each of several executors (places)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from scheduler.model.constants import model_of
 from scheduler.search.places import Place
 from scheduler.search.task import Task
 
-# A problem that another process is at is asked for again after so long.
+# Delay before retrying a problem that another process is tuning.
 AGAIN_S = 1.0
-# A place takes one problem and not several at once, as it may have lanes for, while others are still starting; for so
-# long.
+# While other places are still starting, a place takes only one problem, even if it has several lanes. This lasts at
+# most so long.
 STARTING_S = 60.0
-# What a search takes beside its device: so long a trial, and one of the library alone some trials.
+# Time of a trial without its device time, and the number of trials of a search with the library alone.
 TRIAL_S = 0.25
 LIBRARY_TRIALS = 3
 
 
 @dataclasses.dataclass(eq=False)
 class Queued:
-    """A problem that waits for its search, or is under way.
+    """A problem that is waiting or running.
 
     Attributes:
-      expected_s: what the search is expected to take.
-      held: the record that the store has of it, or why that is none that holds.
-      lost_on: the place that was lost with its search; None where that did not happen.
-      busy: how often another process was at it.
-      not_before_s: by `time.monotonic`.
+      expected_s: expected duration of the search.
+      held: the stored record, or the reason why there is no valid one.
+      lost_on: the place that was lost while it ran this search; None if there is none.
+      busy: how often another process was found tuning the problem.
+      not_before_s: earliest time of the next attempt, by `time.monotonic`.
     """
 
     task: Task
@@ -46,38 +46,38 @@ class Queued:
 
 
 class Queue:
-    """What waits, for threads of several places.
+    """The waiting problems of a job, shared by threads of several places.
 
-    The problems are dealt out: a place with several under way leaves the last ones to places that have fewer. A place
-    has `opened` before anything is taken for it.
+    The queue balances the load: a place that runs several problems leaves the last ones to places that run fewer. Call
+    `opened` for a place before taking problems for it.
 
     Args:
-      places: how many there are.
+      places: number of places.
     """
 
     def __init__(self, places: int) -> None:
         self._changed = threading.Condition()
         self._places = places
         self._waiting: list[Queued] = []
-        self._at: dict[int, _At] = {}  # by the identity of a place that has opened
+        self._at: dict[int, _At] = {}  # keyed by the id of an opened place
         self._began = time.monotonic()
         self._ended = False
 
     def put(self, searches: Iterable[Queued]) -> None:
-        """What is to be searched, in this order."""
+        """Appends searches, in this order."""
         with self._changed:
             self._waiting += searches
             self._changed.notify_all()
 
     def opened(self, place: Place) -> None:
-        """`place` is there, for the first time or again."""
+        """Marks `place` as available, for the first time or again."""
         with self._changed:
             self._at.setdefault(id(place), _At(place)).lost = False
 
     def take(self, place: Place) -> Queued | None:
-        """The next one for `place`, or None once all have ended, or it is lost. Waits where nothing can be begun now.
+        """Returns the next search for `place`, or None when all have ended or the place is lost. Blocks.
 
-        It is to be followed by `done`, `put_aside` or `lose`.
+        It blocks while no search can start at this place. Call `done`, `put_aside` or `lose` afterwards.
         """
         with self._changed:
             at = self._at[id(place)]
@@ -92,25 +92,26 @@ class Queue:
         return None
 
     def done(self, place: Place) -> None:
-        """What was under way at `place` has ended."""
+        """Marks a search that ran at `place` as finished."""
         self._give_back(place)
 
     def put_aside(self, search: Queued, place: Place) -> None:
-        """Another process is at it: it is asked for again, after all others have begun."""
+        """Requeues a search that another process is running. It is retried after all others have started."""
         search.busy += 1
         search.not_before_s = time.monotonic() + AGAIN_S
         self._give_back(place, search, -1)
 
     def lose(self, search: Queued, place: Place) -> None:
-        """`place` was lost while it was under way there: it is the next one for another, or for this one once that has
-        `opened` again.
+        """Requeues a search that was running when `place` was lost.
+
+        Another place takes it next, or the same place after it is `opened` again.
         """
         with self._changed:
             search.lost_on, self._at[id(place)].lost = place, True
             self._give_back(place, search, 0)
 
     def leave(self, place: Place) -> list[Queued]:
-        """A place is used no more; what waits still, where it was the last."""
+        """Removes a place for good. Returns the waiting searches if it was the last place."""
         with self._changed:
             self._at.pop(id(place), None)
             self._places -= 1
@@ -121,7 +122,7 @@ class Queue:
             return left
 
     def end(self) -> None:
-        """Nothing more is begun."""
+        """Stops starting searches."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -143,7 +144,7 @@ class Queue:
         return next((search for search in fitting if search.not_before_s <= now), None)
 
     def _left_to_others(self, at: _At) -> float:
-        """How many problems places with fewer under way take, before this one is to have one more."""
+        """Returns how many problems to leave to places that run fewer, before this place takes one more."""
         others = [each for each in self._at.values() if each is not at]
         starting = self._places - 1 - len(others)
         if starting > 0 and time.monotonic() - self._began < STARTING_S:
@@ -153,7 +154,7 @@ class Queue:
 
 @dataclasses.dataclass(eq=False)
 class _At:
-    """A place, how many problems are under way there, and whether it takes none until it has opened again."""
+    """A place, the number of searches running there, and whether it takes none until it is opened again."""
 
     place: Place
     under_way: int = 0
@@ -161,9 +162,9 @@ class _At:
 
 
 def expected_s(task: Task, hardware: Hardware) -> float:
-    """What a search is expected to take, in seconds, to compare it with others: trials, and the device's time in each.
+    """Returns the expected duration of a search in seconds, for ordering.
 
-    The device's is the library's as the model sees it, for every repetition of a trial.
+    Each trial takes a fixed overhead and its device time: the library's predicted time, for every repetition.
     """
     operation, problem = task.operation, task.problem
     library = operation.library

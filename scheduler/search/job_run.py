@@ -1,4 +1,4 @@
-"""One job under way: what the threads of its places do, and tell the one that waits for it."""
+"""A running job: the threads of its places, and the events that they report to the waiting thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scheduler.store.lease import Lease, Others, leased_if_free
 from scheduler.store.store import Store
 from search_spaces.errors import DeclarationError
 
-# A place that was lost so often with a search is used no more, though it starts again.
+# A place is not used again after it was lost this often during a search, even if it can start.
 MOST_LOSSES = 2
 
 _log = logging.getLogger("scheduler")
@@ -35,13 +35,13 @@ _log = logging.getLogger("scheduler")
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A trial of a job has ended, or a search is about to begin with its first.
+    """A trial of a job has ended, or a search is about to start its first trial.
 
     Attributes:
-      place: where, by its name.
-      task: whose.
-      search: how far its search is.
-      job: how far the job is.
+      place: name of the place.
+      task: the task of the search.
+      search: progress of the search.
+      job: progress of the job.
     """
 
     place: str
@@ -52,22 +52,22 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """A place that is used no more, and why."""
+    """A place that is no longer used, and the reason."""
 
     place: str
     reason: str
 
 
-# What ends the job, and, for None, that the thread of a place has ended, are told as well.
+# An exception ends the job. None reports that the thread of a place has ended.
 Event = Result | Step | Lost | BaseException | None
 
 
 class JobRun:
-    """A job under way. A thread for each place calls `serve`; another reads `events` until each has said None.
+    """A running job. One thread per place calls `serve`. Another thread reads `events`, until one None per place.
 
     Args:
-      tasks: the problems and ranges.
-      pace: is told what begins and ends.
+      tasks: problems and ranges.
+      pace: is notified of searches that start and end.
       in_order, bound: as in `jobs.run`.
     """
 
@@ -88,28 +88,28 @@ class JobRun:
         self._queue = Queue(len(places))
         self._others = Others()
         self._leases: set[contextlib.ExitStack] = set()
-        # The lanes of a place take problems one after the other, the next when the one before is held: the device is
-        # shared in the order of the queue.
+        # The lanes of a place take problems one at a time, each after the previous one has reserved its device memory.
+        # The device is thus shared in the order of the queue.
         self._entrances = {place: threading.Lock() for place in places}
-        self._lock = threading.Lock()  # of the next six
+        self._lock = threading.Lock()  # guards the next six attributes
         self._pace = pace
-        self._posed: dict[int, RangeRun] = {}  # by the identity of a task: the range that poses it
-        self._new: list[Queued] = []  # what is to be put into the queue
-        self._sort = False  # the longest first
+        self._posed: dict[int, RangeRun] = {}  # id of a task -> the range that it belongs to
+        self._new: list[Queued] = []  # searches to append to the queue
+        self._sort = False  # longest first
         self._hardware: Hardware | None = None
         self._refusals: list[str] = []
 
     def end(self) -> None:
-        """Nothing more is begun."""
+        """Stops starting searches."""
         self._queue.end()
 
     def release(self) -> None:
-        """Gives back the leases of searches that are left behind: nobody can end what this process computes itself."""
+        """Releases the leases of searches that are abandoned: a computation in this process cannot be interrupted."""
         for lease in list(self._leases):
             lease.close()
 
     def serve(self, place: Place) -> None:
-        """Opens `place`, and searches there until nothing is left."""
+        """Opens `place` and runs searches there until none is left."""
         try:
             self._serve(place)
         except BaseException as error:
@@ -138,10 +138,10 @@ class JobRun:
         self._give_up(place, PlaceLost(lost))
 
     def _begin(self, place: Place) -> None:
-        """Once a first place is open, the chip is known: what needs no search is told, and the rest is put in order.
+        """Registers an opened place. The first one determines the chip, and all tasks are then reported or queued.
 
         Raises:
-          WorkerError: the chip of this place is another than that of the first.
+          WorkerError: the chip of this place differs from that of the first.
         """
         with self._lock:
             if self._hardware is None:
@@ -160,14 +160,14 @@ class JobRun:
         self._queue.opened(place)
 
     def _put(self) -> None:
-        """What is new goes into the queue."""
+        """Moves new searches into the queue."""
         searches, self._new = self._new, []
         if self._sort:
             searches.sort(key=lambda search: search.expected_s, reverse=True)
         self._queue.put(searches)
 
     def _pose(self, run: RangeRun, tasks: Sequence[Task]) -> None:
-        """What a range wants searched next, or its result."""
+        """Adds the next tasks of a range, or reports its result."""
         assert self._hardware is not None
         self._pace.more(len(tasks))
         self._pace.likely(run, *run.likely())
@@ -178,7 +178,7 @@ class JobRun:
             self._tell(run.result)
 
     def _add(self, task: Task, hardware: Hardware) -> None:
-        """It is to be searched, unless it is told now what became of it: it needs no search, or cannot be asked."""
+        """Queues the task, or reports its result at once if a valid record exists or the task cannot be searched."""
         try:
             held = self._held(task, hardware)
             if isinstance(held, Record) and not self._how.searches_known:
@@ -198,12 +198,12 @@ class JobRun:
             self._go_on(result.task, result)
 
     def _go_on(self, task: Task, result: Result | None) -> None:
-        """What comes next of the range that has posed it, if one has."""
+        """Continues the range that the task belongs to, if there is one."""
         if (run := self._posed.pop(id(task), None)) is not None:
             self._pose(run, run.ended(task, result))
 
     def _give_up(self, place: Place, error: SchedulerError) -> None:
-        """It is used no more. What still waits, where it was the last one, fails; the job, where none has begun."""
+        """Removes a place. If it was the last one, the waiting tasks fail; if none ever opened, the job fails."""
         with self._lock:
             self._refusals.append(f"{place.name}: {error}")
             if self._hardware is None and len(self._refusals) == len(self._places):
@@ -214,10 +214,10 @@ class JobRun:
                 for search in left:
                     reason = f"no place is left to search it ({'; '.join(self._refusals)})"
                     self._tell(Result(search.task, "failed", reason, self._hardware), search)
-                left, self._new = self._new, []  # what ranges pose next cannot be searched either
+                left, self._new = self._new, []  # nor can the next tasks of ranges be searched
 
     def _lane(self, place: Place) -> str:
-        """Searches at an open place until nothing is left, or why the place was lost."""
+        """Runs searches at an open place. Returns "" when none is left, or the reason why the place was lost."""
 
         while True:
             with contextlib.ExitStack() as entering:
@@ -267,7 +267,7 @@ class JobRun:
         self._queue.done(place)
 
     def _result(self, search: Queued, place: Place, held_now: Callable[[], None]) -> Result | Literal["late"] | None:
-        """What became of it; None where another process is at it, and "late" where no time is left for it.
+        """Returns the result of a search; None if another process is running it; "late" if no time is left for it.
 
         Args:
           held_now: called before the first trial.
@@ -276,11 +276,11 @@ class JobRun:
         key = key_of(task.operation, task.problem, hardware)
         with self._leased(key) as other:
             if other is not None:
-                if search.busy == 1:  # all others are under way
+                if search.busy == 1:  # all others are running
                     _log.warning("%s is being tuned by %s; waiting for its record", key, other)
                 return None
             held = self._held(task, hardware)
-            made = search.busy > 0 and held != search.held  # by the other process
+            made = search.busy > 0 and held != search.held  # a record of the other process
             if isinstance(held, Record) and (made or not how.searches_known):
                 return _known(task, held, hardware)
             if (bounded := self._bound(task)) is None:
@@ -317,7 +317,7 @@ class JobRun:
             why = "; ".join(map(str, record.failed)) or "`tile-scheduler explain` says what became of them"
             raise NoCandidate(f"no schedule of {asked} ran for {task}: {why}")
         kept = False
-        with contextlib.suppress(StoreError):  # the search has warned of it
+        with contextlib.suppress(StoreError):  # the search has issued a warning
             kept = store.get(record.key) == record
         was = before(task, hardware, had, record, store)
         return Result(task, "tuned", reason, hardware, record, entry, was, resumed, stored=kept)
@@ -332,5 +332,5 @@ def _known(task: Task, record: Record, hardware: Hardware) -> Result:
 
 
 def _entry(task: Task, record: Record) -> Entry | None:
-    """The fastest among the backends asked for."""
+    """Returns the fastest entry among the requested backends."""
     return record.winner if task.backends is None else record.best(task.backends)

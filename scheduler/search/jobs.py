@@ -1,4 +1,4 @@
-"""Offline tuning jobs: a list of problems and ranges, each searched once, none of them able to stop the rest."""
+"""Offline tuning jobs: a list of problems and ranges, each searched once. A failed task does not stop the others."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ T = TypeVar("T")
 
 
 def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malformed]:
-    """The tasks of a job written in TOML.
+    """Parses the tasks of a job written in TOML.
 
-    At the top: `operation` (its name; ``package.module:NAME`` or ``file.py:NAME`` only where `own` names it, too) and
-    what all problems share: `budget` or `effort`, `seconds`, `backends` (names with commas, or "pallas"), and a table
-    `[fields]`. Then one table `[[problem]]` each, with its fields and, where it differs, its own `operation`, `budget`,
-    `effort`, `seconds` or `backends`; and `count`, which says how often a function poses it, where that is no field of
-    the problem. One extent may be a range, ``m = [1, 8192]``.
+    Top-level keys are `operation` (a name; ``package.module:NAME`` or ``file.py:NAME`` only if `own` contains it) and
+    the settings shared by all problems: `budget` or `effort`, `seconds`, `backends` (comma-separated names, or
+    "pallas"), and a table `[fields]`. Each `[[problem]]` table has the problem's fields, and may override `operation`,
+    `budget`, `effort`, `seconds` or `backends`. It may also have `count`, the number of calls with this problem in a
+    function, unless the problem has a field of that name. One extent may be a range, ``m = [1, 8192]``.
 
     Raises:
-      ValueError: the text is no TOML, or what the problems share is wrong. A single bad problem is `Malformed` instead.
+      ValueError: the text is not TOML, or a shared setting is invalid. A single invalid problem becomes `Malformed`
+        instead.
     """
     try:
-        job = tomllib.loads(text.removeprefix("\ufeff"))  # what some editors begin a file with
+        job = tomllib.loads(text.removeprefix("\ufeff"))  # byte order mark of some editors
         require_shallow(job)
     except RecursionError:
         raise ValueError(f"a job is TOML, nested no deeper than {DEEPEST} levels, and this one is") from None
@@ -66,10 +67,10 @@ def parse(text: str, *, own: Sequence[str] = ()) -> list[Task | RangeTask | Malf
 def _require_shared(
     job: Mapping[str, Any], fields: Mapping[str, Any], problems: Sequence[Mapping[str, Any]], own: Sequence[str]
 ) -> None:
-    """Refuses what problems share and what is wrong for every one of them, before the first is searched.
+    """Rejects shared settings that are invalid for every problem, before the first search.
 
     Raises:
-      ValueError: a budget, seconds, backends, an operation or a field that no problem could have.
+      ValueError: a budget, seconds, backends, an operation or a field that is not valid for any problem.
     """
     try:
         checked.whole("budget", trials(job.get("budget"), job.get("effort")))
@@ -82,7 +83,7 @@ def _require_shared(
     names = dict.fromkeys(name for table in problems if isinstance(name := table.get("operation", shared), str))
     operations = []
     for name in names:
-        with contextlib.suppress(ValueError):  # that of one problem, which says it
+        with contextlib.suppress(ValueError):  # reported by the problem itself
             operations.append(_operation(name, own))
     if not operations:
         return
@@ -108,10 +109,10 @@ def _operation(name: str, own: Sequence[str]) -> Operation[Any]:
 
 
 def part(of: Sequence[T], text: str) -> list[T]:
-    """Every n-th from the i-th, for the text ``i/n``: what one of n GPUs or hosts takes of what they share.
+    """Returns every n-th element from the i-th, for the text ``i/n``: the share of one of n GPUs or hosts.
 
     Raises:
-      ValueError: the text is not of that form, or i is not among 1 to n.
+      ValueError: the text does not have that form, or i is not between 1 and n.
     """
     words = text.split("/")
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
@@ -123,10 +124,10 @@ def part(of: Sequence[T], text: str) -> list[T]:
 
 
 def parse_backends(operation: Operation[Any], text: str | None) -> frozenset[str] | None:
-    """Backends from text: None for all, "pallas" for all but the library's, else names with commas between them.
+    """Parses backends: None for all, "pallas" for all except the library's, else comma-separated names.
 
     Raises:
-      ValueError: the operation has no such backend; the message names those it has.
+      ValueError: the operation has no such backend; the message lists the valid ones.
     """
     if not isinstance(text, str | None):
         raise ValueError(f'backends={text!r} is no text: names with commas between them, or "pallas"')
@@ -150,36 +151,37 @@ def run(
     bound: Callable[[Task], Task | None] | None = None,
     progress: Callable[[Step], None] | None = None,
 ) -> Generator[Result]:
-    """Tunes what is not tuned yet, and yields what became of each task as it ends.
+    """Tunes the tasks that are not tuned yet, and yields the result of each task as it ends.
 
-    First what cannot be read, and what is tuned already. Of the rest each place takes the next one as soon as it is
-    free: in the order of `tasks` where only one is searched at a time; else the one first that takes longest, as far as
-    that can be told, so that none is left to a single place at the end. What another process that shares `store` is
-    tuning now is left to it, as long as it lives: such a process may run the same job, and each problem is tuned once.
+    Malformed and already tuned tasks come first. Each place takes the next of the remaining tasks as soon as it is
+    free. The order is that of `tasks` if only one search runs at a time, else by expected duration, longest first, so
+    that no long search is left to a single place at the end. A problem that another live process sharing `store` is
+    tuning is left to that process. Several processes may therefore run the same job, and each problem is tuned once.
 
-    Where a place is lost, its problem is tried once more, by another place if there is one; a place that starts again
+    If a place is lost, its problem is retried once, by another place if there is one. A place that can be restarted
     gets a second chance.
 
-    Of a range the searches come out as they end, as of any problem; at last its own result (`ranges.RangeRun`).
+    The searches of a range are yielded as they end, like those of single problems; the range's own result comes last
+    (`ranges.RangeRun`).
 
     Args:
-      places: where problems are tuned, all on one kind of chip; closed at the end.
-      store: knows what is tuned, and gets every trial and record, from this process alone.
-      runner: in place of `places`, the only one, where candidates run; it is not closed.
-      options: in place of both, of a runner that is started for all tasks and closed at the end.
-      sampler: as in `tuner.tune`. An object keeps what it learned from one search to the next: a name does not.
-      l2: as in `tuner.tune`; what was measured cold is tuned again where it is to be warm.
-      force: tune again what is tuned already.
+      places: where problems are tuned, all with the same kind of chip; closed at the end.
+      store: has the existing records, and receives every trial and record, from this process alone.
+      runner: runs the candidates, as the only place, instead of `places`; it is not closed.
+      options: instead of both, options of a runner that is started for all tasks and closed at the end.
+      sampler: as in `tuner.tune`. A sampler object keeps its state between searches; a named sampler does not.
+      l2: as in `tuner.tune`; problems measured cold are tuned again if `l2` is warm.
+      force: tune again even if a valid record exists.
       first_error: as in `tuner.tune`; it ends the job.
-      in_order: begin with the first tasks however many places there are.
-      bound: asked as a search is about to begin, from any thread: the task with what limits it now, or None where no
-        time is left for it: then it has no result.
-      progress: called before the first trial of each search and after every one, from the calling thread.
+      in_order: keep the order of `tasks` even with several places.
+      bound: called from any thread when a search is about to start. Returns the task with its current limits, or None
+        if no time is left: the task then has no result.
+      progress: called before the first trial of each search and after every trial, from the calling thread.
 
     Raises:
       CandidateFailed: as `tuner.tune`.
-      SchedulerError: no place can be opened at all; of one place, the error that says why. What else goes wrong with
-        one task is its `Result`.
+      SchedulerError: no place can be opened; with one place, the original error. Other errors of a task are in its
+        `Result`.
     """
     listed = list(tasks)
     wanted = [task for task in listed if not isinstance(task, Malformed)]
@@ -213,7 +215,7 @@ def run(
 
 
 def _told(job: JobRun, serving: int, progress: Callable[[Step], None] | None) -> Iterator[Result]:
-    """The results that `serving` threads tell of, until each has ended."""
+    """Yields the results reported by `serving` threads, until each has ended."""
     while serving:
         interrupts.check()
         try:
@@ -268,16 +270,16 @@ def _task(
 
 
 def _how_many(job: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Budget and effort of one problem: its own, or else those that all share."""
+    """Returns budget and effort of one problem: its own, else the shared ones."""
     own = table if {"budget", "effort"} & set(table) else job
     return own.get("budget"), own.get("effort")
 
 
 def task_of(operation: Operation[Any], texts: Mapping[str, str], **search: Any) -> Task | RangeTask:
-    """The problem whose fields are given as text, or the range of problems where one of them is ``lowest..highest``.
+    """Returns the problem given by field texts, or the range of problems if one field has the form ``lowest..highest``.
 
     Args:
-      search: as `Task` has it.
+      search: arguments of `Task`.
 
     Raises:
       ValueError: as `Problem.parse`, or as `range_text.ends_of`.

@@ -1,4 +1,4 @@
-"""Which of the problems that calls missed are worth a search: what each may gain, and where the rest gains nothing."""
+"""Ranks cache misses by their expected gain, and selects those that are worth a search."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from search_spaces import OPERATIONS, load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Of what all of them take by the library: less than that is not worth the searches.
+# Share of the total library time. Smaller expected gains are not worth a search.
 LEAST = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
 class Missed:
-    """A miss as it stands today.
+    """The current state of a miss.
 
     Attributes:
-      operation, problem: None where nobody here can say what it is.
-      settled: what a record, or the points of a range, answer since then; None where the miss is open.
-      library_s: the library's predicted time of one call, seconds; None where it cannot be predicted.
-      best_s: the best predicted time of another kernel; `library_s` where there is no such kernel, None where there is
-        one of which no time can be predicted.
-      reason: why something is None, in words.
+      operation, problem: None if they cannot be loaded here.
+      settled: the schedule that a record or a range has provided since; None if the miss is open.
+      library_s: the library's predicted time of one call in seconds; None if it cannot be predicted.
+      best_s: the best predicted time of another kernel; `library_s` if there is no such kernel; None if there is one
+        without a predicted time.
+      reason: why a value is None.
     """
 
     miss: Miss
@@ -49,12 +49,12 @@ class Missed:
 
     @property
     def library_total_s(self) -> float:
-        """What the library takes for as many calls as were lowered; 0 where that is not known."""
+        """Predicted library time of all lowered calls; 0 if unknown."""
         return self.miss.lowered * (self.library_s or 0.0)
 
     @property
     def gain_s(self) -> float | None:
-        """What the best schedule is expected to save of that; None where that is not known."""
+        """Expected saving of the best schedule over all lowered calls; None if unknown."""
         if self.library_s is None or self.best_s is None:
             return None
         return self.miss.lowered * max(0.0, self.library_s - self.best_s)
@@ -65,17 +65,17 @@ def weigh(
     stored: Callable[[Operation[Any], Problem, Hardware], Evidence],
     chip: Callable[[str], Hardware | None],
 ) -> list[Missed]:
-    """What is known of each miss, those that a search is expected to gain most of first.
+    """Returns the state of each miss, the largest expected gain first.
 
     Args:
-      stored: what is stored that an answer to a problem may follow from, the user's own before the shipped.
-      chip: by its `Hardware.id`, or None where nobody knows it.
+      stored: returns the stored evidence for a problem, the user's before the shipped.
+      chip: returns the hardware of a `Hardware.id`, or None if it is unknown.
     """
     return sorted((_weighed(miss, stored, chip(miss.key.hardware)) for miss in misses), key=_order)
 
 
 def _order(missed: Missed) -> tuple[float, ...]:
-    # What gains nobody knows how much stands between what gains something and what gains nothing.
+    # Misses with an unknown gain come between those with a gain and those without.
     gain_s = 1e-30 if missed.gain_s is None else missed.gain_s
     return -gain_s, -missed.library_total_s, -missed.miss.lowered
 
@@ -87,7 +87,7 @@ def _weighed(
     try:
         operation = load_known(key.operation)
         problem = operation.problem.from_canonical(key.problem)
-    except (ValueError, RecursionError) as error:  # a store may hold any text
+    except (ValueError, RecursionError) as error:  # a store may contain any text
         return Missed(miss, reason=_unknown(miss, error))
     if hardware is None:
         return Missed(miss, operation, problem, reason="the table has no such chip")
@@ -98,7 +98,7 @@ def _weighed(
     def find(key: Key) -> list[Record]:
         return [record for record in records if record.key == key]
 
-    # In the order in which calls are answered (`dispatch.stored`): what was measured goes first, its own or a range.
+    # The order of `dispatch.stored`: measured evidence first, the problem's own record before a range.
     entries = (recheck(operation, problem, hardware, record) for record in find(key))
     own = next((entry for entry in entries if isinstance(entry, Entry)), None)
     if own is not None and not own.measurement.estimated:
@@ -128,10 +128,10 @@ def _unknown(miss: Miss, error: Exception) -> str:
 
 
 def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
-    """The open ones that are worth a search, the largest expected gain first, and those that are not.
+    """Splits the open misses into those worth a search, largest expected gain first, and the others.
 
-    These are the last ones, which gain together less than `LEAST` of what all take by the library. Of those in between
-    no gain can be predicted: only a search tells.
+    The others are the last ones in the order, with a combined gain below `LEAST` of the total library time. Misses
+    without a predicted gain are always worth a search.
     """
     ordered = sorted((one for one in missed if one.settled is None and one.problem is not None), key=_order)
     total_s, left_s, worth = sum(one.library_total_s for one in ordered), 0.0, set[Key]()
@@ -143,14 +143,15 @@ def worth_tuning(missed: Iterable[Missed]) -> tuple[list[Missed], list[Missed]]:
 
 
 class Within:
-    """Tasks are begun as long as time is left, and each gets no more of it than that; for `jobs.run` to ask, from any
-    thread.
+    """A time budget, callable as `bound` of `jobs.run`: tasks start while time is left, limited to what remains.
+
+    It can be called from any thread.
 
     Args:
-      seconds: from when the first is begun; None sets no limit.
+      seconds: duration, from the start of the first task; None sets no limit.
 
     Attributes:
-      left: how many were not begun when the time was over.
+      left: number of tasks that were not started in time.
     """
 
     def __init__(self, seconds: float | None) -> None:

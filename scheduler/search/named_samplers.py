@@ -1,4 +1,4 @@
-"""Samplers of Optuna by name, as the command line and jobs write them."""
+"""Optuna samplers by name, for the command line and jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The cost model's order, then a surrogate: `samplers.ModelSampler`.
 MODEL = "model"
-# The others, with the class of each and the package that it needs besides Optuna.
+# Optuna samplers: name -> class, and the package it needs in addition to Optuna.
 SAMPLERS: Mapping[str, tuple[str, str]] = {
     "tpe": ("TPESampler", "optuna"),
     "gp": ("GPSampler", "torch"),
@@ -27,14 +27,14 @@ Sampler = Union[str, "BaseSampler"]
 
 
 def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
-    """The sampler of a search; None stands for `samplers.ModelSampler`.
+    """Returns the sampler of a search; None stands for `samplers.ModelSampler`.
 
     Args:
-      named: a sampler of Optuna; "model"; a key of `SAMPLERS`; or ``module:NAME``, which is a sampler, a class of
-        samplers or a function that returns one. A class or a function is called with ``seed=seed``.
+      named: an Optuna sampler; "model"; a key of `SAMPLERS`; or ``module:NAME``, which refers to a sampler, a sampler
+        class or a function that returns a sampler. A class or a function is called with ``seed=seed``.
 
     Raises:
-      TypeError, ValueError: that names no sampler, or the sampler needs a package that is not installed.
+      TypeError, ValueError: `named` is not a sampler, or the sampler needs a package that is not installed.
     """
     if named == MODEL:
         return None
@@ -60,7 +60,7 @@ def sampler_of(named: Sampler, seed: int) -> BaseSampler | None:
         raise ValueError(f"the sampler {named} needs a package that is not installed: pip install {package}")
     options = {"warn_independent_sampling": False} if named in ("cmaes", "qmc") else {}
     if named == "qmc":
-        options["scramble"] = True  # without, the points are the same for every seed
+        options["scramble"] = True  # otherwise the points are the same for every seed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         sampler: BaseSampler = getattr(optuna.samplers, name)(seed=seed, **options)

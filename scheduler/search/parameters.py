@@ -1,4 +1,4 @@
-"""Parameters of Optuna for schedules: the backend, and every field of the backend's schedule."""
+"""Optuna parameters of schedules: the backend, and every field of the backend's schedule."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ BACKEND = "backend"
 
 
 def parameters(backend: str, schedule: Mapping[str, Choice]) -> dict[str, Choice]:
-    """The parameters of one candidate. A field that is itself named "backend" becomes "schedule.backend"."""
+    """Returns the parameters of one candidate. A field named "backend" becomes "schedule.backend"."""
     return {BACKEND: backend} | {name_of(field): value for field, value in schedule.items()}
 
 
 def distributions_of(candidates: Iterable[Mapping[str, Choice]]) -> dict[str, BaseDistribution]:
-    """A distribution for each parameter that any of these candidates has.
+    """Returns a distribution for each parameter of these candidates.
 
-    Integers and floats become ranges from the smallest to the largest value, logarithmic where all are positive.
-    Everything else becomes categories; tuples, and values of several types, become categories of text.
+    Integers and floats become ranges from the smallest to the largest value, logarithmic if all values are positive.
+    All other values become categories. Tuples, and values of several types, become categories of text.
     """
     found: dict[str, dict[tuple[type, Choice], Choice]] = {}
     for candidate in candidates:
         for name, value in candidate.items():
-            found.setdefault(name, {})[type(value), value] = value  # by type, too: 1 == True
+            found.setdefault(name, {})[type(value), value] = value  # also by type, because 1 == True
     return {name: _distribution(list(values.values())) for name, values in found.items()}
 
 
 def suggested(distribution: BaseDistribution, value: Choice) -> Any:
-    """`value` as `distribution` spells it."""
+    """Converts `value` to the form that `distribution` uses."""
     if isinstance(distribution, CategoricalDistribution) and not any(
         type(choice) is type(value) and choice == value for choice in distribution.choices
     ):
@@ -41,7 +41,7 @@ def suggested(distribution: BaseDistribution, value: Choice) -> Any:
 
 
 def middle(distribution: BaseDistribution) -> Any:
-    """A value from the middle of a range, or the first category: it stands for a parameter that a candidate lacks."""
+    """Returns the middle of a range, or the first category: the value of a parameter that a candidate lacks."""
     match distribution:
         case CategoricalDistribution():
             return distribution.choices[0]
@@ -53,7 +53,7 @@ def middle(distribution: BaseDistribution) -> Any:
 
 
 def name_of(field: str) -> str:
-    """The parameter of a field of a schedule."""
+    """Returns the parameter name of a schedule's field."""
     return f"schedule.{field}" if field == BACKEND else field
 
 

@@ -1,4 +1,4 @@
-"""Where the problems of a job are tuned: what such a place promises; devices of this host as such places."""
+"""Executors of a job's problems ("places"): their interface, and local devices that implement it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from search_spaces.operation import Operation
 
 
 class Place(Protocol):
-    """Where whole problems are tuned, each on one device from its first trial to the end of its final comparison.
+    """Tunes whole problems, each on one device from its first trial to the end of its final comparison.
 
-    `open` and `close` are asked by one thread at a time; `search` by as many as `searches` says, all between two
-    `open`; `close` also while another thread is in `open` or `search`.
+    Only one thread at a time calls `open` or `close`. Up to `searches` threads call `search`, always between two calls
+    of `open`. `close` may be called while another thread is in `open` or `search`.
 
     Attributes:
       name: for messages: "GPU 2".
-      hardware: the chip; known once it is open.
-      searches: how many problems it tunes at once; known once it is open.
+      hardware: the chip; set by `open`.
+      searches: number of problems tuned at once; set by `open`.
     """
 
     name: str
@@ -37,37 +37,39 @@ class Place(Protocol):
     searches: int
 
     def open(self) -> None:
-        """Starts what candidates run in, where that is not there; also after `search` raised `PlaceLost`. Blocks.
+        """Starts the processes that run candidates, unless they are running. Blocks.
+
+        It is also called after `search` raised `PlaceLost`.
 
         Raises:
-          SchedulerError: it does not start, and why: nothing more is asked of this place.
+          SchedulerError: the place cannot start; it is not used again.
         """
 
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
-        """Searches one problem, whatever `store` holds and whoever else is at it: the caller holds its lease. Blocks.
+        """Searches one problem without reading its record in `store`; the caller holds the lease. Blocks.
 
         Args:
-          store: knows earlier trials and similar problems. When this returns, it has all trials and the record, as far
-            as it takes them; this process writes them, never another.
+          store: has earlier trials and similar problems. On return it has all trials and the record, as far as writes
+            succeeded. Only this process writes to it.
           progress: called before the first trial and after each, from any thread.
 
         Raises:
-          PlaceLost: the place went away, which tells nothing of the problem: another place is asked for it.
-          SchedulerError: as `tuner.tune`; what failed is the problem.
+          PlaceLost: the place was lost, for reasons unrelated to the problem: retry the problem at another place.
+          SchedulerError: as `tuner.tune`; the problem failed.
         """
 
     def close(self) -> None:
-        """Ends all there is, for good. Searches under way raise an error soon."""
+        """Closes the place for good. Running searches raise an error soon."""
 
 
 class Device:
-    """A device of this host: one runner, started when it is first needed.
+    """A local device: one runner, started on first use.
 
     Args:
       start: starts the runner.
       name: for messages.
-      owned: whether the runner is ended with the place.
-      compilers: compile processes that the places of a host share; each closes them once.
+      owned: whether the runner is closed with the place.
+      compilers: compile processes shared by the places of a host; each place closes them once.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Device:
 
     @classmethod
     def of(cls, runner: Runner) -> Device:
-        """Where a runner is that somebody else has started, and will end."""
+        """Returns the place of a runner that the caller has started and will close."""
         return cls(lambda: runner, owned=False)
 
     @classmethod
@@ -99,7 +101,7 @@ class Device:
         name: str = "the device",
         compilers: Compilers | None = None,
     ) -> Device:
-        """The device of `options`, by other processes where those can load `operation`."""
+        """Returns the device of `options`, run in other processes if those can load `operation`."""
         return cls(lambda: start_runner(operation, options, compilers), name, compilers=compilers)
 
     def open(self) -> None:
@@ -108,16 +110,16 @@ class Device:
         runner = self._start()
         with self._lock:
             self._runner = runner
-        if self._closed:  # meanwhile
+        if self._closed:  # closed while the runner was starting
             self._end(runner)
             raise WorkerError(f"{self.name} was closed")
         self.hardware, self.searches = runner.hardware, runner.searches
 
     def search(self, task: Task, how: How, store: Keeper, progress: Callable[[Progress], None]) -> Record:
-        if (runner := self._runner) is None:  # another search has found that it is lost
+        if (runner := self._runner) is None:  # lost, as another search has found
             raise PlaceLost(f"{self.name} was lost")
         try:
-            runner.capacity(task.operation, task.problem, how.l2)  # or the memory holds none, and nothing need be asked
+            runner.capacity(task.operation, task.problem, how.l2)  # raises if the problem does not fit in memory
             return tuner.search(
                 task.operation,
                 task.problem,
@@ -135,7 +137,7 @@ class Device:
                 brief=task.brief,
             )
         except WorkerError as error:
-            ended = self._runner is not runner and not self._closed  # by another search, which has lost it
+            ended = self._runner is not runner and not self._closed  # by another search, after the device was lost
             if not ended and not isinstance(error, DeviceLost):
                 raise
             self._end(runner)
@@ -149,7 +151,7 @@ class Device:
             self._compilers.close()
 
     def _end(self, runner: Runner) -> None:
-        """Ends it, unless another thread has."""
+        """Closes the runner, unless another thread has."""
         with self._lock:
             mine = self._runner is runner
             self._runner = None if mine else self._runner
@@ -158,11 +160,11 @@ class Device:
 
 
 def gpus(operation: Operation[Any], indices: Sequence[int], options: RunnerOptions | None = None) -> list[Device]:
-    """The GPUs of these indices among the visible ones, which share the compile processes of this host.
+    """Returns the visible GPUs with these indices. They share the compile processes of this host.
 
     Args:
-      operation: one of those that are tuned.
-      options: of the runner of each; `device` is none of them.
+      operation: one of the operations to tune.
+      options: of the runner of each; `device` is ignored.
     """
     options = options or RunnerOptions()
     if len(indices) == 1:

@@ -1,4 +1,4 @@
-"""A range of an extent as jobs and commands write it: ``m=1..8192``, in a job also ``m = [1, 8192]``."""
+"""Parses ranges of an extent: ``m=1..8192`` on the command line and in jobs, ``m = [1, 8192]`` in jobs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _RANGE = re.compile(r"\s*(-?\d+)\s*\.\.\s*(-?\d+)\s*")
 
 
 def is_range(text: str) -> bool:
-    """Whether a value is written as a range is."""
+    """Returns whether a value has the form of a range."""
     return _RANGE.fullmatch(text) is not None
 
 
 def value_text(name: str, value: Any) -> str:
-    """What a job says of one field, as a command line has it.
+    """Converts the value of a field in a job to its command-line text.
 
     Raises:
       ValueError: it is neither a value nor a range.
@@ -37,11 +37,11 @@ def value_text(name: str, value: Any) -> str:
 
 
 def ends_of(operation: Operation[Any], texts: Mapping[str, str]) -> tuple[str, Problem, Problem] | None:
-    """The field that `texts` give a range, and the problems at its lowest and its highest value; None without a range.
+    """Returns the ranged field of `texts` and the problems at its lowest and highest value; None without a range.
 
     Raises:
-      ValueError: two ranges, one of a field that is no extent, one whose ends are no problems or in another order, or
-        what `Problem.parse` raises.
+      ValueError: there are two ranges; the ranged field is not an extent; an end is not a valid problem, or the ends
+        are in the wrong order; or `Problem.parse` raised.
     """
     integers = {name for name, kind in typing.get_type_hints(operation.problem).items() if kind is int}
     named = {name: found for name, text in texts.items() if (found := _RANGE.fullmatch(text))}

@@ -1,4 +1,4 @@
-"""A range on its way: a ladder of searches, brief ones between them where the best may change, and values held out."""
+"""Tunes a range: a ladder of full searches, brief searches where the winner may change, and held-out values."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from scheduler.search.task import How, RangeTask, Result, Task
 from scheduler.store.store import Store
 from search_spaces.problem import Problem
 
-# Trials of a brief search: the libraries' programs, the winners of both neighbours, and a few that the model names,
-# which knows of waves that are full there and part empty at the neighbours.
+# Trials of a brief search: the libraries' programs, the winners of both neighbours, and a few that the model ranks
+# first. The model accounts for waves that are full at this value and partly empty at the neighbours.
 BRIEF = 8
-# Brief searches for each step of the ladder, at most: on average three halvings.
+# Maximum number of brief searches per step of the ladder: on average three halvings.
 BRIEF_PER_STEP = 3
-# Values that are nearer than this, as a share of the lower one, have no point between them.
+# Two points closer than this, as a share of the lower value, get no point between them.
 NEAREST = 1 / 8
-# A schedule that is slower than the winner by less is as good there: what the two points differ in is not worth a look.
+# A schedule is as good as the winner if it is slower by at most this share. The difference is not worth a search.
 ALIKE = 0.02
 HELD_OUT = 5
 
 
 def ladder(low: int, high: int) -> list[int]:
-    """Both ends and the powers of two between them."""
+    """Returns both ends and the powers of two between them."""
     powers = (1 << exponent for exponent in range(low.bit_length(), high.bit_length()))
     return sorted({low, high, *powers})
 
 
 def plan_text(task: RangeTask) -> str:
-    """What a range costs, at most, in words."""
+    """Describes the maximum cost of a range."""
     steps = len(ladder(task.low, task.high))
     between_them = f"at most {BRIEF_PER_STEP * (steps - 1)} of {min(BRIEF, task.budget)} between them"
     return (
@@ -50,24 +50,26 @@ def plan_text(task: RangeTask) -> str:
 
 
 class RangeRun:
-    """A range under way, in rounds, each of which follows from the records of those before it, and from nothing else.
+    """A running range. It proceeds in rounds, and each round depends only on the records of the rounds before it.
 
-    So an interrupted range goes on where it was, and processes that share a store make the same searches. First the
-    ladder is searched, in full. Then a brief search is made in the middle of every step, and of what it halves wherever
-    the two ends have other winners, none of which does as well at the other end. Where an end of the ladder cannot be
-    tuned, full searches narrow down from where on it can. At last values drawn at random are searched in full, to tell
-    how good the range's answers are; one whose answer does not run, or is wrong, and the range answers nothing.
+    An interrupted range therefore resumes where it stopped, and processes that share a store make the same searches.
 
-    Who runs it calls `begin`, and `ended` for each task of a round, one at a time.
+    First, full searches cover the ladder. Then a brief search is made in the middle of every step. The halves are
+    bisected again if the winners at the two ends differ and neither winner does as well at the other end. If one end of
+    the ladder cannot be tuned, full searches bisect to the first value that can. Finally, random values are searched in
+    full, to measure how good the range's schedules are. If the range's schedule fails or is wrong at one of them, the
+    range is removed.
+
+    The caller calls `begin` once, and `ended` for each task of a round, from one thread at a time.
 
     Args:
-      how: of all searches of the job.
-      store: keeps the range.
+      how: options of all searches of the job.
+      store: receives the range.
     """
 
     def __init__(self, task: RangeTask, how: How, hardware: Hardware, store: Store) -> None:
         self.task, self._how, self._hardware, self._store = task, how, hardware, store
-        self.result: Result | None = None  # once it has ended
+        self.result: Result | None = None  # set when the range has ended
         self._records: dict[int, Record] = {}
         self._failed: dict[int, str] = {}
         self._pending: set[int] = set()
@@ -79,11 +81,11 @@ class RangeRun:
         self._searched = False
 
     def begin(self) -> list[Task]:
-        """The first round; none where no value is a problem: then there is a result already."""
+        """Returns the tasks of the first round. If no value is a valid problem, returns none and sets `result`."""
         return self._round(self._whole(self._steps)) or self._next()
 
     def ended(self, task: Task, result: Result | None) -> list[Task]:
-        """What is next, once the last of a round has ended; None stands for a task that was not begun."""
+        """Records the result of a task (None: not started). After the last one of a round, returns the next round."""
         value = getattr(task.problem, self.task.field)
         self._pending.discard(value)
         if result is not None and result.record is not None:
@@ -97,7 +99,7 @@ class RangeRun:
         return [] if self._pending else self._next()
 
     def likely(self) -> tuple[int, float]:
-        """How many searches are still to come beside those of this round, as far as can be told, and their work."""
+        """Estimates how many searches follow the current round, and their total time in seconds."""
         if self._range is not None or self.result is not None:
             return 0, 0.0
         middle = _problem(self.task, math.isqrt(self.task.low * self.task.high))
@@ -139,7 +141,7 @@ class RangeRun:
         return tasks
 
     def _between(self) -> list[Task]:
-        """The searches of the next round, between neighbours; none where nothing is worth one."""
+        """Returns the tasks of the next round, between neighbouring points; none if no search is worthwhile."""
         asked = sorted({*self._records, *self._failed})
         reached = range(min(self._records, default=0), max(self._records, default=0) + 1)
         unsure: list[tuple[float, Task | None]] = []
@@ -159,12 +161,12 @@ class RangeRun:
         return [*checks, *self._whole(edges)]
 
     def _alike(self, low: int, high: int) -> bool:
-        """Whether one of the winners at two values is as good as the other where that won."""
+        """Whether the winner at one of the two values does as well as the other winner when run at the other value."""
         here, there = self._records[low], self._records[high]
         return _as_good(here, there) or _as_good(there, here)
 
     def _check(self, value: int, low: int, high: int) -> Task | None:
-        """The brief search of a value between two neighbours; None where it is no problem."""
+        """Returns the brief search at a value between two neighbours; None if the problem is not valid."""
         leading: dict[Point, None] = {}
         for record in (self._records[low], self._records[high]):
             leading.update((point, None) for point in _leading(record))
@@ -176,7 +178,7 @@ class RangeRun:
         return dataclasses.replace(task, budget=min(BRIEF, task.budget), first=tuple(leading), brief=True)
 
     def _made(self, points: Sequence[int]) -> Range:
-        """The range without what is held out, which is stored already: it answers from now on."""
+        """Stores and returns the range, without held-out values. Calls can use it from now on."""
         newest = max((self._records[point].environment for point in points), key=lambda environment: environment.date)
         made = Range(
             self.task.operation.name,
@@ -200,7 +202,7 @@ class RangeRun:
         return True
 
     def _drawn(self) -> list[Task]:
-        """Full searches of values drawn at random, as even in size as they are in number, which are no points."""
+        """Returns full searches at log-uniform random values that are not points of the range."""
         assert self._range is not None
         tasks = []
         for value in _values_between(self._range, random.Random(f"{self._how.seed} {self._range}")):
@@ -224,15 +226,15 @@ class RangeRun:
         return between(self.task.operation, problem, self._hardware, [self._range], find, backends=self.task.backends)
 
     def _judge(self, value: int, record: Record) -> None:
-        """What a search at `value` says of the range's answer there, if it timed it."""
+        """Compares the range's schedule at `value` with the record of a search there, if that search timed it."""
         problem = _problem(self.task, value)
         answer = self._answer(problem) if problem is not None else ""
         if not isinstance(answer, Between):
             return
         which = point_of(answer.backend, answer.schedule)
         times: dict[Point, Outcome] = {point_of(e.backend, e.schedule): e.measurement for e in record.entries}
-        if which not in times:  # it was no finalist: what trials took is compared with what trials took
-            with contextlib.suppress(StoreError):  # a warning has said so
+        if which not in times:  # not a finalist: compare the times of trials with each other
+            with contextlib.suppress(StoreError):
                 trials = self._store.last_trials(record.key)
                 times = {point_of(trial.backend, trial.schedule): trial.outcome for trial in trials}
         match times.get(which):
@@ -250,7 +252,7 @@ class RangeRun:
 
     def _finish(self, made: Range) -> None:
         if self._broken:
-            with contextlib.suppress(StoreError):  # a warning has said so
+            with contextlib.suppress(StoreError):
                 self._store.ranges.forget(made)
             self.result = Result(self.task, "failed", "; ".join(self._broken), self._hardware)
             return
@@ -261,7 +263,7 @@ class RangeRun:
         self.result = Result(self.task, state, self._left_out(made), self._hardware, stored=kept, range=made)
 
     def _left_out(self, made: Range) -> str:
-        """Which values asked for are not answered, and why, in words; "" where all are."""
+        """Lists the requested values that the range does not cover, with the reasons; "" if it covers all."""
         field, (first, *_, last) = self.task.field, made.points
         words = []
         for beyond, ends in ((first > made.low, (made.low, first - 1)), (last < made.high, (last + 1, made.high))):
@@ -272,7 +274,7 @@ class RangeRun:
 
 
 def _as_good(one: Record, other: Record) -> bool:
-    """Whether the winner of one record is as good as the winner of the other, where that won."""
+    """Whether the winner of one record is as good as the winner of the other, on the problem of the other."""
     won = point_of(one.winner.backend, one.winner.schedule)
     if won == point_of(other.winner.backend, other.winner.schedule):
         return True
@@ -282,7 +284,7 @@ def _as_good(one: Record, other: Record) -> bool:
 
 
 def _leading(record: Record) -> Iterator[Point]:
-    """The winner and the runner-up, and the best but the library's programs, which every search tries."""
+    """Yields the two best entries other than the library's programs, which every search tries."""
     others = [entry for entry in record.entries if entry.backend != record.library]
     for entry in others[:2]:
         yield point_of(entry.backend, entry.schedule)
@@ -296,7 +298,7 @@ def _problem(task: RangeTask, value: int) -> Problem | None:
 
 
 def _values_between(of: Range, draw: random.Random) -> Iterator[int]:
-    """Values between the points, each once, by their logarithms as even as can be drawn; all, where they are few."""
+    """Yields values between the points, each once, log-uniformly at random. Yields all of them if they are few."""
     first, last = of.points[0], of.points[-1]
     points = set(of.points)
     if last - first + 1 - len(points) <= 2 * HELD_OUT:

@@ -1,4 +1,4 @@
-"""Time stored winners again beside their rivals, and say which are no longer the fastest."""
+"""Measures stored winners again, interleaved with their competitors, and reports those that are no longer fastest."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from search_spaces import load_known
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# A winner within this share of the fastest still holds: a change of versions is worth a new search above it.
+# A winner within this share of the fastest is still valid; a larger excess is worth a new search.
 WITHIN = 0.03
-# The rivals of one record keep some so many compile processes busy, and each rival is compiled once.
+# The rivals of one record keep about this many compile processes busy; each rival is compiled once.
 COMPILERS_OF_A_RECORD = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Retimed:
-    """One schedule that was timed again.
+    """A schedule that was measured again.
 
     Attributes:
       role: "winner", "runner-up" or "best of its backend" in the record, "library", or "the model's choice".
-      then: its entry in the record; None where it had none.
-      now: its times beside the others', or why it has none.
+      then: its entry in the record; None if it had none.
+      now: its new measurement, interleaved with the others, or the failure.
     """
 
     role: str
@@ -53,15 +53,16 @@ class Retimed:
 
 @dataclasses.dataclass(frozen=True)
 class Reverified:
-    """Whether a record's winner is still the one to serve.
+    """Whether the winner of a record is still valid.
 
     Attributes:
-      state: "holds"; "slower": another is faster now by more than the limit; "broken": it cannot run, or is not served;
-        "elsewhere": it is of another chip, an estimate, or of an operation that nobody has named, and was not timed.
-      reason: what is faster and by how much, or why it cannot run; "" where it holds.
-      rivals: the winner first, and all that was timed beside it; empty where nothing was.
-      refreshed: the record with today's times, order and environment; None where it was not timed, or the library did
-        not run.
+      state: "holds"; "slower": another schedule is now faster by more than the limit; "broken": the winner cannot run,
+        or is not used; "elsewhere": not measured, because the record is for another chip, is an estimate, or is for an
+        operation that cannot be loaded by name.
+      reason: the faster schedule and the difference, or why the winner cannot run; "" if it holds.
+      rivals: the measured schedules, winner first; empty if nothing was measured.
+      refreshed: the record with the new times, order and environment; None if nothing was measured, or the library
+        failed.
     """
 
     record: Record
@@ -72,7 +73,7 @@ class Reverified:
 
     @property
     def now(self) -> Measurement | None:
-        """The winner's times today."""
+        """The winner's new measurement."""
         return next((r.now for r in self.rivals[:1] if isinstance(r.now, Measurement)), None)
 
 
@@ -85,16 +86,16 @@ def reverify(
     within: float = WITHIN,
     seed: int = 0,
 ) -> Iterator[Reverified]:
-    """Times each record's entries, the library and the model's choice in turns; yields what that says of the winner.
+    """Measures each record's entries, the library and the model's choice, interleaved. Yields verdicts on the winners.
 
-    Several records at once, where candidates are compiled beside each other. Verdicts come as they are reached.
+    Several records are verified at once if candidates compile concurrently. Verdicts are yielded as they are reached.
 
     Args:
-      records: to verify; those of other chips than the runner's cannot be.
-      operation: theirs; None is each by its name, of those here or loaded before.
-      runner: where they run; by default one is started for all of them and closed at the end.
-      options: of a runner that is started here.
-      within: by which share the winner may be slower than the fastest and still hold.
+      records: to verify; records of other chips than the runner's cannot be verified.
+      operation: the operation of all records; None loads each by its name, from the built-in or already loaded ones.
+      runner: runs the schedules; by default one is started for all of them and closed at the end.
+      options: options of a runner that is started here.
+      within: maximum excess of the winner over the fastest, as a share.
       seed: of the order within each round.
 
     Raises:
@@ -137,7 +138,7 @@ def reverify(
 
 @dataclasses.dataclass(frozen=True)
 class _Judged:
-    """A record that is to be timed."""
+    """A record to measure."""
 
     operation: Operation[Any]
     problem: Problem
@@ -176,7 +177,7 @@ def _verdict(judged: _Judged, runner: Runner, within: float, seed: int) -> Rever
 
 
 def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, record: Record) -> tuple[Retimed, ...]:
-    """Whom to time, none of them timed yet."""
+    """Returns the schedules to measure, without times."""
     found: dict[tuple[Any, ...], Retimed] = {}
 
     def add(role: str, backend: str, schedule: Schedule, predicted_s: float, then: Entry | None = None) -> None:
@@ -198,7 +199,7 @@ def _rivals(operation: Operation[Any], problem: Problem, hardware: Hardware, rec
 def _timed(
     operation: Operation[Any], problem: Problem, runner: Runner, rivals: Sequence[Retimed], record: Record, seed: int
 ) -> tuple[tuple[Retimed, ...], Result]:
-    """`rivals` with their times from a race of those that build and are right, and how it ended."""
+    """Returns `rivals` with times from a race of those that compile and are correct, and the result of the race."""
     repetitions, repetitions_of_round = runner.hardware.abilities.repetitions
 
     def task(rival: Retimed, repetitions: int, incumbent_s: float | None = None) -> Task:
@@ -219,7 +220,7 @@ def _timed(
         if reason := illegal(operation.kernel(rival.backend), problem, runner.hardware, rival.schedule):
             return Failure("lower", reason)
         outcome = runner.measure(task(rival, repetitions))
-        # A library that is out of the winner's reach is compiled once, as in a search.
+        # A library that is far slower than the winner is compiled once, as in a search.
         again = task(rival, repetitions, record.winner.measurement.median_s)
         wrong = runner.confirm(again) if isinstance(outcome, Measurement) else None
         return wrong or outcome
@@ -251,7 +252,7 @@ def _refreshed(
     rivals: Sequence[Retimed],
     ended: Result,
 ) -> Record | None:
-    """The record as a search would write it today; None without the library's time, to compare with."""
+    """Returns the record as a search would write it today; None if the library, the baseline, has no time."""
     by_label = {_label(rival): rival for rival in rivals}
     kept = finalists.fastest(ended.order, finalists.KEPT, lambda label: by_label[label].backend)
     if operation.library.backend not in (by_label[label].backend for label in kept):

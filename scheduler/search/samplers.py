@@ -1,9 +1,10 @@
-"""Which candidate to measure next: our sampler, any other one of Optuna, and the step back to a legal schedule.
+"""Samplers of the next candidate: the model-based sampler, and an adapter from Optuna's samplers to legal schedules.
 
-`ModelSampler` proposes candidates in the order of the cost model, and now and then one drawn from all of them: only far
-from its favourites can measurements contradict a model. Where the times scatter about the predictions by more than the
-model's usual error, a Gaussian process of the logarithm of time proposes the candidate with the largest expected
-improvement. `LegalSampler` asks any sampler of Optuna and takes the nearest legal schedule that was not tried.
+`ModelSampler` proposes candidates in the order of the cost model. Every few trials it draws one from all candidates,
+because only measurements far from the model's favourites can contradict the model. If the scatter of the times about
+the predictions exceeds the model's usual error, a Gaussian process of the logarithm of time proposes the candidate with
+the largest expected improvement. `LegalSampler` wraps any Optuna sampler and proposes the nearest legal schedule that
+is untried.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from search_spaces.space import Choice
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-# A trial's attribute: the index of its candidate.
+# User attribute of a trial: the index of its candidate.
 CANDIDATE = "candidate"
 _MISSING = object()
-_PROBE = 5  # of so many trials one is a probe, drawn from all candidates
-# Standard deviation of the model's residuals, the logarithms of measured over predicted time, above which measurements
-# contradict the model: its own error on the shapes that were swept.
+_PROBE = 5  # one of this many trials is a probe, drawn from all candidates
+# Threshold for the standard deviation of the model's residuals, log(measured / predicted). Above it, measurements
+# contradict the model. The value is the model's own error on the swept shapes.
 _ACCURATE = 0.07
-_FEWEST = 5  # times that can contradict it
+_FEWEST = 5  # minimum number of times that can contradict the model
 
 
 class Candidate(Protocol):
-    """What a search needs to know of a candidate. `floor_s` is a lower bound of its time, 0 where none is known."""
+    """The interface of a candidate in a search. `floor_s` is a lower bound of its time, or 0 if none is known."""
 
     @property
     def backend(self) -> str: ...
@@ -50,14 +51,14 @@ class Candidate(Protocol):
 
 
 class CandidateSpace:
-    """A list of candidates as parameters of Optuna, and back.
+    """Maps candidates to Optuna parameters and back.
 
-    Every candidate has a value for every parameter, so that samplers that need a fixed space (GP, CMA-ES) can use it: a
-    parameter that a backend lacks has the middle of its range.
+    Every candidate has a value for every parameter, so that samplers that need a fixed space (GP, CMA-ES) can use it. A
+    parameter that a backend lacks gets the middle of its range.
 
     Attributes:
       distributions: parameter -> its distribution.
-      free: candidates that may be proposed: untried, and able to beat the fastest. The search keeps it up to date.
+      free: mask of candidates that may be proposed: untried, and able to beat the fastest. Updated by the search.
       log_predicted: logarithms of the predicted seconds.
     """
 
@@ -73,7 +74,7 @@ class CandidateSpace:
         return len(self._labels)
 
     def parameters(self, index: int) -> dict[str, Any]:
-        """A value for every parameter."""
+        """Returns a value for every parameter."""
         label = self._labels[index]
         return {
             name: parameters.suggested(each, label[name]) if name in label else parameters.middle(each)
@@ -81,10 +82,11 @@ class CandidateSpace:
         }
 
     def nearest(self, wanted: Mapping[str, Any]) -> int:
-        """The free candidate nearest to these parameters: of the same backend if possible, then in its own fields.
+        """Returns the free candidate nearest to the `wanted` parameters, from the same backend if possible.
 
-        Ranges count by their (logarithmic) length, and a different category as one whole range. Of several that are
-        equally near, the one that the model predicts to be fastest.
+        The distance is the sum over the fields of that candidate. A number contributes the squared distance relative to
+        its range (logarithmic, where the distribution is), a different category contributes one whole range. Of several
+        equally near candidates, the one with the shortest predicted time is returned.
         """
         apart = np.zeros(len(self))
         for name, value in wanted.items():
@@ -98,13 +100,13 @@ class CandidateSpace:
         return int(free[np.lexsort((self.log_predicted[free], apart[free]))[0]])
 
     def _column(self, name: str) -> Array:
-        """The values of one parameter as `_places` has them; NaN where a candidate lacks it."""
+        """Returns the values of one parameter, mapped by `_places`; NaN if a candidate lacks the parameter."""
         values = [label.get(name, _MISSING) for label in self._labels]
         return _places(self.distributions[name], values)
 
 
 class _OfCandidates(BaseSampler):
-    """A sampler that proposes all parameters of a candidate together."""
+    """Base class of samplers that propose all parameters of a candidate together."""
 
     _space: CandidateSpace
 
@@ -118,11 +120,11 @@ class _OfCandidates(BaseSampler):
 
 
 class ModelSampler(_OfCandidates):
-    """The model's order first, then, where measurements contradict the model, a surrogate.
+    """Proposes in the order of the model, then by a surrogate if measurements contradict the model.
 
     Args:
-      space: what it proposes from.
-      seed: of the probes.
+      space: candidates to propose from.
+      seed: seed of the probes.
     """
 
     def __init__(self, space: CandidateSpace, seed: int) -> None:
@@ -139,7 +141,7 @@ class ModelSampler(_OfCandidates):
         return self._space.parameters(next(index for index in self._order if self._space.free[index]))
 
     def contradicted(self, known: Known) -> bool:
-        """Whether the model, but for one factor, misses the known times by more than its usual error."""
+        """Whether the model misses the known times by more than its usual error, up to a constant factor."""
         return len(known.log_s) >= _FEWEST and bool(np.std(self._residuals(known)) > _ACCURATE)
 
     def _residuals(self, known: Known) -> Array:
@@ -147,10 +149,11 @@ class ModelSampler(_OfCandidates):
         return residuals
 
     def improvement(self, known: Known) -> Array:
-        """What is expected of each candidate, as a share of the time; -1 for those that are not free.
+        """Returns the expected improvement of each candidate as a share of the time; -1 if the candidate is not free.
 
-        By the model and its residuals, or, where these contradict it, by the surrogate: failures count as the slowest
-        known time there, and candidates that still run as their mean.
+        The estimate comes from the model and its residuals, or from the surrogate if the residuals contradict the
+        model. The surrogate takes the slowest known time for failures, and the predicted mean for candidates that are
+        still running.
         """
         space = self._space
         log_s, free = list(known.log_s.values()), np.flatnonzero(space.free)
@@ -169,15 +172,15 @@ class ModelSampler(_OfCandidates):
 
 
 class LegalSampler(_OfCandidates):
-    """Asks another sampler, and proposes the nearest legal schedule that was not tried.
+    """Wraps another sampler and proposes the nearest legal schedule that is untried.
 
     Args:
-      proposing: any sampler of Optuna.
+      proposing: any Optuna sampler.
       space: the legal candidates.
-      first: candidates to propose before `proposing` is asked.
+      first: candidates to propose before calling `proposing`.
 
     Attributes:
-      chosen: the index of the candidate that was proposed last; None before the first.
+      chosen: index of the candidate proposed last; None before the first.
     """
 
     def __init__(self, proposing: BaseSampler, space: CandidateSpace, first: Sequence[int]) -> None:
@@ -198,7 +201,7 @@ class LegalSampler(_OfCandidates):
         return {
             name: found[name] if name in found else self._proposing.sample_independent(study, trial, name, distribution)
             for name, distribution in self._space.distributions.items()
-            if not distribution.single()  # these no sampler is asked for, by Optuna's own custom
+            if not distribution.single()  # Optuna never samples these
         }
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
@@ -215,7 +218,7 @@ class LegalSampler(_OfCandidates):
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The trials of a study by candidate: logarithms of their times, those that failed, and those that still run."""
+    """The trials of a study by candidate: logarithms of the times, failures, and running candidates."""
 
     log_s: Mapping[int, float]
     failed: Sequence[int]
@@ -237,7 +240,7 @@ class Known:
 
 
 def _places(distribution: BaseDistribution, values: Sequence[Any]) -> Array:
-    """Where values lie in their range, from 0 to 1, or the numbers of their categories; NaN for `_MISSING`."""
+    """Maps values to their position in the range, from 0 to 1, or to category numbers; NaN for `_MISSING`."""
     if isinstance(distribution, CategoricalDistribution):
         numbers = {(type(choice), choice): number for number, choice in enumerate(distribution.choices)}
         known = (value if (type(value), value) in numbers else str(value) for value in values)
@@ -252,17 +255,17 @@ def _places(distribution: BaseDistribution, values: Sequence[Any]) -> Array:
 
 
 def _with_probes(ranked: npt.NDArray[np.intp], random: np.random.Generator) -> list[int]:
-    """`ranked`, with every `_PROBE`-th place given to one of them drawn at random: a candidate may be there twice."""
+    """Inserts a random candidate at every `_PROBE`-th position of `ranked`; a candidate may then occur twice."""
     places = np.arange(_PROBE - 1, len(ranked), _PROBE - 1)
     order: list[int] = np.insert(ranked, places, random.permutation(ranked)[: len(places)]).tolist()
     return order
 
 
 def _encode(labels: Sequence[Mapping[str, Choice]], log_predicted: Array) -> Array:
-    """Candidates as points of the unit cube ``[candidate, coordinate]``: their fields, and the model's prediction.
+    """Encodes candidates as points ``[candidate, coordinate]`` of the unit cube: fields and the model's prediction.
 
-    Numbers count by their logarithms, other values by a coordinate each. A number that a backend lacks lies in
-    the middle; which backend it is has coordinates of its own. Coordinates in which all agree are left out.
+    Positive numbers are encoded by their logarithms, other values one-hot. A number that a backend lacks lies in the
+    middle; the backend itself has coordinates of its own. Coordinates in which all candidates agree are dropped.
     """
     columns = [log_predicted]
     for name in dict.fromkeys(name for label in labels for name in label):

@@ -1,4 +1,4 @@
-"""One search: an Optuna study in memory that gives out candidates and is told their times, within a budget."""
+"""A search: an in-memory Optuna study that proposes candidates and records their times, within a budget."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from scheduler.search.samplers import (
     ModelSampler,
 )
 
-_NOTHING = 1e-3  # an expected improvement, as a share of the time, that is not worth a trial
+_NOTHING = 1e-3  # an expected improvement, as a share of the time, that is too small for another trial
 
 
 class Search:
-    """One search over `candidates`: ask for an index, measure it, tell its time, until `ask` returns None.
+    """A search over `candidates`: call `ask` for an index, measure it and `tell` its time, until `ask` returns None.
 
-    Several indices may be asked for before the first is told. No index is ever given twice. What cannot beat the
-    fastest time so far, by its lower bound, is left out.
+    Several indices may be asked for before the first result is told. No index is returned twice. Candidates with a
+    lower bound above the fastest time so far are excluded.
 
     Args:
-      candidates: the legal ones; sorted or not.
-      budget: how many may be asked for.
-      seed: of every random draw.
-      first: indices to begin with, in this order: incumbents, the library, winners of similar problems.
-      known: what was asked for and told in an earlier part of this search: index -> seconds, None where it failed. It
-        counts against the budget.
-      patience: stop after so many trials in a row that brought nothing, where nothing is expected of the next; None
-        goes on.
-      sampler: what proposes candidates; None is `ModelSampler`.
+      candidates: legal candidates, in any order.
+      budget: maximum number of calls of `ask` that return an index.
+      seed: seed of every random draw.
+      first: indices to try first, in this order: incumbents, the library, winners of similar problems.
+      known: results of an earlier part of this search: index -> seconds, or None for a failure. They count against the
+        budget.
+      patience: stop after this many trials in a row without an improvement, if none is expected of the next; None never
+        stops for this reason.
+      sampler: proposes candidates; None uses `ModelSampler`.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class Search:
 
     @property
     def asked(self) -> int:
-        """Candidates given out so far."""
+        """Number of candidates returned by `ask` so far, including those of `known`."""
         return len(self._running) + len(self._seconds)
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Index and seconds of the fastest told so far."""
+        """Index and time in seconds of the fastest candidate so far, or None."""
         times = [(seconds, index) for index, seconds in self._seconds.items() if seconds is not None]
         return (min(times)[1], min(times)[0]) if times else None
 
     @property
     def excluded(self) -> int:
-        """Candidates not asked for whose lower bound exceeds the fastest time told."""
+        """Number of untried candidates with a lower bound above the fastest time so far."""
         return int(np.delete(self._hopeless(), [*self._running, *self._seconds]).sum())
 
     @property
     def reason(self) -> str:
-        """Why `ask` returns None, or "" while it does not."""
+        """Why `ask` returns None, or "" if it returns an index."""
         if self.asked == self._count:
             return f"all {self._count} candidates were tried"
         if self.asked >= self._budget:
@@ -104,7 +104,7 @@ class Search:
         return ""
 
     def _hopeless(self) -> Mask:
-        """Which candidates cannot beat the fastest told so far."""
+        """Mask of the candidates that cannot beat the fastest time so far."""
         return self._floors > (self.best[1] if self.best is not None else np.inf)
 
     def _update_free(self) -> None:
@@ -112,7 +112,7 @@ class Search:
         self._space.free[[*self._running, *self._seconds]] = False
 
     def _idle(self) -> int:
-        """Trials told since the fastest was."""
+        """Number of results since the fastest one."""
         if self.best is None:
             return 0
         return len(self._seconds) - 1 - list(self._seconds).index(self.best[0])
@@ -124,13 +124,13 @@ class Search:
         return float(self._model.improvement(known).max()) if known.log_s else np.inf
 
     def ask(self) -> int | None:
-        """Index of the candidate to measure next, or None: the budget is spent or nothing is left."""
+        """Returns the index of the candidate to measure next, or None if the search has ended (see `reason`)."""
         if self.reason:
             return None
         self._update_free()
         self._sampler.chosen = None
         trial = self._study.ask(self._space.distributions)
-        if self._sampler.chosen is None:  # Optuna asks no sampler where every parameter has a single value
+        if self._sampler.chosen is None:  # Optuna does not call the sampler if every parameter has a single value
             frozen = self._study.get_trials(deepcopy=False)[trial.number]
             self._sampler.sample_relative(self._study, frozen, self._space.distributions)
         index = self._sampler.chosen
@@ -140,10 +140,10 @@ class Search:
         return index
 
     def tell(self, index: int, seconds: float | None) -> None:
-        """The outcome of a candidate that was asked for: its time, or None where it failed.
+        """Records the result of a candidate returned by `ask`: its time in seconds, or None if it failed.
 
         Raises:
-          ValueError: it was not asked for, or was told before, or `seconds` is no time.
+          ValueError: the candidate is not being measured, or `seconds` is not positive and finite.
         """
         if index not in self._running:
             raise ValueError(f"candidate {index} is not being measured: ask for it first, and tell it once")

@@ -1,4 +1,4 @@
-"""Whether a search would tell anything new: one question with one answer, for calls, for `tune` and for jobs."""
+"""Decides whether a stored record makes a search unnecessary: one rule for calls, `tune` and jobs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def settled(
     l2: L2 = "cold",
     brief: bool = False,
 ) -> Record | str:
-    """The record in `store` that makes another search needless, or why one is needed, in words; "" for want of any.
+    """Returns the record in `store` that makes a search unnecessary, or why one is needed; "" if there is no record.
 
-    Such a record holds (`recheck`), was measured as now asked for, by more than a brief search where no such one is
-    asked for, and each backend that is asked for, and still supports the problem, has run.
+    Such a record is valid (`recheck`) and was measured under the requested conditions. A record of a brief search
+    counts only if `brief` is set. Each requested backend that still supports the problem must have run.
     """
     try:
         record = store.get(key_of(operation, problem, hardware))
@@ -58,7 +58,7 @@ def useless(
     *,
     brief: bool = False,
 ) -> str | None:
-    """Why a record is no answer to what is now asked for, in words, or None where it is one."""
+    """Returns why a record does not satisfy the request, or None if it does."""
     entry = recheck(operation, problem, hardware, record, backends=backends)
     if isinstance(entry, str):
         return entry

@@ -1,4 +1,4 @@
-"""Measure every schedule of a problem, or a stated sample, into a recording."""
+"""Measures every schedule of a problem, or a random sample, into a recording."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
 REPETITIONS = 5
-# Of the second pass.
+# Rounds of the second pass.
 ROUNDS = 10
 
 
 def file_name(operation: Operation[Any], problem: Problem) -> str:
-    """What a sweep's file is called where many are kept: ``matmul-m64-n64-k64.jsonl.gz``."""
+    """Returns the file name of a sweep: ``matmul-m64-n64-k64.jsonl.gz``."""
     words = " ".join([operation.name, *(f"{name}{value}" for name, value in problem.told().items())])
     return re.sub(r"[^A-Za-z0-9_.]+", "-", words) + ".jsonl.gz"
 
@@ -52,35 +52,36 @@ def sweep(
     again: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Sweep, list[Trial]]:
-    """Measures the legal schedules of `problem` in random order, the library's first, each into the file as it ends.
+    """Measures the legal schedules of `problem` in random order, the library's first, and appends each to the file.
 
-    Legal is what is left after the rules, on-chip memory and registers. A file that is there already is gone on with.
+    A schedule is legal if it satisfies the rules and the limits of on-chip memory and registers. An existing file is
+    resumed.
 
-    The fastest of so many are partly the luckiest. A second pass measures them, and the library's, once more in turns:
-    it chose nothing, so that no choice is compared with times that chose it.
+    The fastest of many measurements are partly the luckiest. A second pass therefore measures the fastest schedules and
+    the library's again, interleaved. Its times did not select the schedules, so comparisons between them are unbiased.
 
     Args:
       path: of the recording.
-      backends: kernels to sweep beside the library; None sweeps all.
-      sample: how many schedules to draw at random; None, or more than there are, measures all.
+      backends: kernels to sweep in addition to the library; None sweeps all.
+      sample: number of schedules to draw at random; None, or more than there are, measures all.
       seed: of the draw and the order.
       repetitions: of each measurement.
-      again: how many of the fastest to measure once more in `ROUNDS` rounds, in random order within each; a file that
-        has a whole second pass keeps that one.
+      again: number of the fastest schedules to measure again in `ROUNDS` rounds, in random order within each. If the
+        file has a complete second pass, that pass is kept.
       progress: called before the first trial and after each.
 
     Returns:
-      what was swept, and every trial of the first pass.
+      the head of the recording, and every trial of the first pass.
 
     Raises:
-      NoCandidate: no kernel can do the problem here.
+      NoCandidate: no kernel can run the problem here.
       RecordingError: the file cannot be written, or holds another sweep.
     """
     checked.whole_or_none("sample", sample)
     checked.seed(seed)
     checked.whole("repetitions", repetitions)
     checked.whole("again", again, least=0)
-    runner.capacity(operation, problem)  # or the memory holds none, and nothing need be planned
+    runner.capacity(operation, problem)  # raises if the problem does not fit in memory, before the sweep is planned
     head, chosen = _plan(operation, problem, runner, backends, sample, seed, repetitions, again)
     with Recorder(path, head) as recorder, runner.holding(operation, problem):
         trials = list(recorder.trials)
@@ -123,7 +124,7 @@ def sweep(
 def _require_unchanged(
     operation: Operation[Any], problem: Problem, runner: Runner, trials: Sequence[Trial], path: Path
 ) -> None:
-    """Raises a RecordingError where a kernel was edited after the recording was begun."""
+    """Raises RecordingError if a kernel was edited after the recording was started."""
     for trial in trials:
         if trial.fingerprint and trial.fingerprint != fingerprint(operation, problem, runner, trial):
             raise RecordingError(
@@ -135,7 +136,7 @@ def _require_unchanged(
 def _measured_again(
     operation: Operation[Any], problem: Problem, runner: Runner, trials: Sequence[Trial], head: Sweep
 ) -> list[Trial]:
-    """These trials once more, in turns: with the repetitions of all rounds, or the failure that ended them."""
+    """Measures these trials again, interleaved. Each outcome has the repetitions of all rounds, or the failure."""
     samples: list[list[Measurement]] = [[] for _ in trials]
     failed: dict[int, Failure] = {}
     order = random.Random(head.seed)
@@ -174,7 +175,7 @@ def _plan(
     repetitions: int,
     again: int,
 ) -> tuple[Sweep, list[Candidate]]:
-    """The head of the recording, and what to measure in which order."""
+    """Returns the head of the recording, and the candidates in the order of measurement."""
     libraries: list[Candidate] = []
     schedules: list[Candidate] = []
     refused: dict[str, str] = {}
@@ -194,7 +195,7 @@ def _plan(
         raise NoCandidate(f"nothing of {operation.name} {problem} can run on {runner.hardware.kind}: {refused}")
     if sample is not None and sample >= len(schedules):
         sample = None
-    # The draw is from an order that no change of the model changes.
+    # Sort by an order that does not depend on the model, so that the draw does not either.
     schedules.sort(key=lambda candidate: (candidate.backend, schedule_to_text(candidate.schedule)))
     draw = random.Random(seed)
     chosen = [*libraries, *draw.sample(schedules, len(schedules) if sample is None else sample)]

@@ -1,4 +1,4 @@
-"""A problem of a job, or a range of problems, how it is to be searched, and what became of it."""
+"""Tasks of a job (a problem, or a range of problems), the options of their searches, and their results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BUDGET = EFFORTS["default"]
 
 
 def trials(budget: int | None, effort: str | None) -> int:
-    """The budget of a search: `budget` itself, or that of `effort`.
+    """Returns the budget of a search: `budget` itself, or the budget of `effort`.
 
     Raises:
-      ValueError: both are given, or there is no such effort.
+      ValueError: both are given, or the effort is unknown.
     """
     if effort is None:
         return BUDGET if budget is None else budget
@@ -37,13 +37,13 @@ class Task:
     """One problem to tune.
 
     Attributes:
-      budget: trials.
-      seconds: stop proposing trials after so many seconds; None sets no limit.
-      backends: kernels to try beside the library; None tries all.
-      count: how often the function that the job is for poses the problem.
-      first: schedules to try before any other but the libraries', where they are legal.
-      brief: a search of few trials, whose record is marked so (`Record.brief`).
-      part_of: the range that poses it, or None.
+      budget: maximum number of trials.
+      seconds: time after which no more trials are proposed; None sets no limit.
+      backends: kernels to try in addition to the library; None tries all.
+      count: number of calls with this problem in the function that the job tunes.
+      first: schedules to try right after the libraries', if they are legal.
+      brief: a search of few trials; its record is marked with `Record.brief`.
+      part_of: the range that this task belongs to, or None.
     """
 
     operation: Operation[Any]
@@ -69,9 +69,9 @@ class RangeTask:
 
     Attributes:
       lowest, highest: the problems at both ends.
-      field: the extent's name.
+      field: name of the extent.
       budget, seconds, backends: of each search, as in `Task`.
-      count: how often the function that the job is for poses each of them.
+      count: number of calls with each of these problems in the function that the job tunes.
     """
 
     operation: Operation[Any]
@@ -95,10 +95,10 @@ class RangeTask:
         return int(getattr(self.highest, self.field))
 
     def at(self, value: int) -> Task:
-        """The search of one of its problems.
+        """Returns the task of the problem at `value`.
 
         Raises:
-          ValueError: there is no problem of that value.
+          ValueError: the problem is not valid at this value.
         """
         problem = dataclasses.replace(self.lowest, **{self.field: value})
         return Task(self.operation, problem, self.budget, self.seconds, self.backends, self.count, part_of=self)
@@ -109,7 +109,7 @@ class RangeTask:
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """What all searches of a job have in common: arguments of `tuner.tune`."""
+    """Options shared by all searches of a job: arguments of `tuner.tune`."""
 
     seed: int = 0
     l2: L2 = "cold"
@@ -120,17 +120,17 @@ class How:
     def __post_init__(self) -> None:
         checked.seed(self.seed)
         checked.one_of("l2", self.l2, L2S)
-        sampler_of(self.sampler, self.seed)  # refuses what is none
+        sampler_of(self.sampler, self.seed)  # validates the sampler
 
     @property
     def searches_known(self) -> bool:
-        """Whether a record that holds makes no search needless."""
+        """Whether a problem is searched even if the store has a valid record."""
         return self.force or self.first_error
 
 
 @dataclasses.dataclass(frozen=True)
 class Malformed:
-    """An entry of a job that is no problem: what was written, and why it cannot be read."""
+    """A job entry that cannot be parsed: its text and the reason."""
 
     text: str
     reason: str
@@ -141,7 +141,7 @@ class Malformed:
 
 @dataclasses.dataclass(frozen=True)
 class Before:
-    """What a call would have got before the search: of a record, of a range or of the model.
+    """The baseline of a search: the schedule that calls used before it, from a record, a range or the model.
 
     Attributes:
       seconds: its time; a prediction unless `measured`, because this search did not try it.
@@ -155,19 +155,19 @@ class Before:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of one task, or of a whole range: then it has no record, but the range.
+    """The result of one task. A whole range has a `range` instead of a record.
 
     Attributes:
-      state: "tuned" now; "known": it was tuned before, and that still holds; or "failed".
-      reason: why it failed, or why an older answer no longer held; "" where there is nothing to say.
-      hardware: where it ran; None where it failed before that was known.
-      record: the whole outcome, None where it failed.
-      entry: the fastest schedule among the backends asked for.
-      before: None where nothing was measured now, or no answer was possible.
-      resumed: trials that an earlier run of the search had made before it was cut short.
+      state: "tuned": searched now; "known": tuned earlier and still valid; or "failed".
+      reason: why the task failed, or why an earlier result was no longer valid; "" if there is no such reason.
+      hardware: the chip; None if the task failed before it was known.
+      record: the full outcome; None if the task failed.
+      entry: the fastest schedule among the requested backends.
+      before: the baseline; None if nothing was measured now, or no schedule could be selected before.
+      resumed: trials reused from an earlier run of the search that was interrupted.
       elapsed_s: wall time spent.
-      stored: False where the store refused the record, or the range.
-      range: of a range, what answers its problems; None where it failed.
+      stored: False if the store rejected the record or the range.
+      range: the range that was stored for its problems; None if it failed.
     """
 
     task: Task | RangeTask | Malformed
@@ -189,14 +189,14 @@ class Result:
 
     @property
     def broken(self) -> tuple[AllFailed, ...]:
-        """Backends of which nothing ran in this search, by their own fault."""
-        if self.record is None or self.state == "known":  # another search has said so, and nobody asks for it now
+        """Backends without a schedule that ran in this search, through failures of their own."""
+        if self.record is None or self.state == "known":  # already reported by the search that measured it
             return ()
         return tuple(lost for lost in self.record.failed if lost.own)
 
 
 def _require(task: Task | RangeTask) -> None:
-    """Raises TypeError or ValueError where one of a task's numbers is none."""
+    """Raises TypeError or ValueError if a number of the task is invalid."""
     checked.whole("budget", task.budget)
     checked.positive_or_none("seconds", task.seconds)
     checked.whole("count", task.count)

@@ -1,4 +1,4 @@
-"""The trials of a search under way, and the store that keeps them as they end."""
+"""The trials of a running search, and the store that receives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Keeper(Leases, Protocol):
-    """What keeps a search while it runs and what it found: a `Store`, or the cache as calls see it."""
+    """The interface that a search needs of its store: implemented by `Store`, and by the cache that serves calls."""
 
     def put(self, record: Record) -> None: ...
     def prepare_trials(self) -> None: ...
@@ -36,12 +36,13 @@ class Keeper(Leases, Protocol):
 
 
 class Keeping:
-    """A store that a search writes to; None keeps nothing. One that refuses is done without from then on.
+    """Writes the trials of a search to a store, best effort; a store of None discards them.
 
-    The search costs more than its trace: a warning says so, and it goes on.
+    After a failed write, a warning is issued and the search continues without the store: a search costs more than its
+    trace.
 
-    A write takes milliseconds, or longer where the disk is slow. So a search leaves trials to `later`, has the device
-    begin with the next candidates, and then calls `flush`. The end of a ``with`` flushes, too.
+    A write takes milliseconds, or longer on a slow disk. A search therefore queues trials with `later`, starts the next
+    candidates on the device, and then calls `flush`. Leaving the ``with`` block also flushes.
     """
 
     def __init__(self, store: Keeper | None) -> None:
@@ -49,16 +50,16 @@ class Keeping:
         self._left: collections.deque[Callable[[Keeper], None]] = collections.deque()
 
     def prepare(self) -> None:
-        """Starts a thread that makes Optuna's tables while the first candidate compiles."""
+        """Starts a thread that creates Optuna's tables while the first candidate compiles."""
         if (store := self.store) is not None:
             threading.Thread(target=_prepared, args=(store,), name="scheduler-trials", daemon=True).start()
 
     def later(self, write: Callable[[Keeper], None]) -> None:
-        """Leaves a write to the next `flush`."""
+        """Queues a write for the next `flush`."""
         self._left.append(write)
 
     def flush(self) -> None:
-        """Writes what was left, in order."""
+        """Runs the queued writes, in order."""
         while self._left:
             try:
                 if self.store is not None:
@@ -66,10 +67,10 @@ class Keeping:
             except StoreError as error:
                 self.store = None
                 safe_text.warn(f"{error} (the search goes on without it)")
-            self._left.popleft()  # not before: Ctrl-C may have come, and the end of the ``with`` writes it
+            self._left.popleft()  # only now: if Ctrl-C interrupts the write, the end of the ``with`` repeats it
 
     def write(self, write: Callable[[Keeper], None]) -> None:
-        """Writes now, after what was left."""
+        """Runs the queued writes, then this one."""
         self.later(write)
         self.flush()
 
@@ -81,26 +82,26 @@ class Keeping:
 
 
 def _prepared(store: Keeper) -> None:
-    with contextlib.suppress(StoreError):  # the first trial meets it again
+    with contextlib.suppress(StoreError):  # the write of the first trial reports it
         store.prepare_trials()
 
 
 class Trials:
-    """What became of the candidates of one search.
+    """The trials of one search.
 
     Args:
       key, environment: of the search.
-      candidates: a place in them says which is meant.
+      candidates: all candidates; other arguments refer to them by index.
       known: trials of an earlier run of this search.
-      keeping: gets every trial as it ends.
-      first_error: raise the first failure of a candidate, the library's aside.
-      fingerprint: of a candidate that was measured, as in `Trial`.
-      described: the parameters of a candidate and their distributions, for Optuna's dashboard.
+      keeping: receives every trial as it ends.
+      first_error: raise the first failure of a candidate, except the library's.
+      fingerprint: returns the fingerprint of a measured candidate, as in `Trial`.
+      described: returns the parameters of a candidate and their distributions, for Optuna's dashboard.
 
     Attributes:
-      ended: candidate -> its trial, in the order they ended.
-      resumed: how many of them an earlier run made.
-      fastest_s: the fastest time so far, seconds, or None.
+      ended: candidate index -> its trial, in the order in which the trials ended.
+      resumed: number of trials reused from an earlier run.
+      fastest_s: the fastest time so far in seconds, or None.
     """
 
     def __init__(
@@ -124,15 +125,15 @@ class Trials:
         self.fastest_s = min(filter(None, map(seconds, self.ended.values())), default=None)
 
     def measured(self) -> list[int]:
-        """The candidates that have a time, the fastest first."""
+        """Returns the candidates that have a time, the fastest first."""
         times = {index: time_s for index, trial in self.ended.items() if (time_s := seconds(trial)) is not None}
         return sorted(times, key=times.__getitem__)
 
     def end(self, index: int, outcome: Outcome) -> Trial:
-        """The trial of a candidate that ended now.
+        """Records the outcome of a candidate and returns its trial.
 
         Raises:
-          CandidateFailed: it failed, and is the first.
+          CandidateFailed: `first_error` is set, and a candidate other than the library's failed.
         """
         self._raise_first(index, outcome)
         c = self._candidates[index]
@@ -147,10 +148,10 @@ class Trials:
         return trial
 
     def refute(self, index: int, failure: Failure) -> None:
-        """A candidate that has a time was found wrong: it has failed.
+        """Replaces the time of a candidate by a failure.
 
         Raises:
-          CandidateFailed: it is the first.
+          CandidateFailed: as in `end`.
         """
         self._raise_first(index, failure)
         trial = self.ended[index] = dataclasses.replace(self.ended[index], outcome=failure)
@@ -163,5 +164,5 @@ class Trials:
 
 
 def seconds(trial: Trial) -> float | None:
-    """The time of a trial; None where it failed."""
+    """Returns the time of a trial, or None if it failed."""
     return trial.outcome.median_s if isinstance(trial.outcome, Measurement) else None

@@ -1,4 +1,4 @@
-"""tune(): the schedules of one problem timed on the device, and the fastest of them stored."""
+"""Times the schedules of one problem on the device and stores the fastest."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from search_spaces.problem import Problem
 if TYPE_CHECKING:
     from scheduler.search.describing import Describing
 
-# A search gives up after so many trials in a row that brought nothing, where nothing more is expected: the second
-# number where its budget is larger than the default.
+# Trials in a row without an improvement after which a search stops, if no further improvement is expected. The second
+# value applies to budgets above the default.
 PATIENCE, MORE_PATIENCE = 24, 64
-# A search that is longer where kernels are interpreted, in seconds, is wanted by nobody who has not bounded it.
+# Longest estimated duration, in seconds, of a search in interpret mode that runs without a time limit.
 LONGEST_INTERPRETED_S = 600.0
 
 
@@ -68,44 +68,47 @@ def tune(
     options: RunnerOptions | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Record:
-    """Searches the schedules of `problem` by timing them on the device; the library's programs are the first of them.
+    """Searches the schedules of `problem` by timing them on the device, starting with the library's programs.
 
-    What `store` holds already is the answer where no search is needed (see `settled`). Times that it has from a search
-    of this problem that was cut short, by the same kernels and under the same conditions, are not taken again: they
-    count as trials of this one. What failed then is tried again, as the kernel may have been mended.
+    If `store` has a valid record, it is returned without a search (see `settled`). A search resumes an earlier one of
+    the same problem that was interrupted: measurements of the same kernels under the same conditions count as trials
+    and are not repeated. Failed trials are run again, because the kernel may have been fixed.
 
-    Where another process that shares `store` is tuning `problem` now, its record is waited for, and is the answer.
+    If another process that shares `store` is tuning `problem`, this call waits for that process and returns its record.
 
     Args:
-      backends: kernels to try beside the library; None tries all that support the problem.
-      force: search whatever `store` holds.
-      first_error: search, and raise the first failure of a candidate, the library's aside, rather than go on.
-      budget: trials at most, the library's included. Fewer are made where nothing untried can win, or nothing has come
-        of the last ones and nothing is expected: the record says which. None: what `effort` says.
+      backends: kernels to try in addition to the library; None tries all that support the problem.
+      force: search even if `store` has a valid record.
+      first_error: search, and raise the first failure of a candidate (except the library's) instead of continuing.
+      budget: maximum number of trials, including the library's. The search stops earlier if no untried candidate can
+        win, or if the last trials brought no improvement and none is expected; the record gives the reason. None: set
+        by `effort`.
       effort: "quick" (8 trials), "default" (64) or "full" (until nothing improves), in place of a `budget`.
-      seconds: stop proposing trials after so many seconds. Where kernels are interpreted (on a CPU), a search without
-        this bound that would take more than `LONGEST_INTERPRETED_S` is refused.
-      seed: of the search; the inputs are always the same.
-      sampler: what proposes schedules: "model" (the cost model's order, then a surrogate), one of Optuna's samplers
-        ("tpe", "gp", "cmaes", "nsgaii", "qmc", "random"), ``module:NAME``, or an object: any sampler of Optuna.
-      l2: whether candidates find their operands in memory ("cold") or in the cache, as far as they fit ("warm").
-      store: gets every trial as it ends, and the record; where it refuses one, a warning says so, and it gets no more.
-      runner: where candidates run; by default one is started and closed at the end. A `replay.Replay` needs no device:
-        then only what it holds is searched.
-      options: of a runner that is started here.
+      seconds: time after which no more trials are proposed. Without this limit, a search in interpret mode (on a CPU)
+        that would take more than `LONGEST_INTERPRETED_S` is rejected.
+      seed: seed of the search; the inputs are always the same.
+      sampler: proposes schedules: "model" (the cost model's order, then a surrogate), the name of an Optuna sampler
+        ("tpe", "gp", "cmaes", "nsgaii", "qmc", "random"), ``module:NAME``, or any Optuna sampler object.
+      l2: whether candidates read their operands from memory ("cold") or, as far as they fit, from the cache ("warm").
+      store: receives every trial as it ends, and the record. If a write fails, a warning is issued and nothing more is
+        written.
+      runner: runs the candidates; by default one is started and closed at the end. A `replay.Replay` needs no device:
+        the search is then limited to the schedules in the recording.
+      options: options of a runner that is started here.
       progress: called before the first trial and after each, from the calling thread.
 
     Raises:
-      TypeError, ValueError: a `budget`, `seconds` or `seed` that is no such number, or leaves no trial; another `l2`; a
-        flag that is neither True nor False.
-      NoCandidate: nothing ran; the message counts why.
-      TakesHours: kernels are interpreted here, and that would take too long; the message says what to do.
-      CandidateFailed: the first failure, where that is wanted, from what the candidate raised, if it did.
-      WorkerError: the workers cannot start, or met a defect of the program that is no candidate's.
-      UnknownChip: nothing is known of the chip that is here, so that no candidate can be chosen.
+      TypeError, ValueError: `budget`, `seconds` or `seed` is not a valid number or leaves no trial; `l2` is not a known
+        value; a flag is not a bool.
+      NoCandidate: no candidate ran; the message counts the reasons.
+      TakesHours: the search would take too long in interpret mode; the message suggests alternatives.
+      CandidateFailed: the first failure, if `first_error` is set; chained to the candidate's exception, if there is
+        one.
+      WorkerError: the workers cannot start, or a defect of the program, not of a candidate, was found.
+      UnknownChip: the chip is not in the hardware table, so no candidate can be chosen.
     """
     budget = checked.whole("budget", trials(budget, effort))
-    sampler_of(sampler, seed)  # refuses what is none, before anything is started
+    sampler_of(sampler, seed)  # validates the sampler before anything is started
     checked.positive_or_none("seconds", seconds)
     checked.seed(seed)
     checked.one_of("l2", l2, L2S)
@@ -115,7 +118,7 @@ def tune(
         if runner is None:
             runner = start_runner(operation, options)
             stack.callback(runner.close)
-        runner.capacity(operation, problem, l2)  # or the memory holds none, and nothing need be asked
+        runner.capacity(operation, problem, l2)  # raises if the problem does not fit in memory, before a store is read
         if store is not None:
             hardware = runner.hardware
             if not (force or first_error):
@@ -142,7 +145,7 @@ def tune(
         )
 
 
-# What `tune` may be told besides what is searched, where it is stored, and among which backends.
+# Options of `tune` other than `backends` and `store`.
 OPTIONS = tuple(
     parameter.name
     for parameter in inspect.signature(tune).parameters.values()
@@ -167,7 +170,7 @@ def search(
     first: Sequence[Point] = (),
     brief: bool = False,
 ) -> Record:
-    """`tune`, whatever `store` holds and whoever else is at it: for who has asked, and holds its lease.
+    """Runs `tune` without reading the record in `store`. The caller holds the lease of the problem.
 
     Args:
       first, brief: as in `task.Task`.
@@ -177,7 +180,7 @@ def search(
 
 
 class _Tuning:
-    """One search under way: what is known of its candidates, and where they run."""
+    """A running search: its candidates, its trials and its runner."""
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class _Tuning:
         self.candidates: Candidates
         self.trials: Trials
         self.stopped, self.excluded = "", 0
-        self._finalists: dict[int, Task] = {}  # candidates that were finalists at some time
+        self._finalists: dict[int, Task] = {}  # tasks of all candidates that have been finalists
         self.repetitions, self.repetitions_of_round = runner.hardware.abilities.repetitions
 
     def run(
@@ -215,7 +218,7 @@ class _Tuning:
         self._refuse_to_replace_measured()
         if seconds is None and self.runner.hardware.abilities.interpreted and not isinstance(self.runner, Recorded):
             self._refuse_hours(allowed)
-        # It is held before it is planned, so that problems are held in the order in which they come.
+        # Reserve the device before planning, so that problems are served in the order in which they arrive.
         with self.runner.holding(self.operation, self.problem, self.l2, to_itself=seconds is not None):
             known, near = self._known(), self._near()
             self.candidates = collect(
@@ -266,7 +269,7 @@ class _Tuning:
         return record
 
     def _end_without_answer(self) -> NoReturn:
-        """Whoever asks again has changed something, and wants to see it tried."""
+        """Marks the search as finished, so that a later `tune` tries every candidate again, and raises NoCandidate."""
         self.keeping.write(lambda store: store.finish(self.key))
         failed = collections.Counter(str(trial.outcome) for trial in self.trials.ended.values())
         raise NoCandidate(
@@ -275,7 +278,7 @@ class _Tuning:
         )
 
     def _refuse_to_replace_measured(self) -> None:
-        """Raises NoCandidate where times are estimated, and the store has a record that was measured."""
+        """Raises NoCandidate if times are estimated here and the store has a measured record."""
         if self.keeping.store is None or not self.runner.hardware.abilities.estimates:
             return
         with contextlib.suppress(MalformedRecord):
@@ -287,7 +290,7 @@ class _Tuning:
                 )
 
     def _refuse_hours(self, allowed: frozenset[str]) -> None:
-        """Raises TakesHours where the candidates take too long to interpret."""
+        """Raises TakesHours if interpreting the candidates would take too long."""
 
         def estimate_s(problem: Problem) -> float:
             return search_seconds(
@@ -313,7 +316,7 @@ class _Tuning:
         )
 
     def _known(self) -> dict[Versioned, Trial]:
-        """The trials of an earlier run of this search that were made as this run would make them."""
+        """Returns measurements of an interrupted run of this search, made with the same kernels and conditions."""
         if self.keeping.store is None:
             return {}
         made = self.keeping.store.trials(self.key, self.runner.environment, unfinished=True)
@@ -327,7 +330,7 @@ class _Tuning:
         }
 
     def _near(self) -> list[Neighbour]:
-        """Similar problems in the store."""
+        """Returns similar problems in the store."""
         if self.keeping.store is None:
             return []
         records = self.keeping.store.nearest(
@@ -343,7 +346,7 @@ class _Tuning:
         return Describing(self.operation, self.problem, self.runner.hardware.target)
 
     def _search(self, seconds: float | None, seed: int, progress: Callable[[Progress], None] | None) -> None:
-        from scheduler.search.search import Search  # Optuna takes 0.4 s to import, and a cached answer needs none of it
+        from scheduler.search.search import Search  # importing Optuna takes 0.4 s; a cache hit does not need it
 
         candidates, trials = self.candidates.of, self.trials.ended
         known = {index: time_of(trial) for index, trial in trials.items()}
@@ -377,15 +380,15 @@ class _Tuning:
         told: Progress | None = None
         with Threads[int, Outcome](self.runner.slots, self.runner.close) as threads:
             while True:
-                # The first trial, of a library's program where one takes part, is taken in any case: there must be an
-                # answer.
+                # The first trial (of a library program, if there is one) always runs, even after the time limit: a
+                # record needs an entry.
                 begun = threads.running or (programs[0] in trials if programs else trials)
                 late = seconds is not None and bool(begun) and time.perf_counter() - started > seconds
                 while not late and threads.running < self._capacity() and (index := search.ask()) is not None:
                     threads.start(index, functools.partial(pace.timed, functools.partial(self._measure, index)))
                 if threads.running < self._capacity():
                     self._compile_ahead()
-                self.keeping.flush()  # while the device is at the next ones
+                self.keeping.flush()  # while the device runs the next candidates
                 if told is not None and progress is not None:
                     progress(told)
                 if not threads.running:
@@ -418,7 +421,7 @@ class _Tuning:
         return self.runner.measure(self._task(index, self.repetitions))
 
     def _compile_ahead(self) -> None:
-        """Has processes without a candidate to compile compile for the confirmation of those that lead now."""
+        """Lets idle compile processes compile the confirmation runs of the current leaders."""
         if isinstance(self.runner, CompilesAhead):
             trials = self.trials
             for index in fastest(trials.measured(), FINALISTS, lambda index: trials.ended[index].backend):
@@ -435,9 +438,10 @@ class _Tuning:
         return self.runner.confirm(self._finalist(index))
 
     def _run_off(self, chosen: Sequence[int], seed: int) -> tuple[tuple[Entry, ...], Verdict]:
-        """The winner, the runner-up and the best of each other backend, timed again in turns, and how sure that is.
+        """Times the winner, the runner-up and the best of each other backend again, interleaved.
 
-        One alone is not timed again: it wins whatever it takes. Nor is anybody whose times are always the same.
+        Returns the entries of the record and the verdict. A single finalist is not timed again. Neither are
+        deterministic times (estimates).
         """
         if len(chosen) == 1:
             return tuple(self._entry(i, self.trials.ended[i].outcome) for i in chosen), Verdict()
@@ -461,7 +465,7 @@ class _Tuning:
         if times:
             for label, failure in ended.failures.items():
                 self.trials.refute(labelled[label], failure)
-        else:  # every finalist failed when it ran again: their trials are what is known
+        else:  # every finalist failed in the run-off: use the times of their trials
             times = {i: self.trials.ended[i].outcome for i in chosen}
         order = list(times)
         kept = fastest(order, KEPT, lambda i: self.trials.ended[i].backend)
