@@ -192,7 +192,7 @@ class _Tuning:
         return usable, everything
 
     def _that_tie(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
-        """Returns the function with all candidates plus one tied kernel, for the tied problems that take the most time."""
+        """Returns the function with all candidates plus one tied kernel, for the tied problems that take longest."""
         tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= WORTH * step_s]
         tied.sort(key=lambda i: -self.known[i].library_s)
         runs = {}
