@@ -46,10 +46,10 @@ class Line:
 
 
 def block_sizes(case: Case, *, over: str | None = None, backend: str | None = None, dark: bool = False) -> Figure:
-    """Plots the sizes around the best schedule of a backend; by default over each numeric choice that changes the
-    intensity or the iterations.
+    """Plots the effect of block sizes, around the best schedule of a backend.
 
-    Values outside the space, up to four times the largest, show the limit of on-chip memory.
+    By default the plot covers each numeric choice that changes the intensity or the iterations. Values outside the
+    space, up to four times the largest, show the limit of on-chip memory.
 
     Raises:
       NothingToDraw: No kernel except the library's supports the problem, or no choice changes the intensity or the
@@ -124,7 +124,7 @@ def _panels(panels: Sequence[Axes], lines: Sequence[Line], case: Case, best: Bes
             axes.plot(line.values[line.legal], heights[line.legal], "o", color=colour, ms=7)
             here = line.values == best.schedule[line.name]
             axes.plot(line.values[here], heights[here], "o", mfc="none", mec=look.ink, ms=13, mew=1.8)
-    # Values far beyond the limit are not shown to scale.
+    # The axis is cut: values far beyond the limit need not be visible.
     top = min(2.5 * limit, max(float(line.onchip_bytes.max()) for line in lines) / KIB)
     onchip.axhspan(limit, max(1.15 * limit, 1.05 * top), color=look.bad, alpha=0.13, lw=0)
     onchip.axhline(limit, color=look.bad, lw=1.6)

@@ -77,8 +77,7 @@ class Gain:
 
 
 def _libraries(record: Record) -> dict[str, str]:
-    """Returns the names of XLA's and the vendors' libraries by backend. Vendors are included if the operation is
-    available."""
+    """Returns library names by backend: XLA's, and the vendors' if the operation is available."""
     named = {record.library: "XLA"}
     try:
         kernels = load_known(record.key.operation).kernels
@@ -88,8 +87,9 @@ def _libraries(record: Record) -> dict[str, str]:
 
 
 def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
-    """Plots the gains of records of one chip by operation, in ascending order. Records without a library's time are
-    left out.
+    """Plots the gains of records of one chip by operation, in ascending order.
+
+    Records without a library's time are left out.
 
     Raises:
       NothingToDraw: No record has a library's time.

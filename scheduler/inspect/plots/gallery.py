@@ -89,8 +89,7 @@ def _largest(known: Sequence[Case]) -> Case | None:
 
 
 def _tuned(one: Case, records: Sequence[Record]) -> Case:
-    """Returns the record's case of a recorded problem if there is one, to use the best schedule of the final
-    comparison."""
+    """Returns the case with its record if one exists, to use the best schedule of the final comparison."""
     key = key_of(one.operation, one.problem, one.hardware)
     record = next((record for record in records if record.key == key), None)
     return one if record is None else Case(one.operation, one.problem, one.hardware, record)

@@ -31,8 +31,9 @@ _REASON, _SMALL = 2.1, 10.5
 def landscape(
     case: Case, *, over: tuple[str, str] | None = None, backend: str | None = None, dark: bool = False
 ) -> Figure:
-    """Plots the times of a backend over two choices; by default the most important ones of the best searched schedule's
-    backend.
+    """Plots the best times of a backend over two choices.
+
+    The default backend is that of the best searched schedule, and the default choices are the most important ones.
 
     Raises:
       NothingToDraw: The backend has no legal schedule, or fewer than two choices.

@@ -148,8 +148,10 @@ def drawing(dark: bool) -> Iterator[Theme]:
 
 
 def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGHT) -> Figure:
-    """Returns an empty figure as wide as a slide, with title and subtitle. Both are also its label for screen
-    readers."""
+    """Returns an empty figure as wide as a slide, with a title and a subtitle.
+
+    Its label for screen readers contains both.
+    """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

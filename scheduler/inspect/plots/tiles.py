@@ -115,8 +115,10 @@ def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> No
 
 
 def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
-    """Draws tiles in the colour of their wave, and the path of the first wave. Returns the numbers of rows and columns
-    drawn."""
+    """Draws tiles in the colour of their wave, and the path of the first wave.
+
+    Returns the numbers of rows and columns drawn.
+    """
     across = plan.extents[plan.columns] if plan.columns is not None else 1
     down = plan.extents[plan.rows]
     rows, columns = min(down, _DRAWN), min(across, _DRAWN)

@@ -201,8 +201,7 @@ def _left(left: int, size: int) -> tuple[str, Element]:
 
 
 def _predictions(account: Account) -> Iterator[Element]:
-    """Yields a table with the terms of the top predictions and of the winner, one column each, and a list of their
-    schedules."""
+    """Yields a table of the terms of the top predictions and the winner, and a list of their schedules."""
     winner = [ranked for ranked in account.asked if ranked not in account.first]
     shown = [*account.first, *winner]
     names = [*_ordinals(len(account.first)), *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner)]

@@ -54,8 +54,10 @@ class Told:
 
     @property
     def roofline_s(self) -> float | None:
-        """Lower bound by arithmetic and compulsory traffic, in seconds; None on a CPU, since one row stands for all
-        CPUs."""
+        """Lower bound by arithmetic and compulsory traffic, in seconds; None on a CPU.
+
+        One row of the table stands for all CPUs, so it gives no bound.
+        """
         if self.case is None or self.case.hardware.abilities.interpreted:
             return None
         return CostModel(self.case.hardware).lower_bound(self.case.problem)
@@ -71,8 +73,7 @@ class Told:
 
     @property
     def rank(self) -> tuple[int, int] | None:
-        """The winner's rank among its kernel's legal schedules in the model's order, from 1, and the number of
-        these."""
+        """The winner's rank in the model's order of its kernel's legal schedules, from 1, and their number."""
         winner = self.record.winner
         account = next((account for account in self.accounts if account.backend == winner.backend), None)
         place = None if account is None else account.rank(winner.schedule)

@@ -56,8 +56,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-    """The plots of each record, in order, and the plots of all records of a chip. `missing` explains why there are
-    none."""
+    """The plots of each record, in order, and of all records of a chip. `missing` explains why there are none."""
 
     of_record: Sequence[Sequence[Picture]]
     of_all: Sequence[Picture] = ()
