@@ -97,7 +97,7 @@ def mesh_of(function: Traced) -> Mesh | AbstractMesh | None:
 
 
 def mesh_text(mesh: Mesh | AbstractMesh) -> str:
-    """``data=2, model=4``."""
+    """Formats the axes of a mesh: ``data=2, model=4``."""
     return ", ".join(f"{name}={extent}" for name, extent in mesh.shape.items())
 
 

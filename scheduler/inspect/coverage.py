@@ -46,7 +46,7 @@ class Coverage:
 
     @property
     def unasked_text(self) -> str:
-        """What computes a call without a record."""
+        """The fallback for a call without a record."""
         if not self.kernels:
             return "XLA"
         return "the model's choice" if self.verified else "XLA"
