@@ -1,1 +1,1 @@
-"""A user's whole function: the problems it poses, faster products in it, a plan to deploy it."""
+"""Tunes a whole function: lists its problems, replaces products by faster kernels, and makes a plan to deploy."""

@@ -1,4 +1,4 @@
-"""Whether two runs of a function computed the same, as far as rounding lets anybody say."""
+"""Checks whether two runs of a function agree up to rounding."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 from search_spaces.configuration import measurements
 from search_spaces.problem import Problem
 
-# What two right programs differ by, in units of the last place: on average, and in one element against the largest.
+# Tolerances in units in the last place (ULP): root mean square, and largest error relative to the largest element.
 AVERAGE, WORST = 8.0, 64.0
-# Times what a function's results move when its inputs are rounded differently.
+# Factor of the change in the results when the inputs are rounded differently.
 SENSITIVITY = 8.0
-# Relative rounding: of products by their arithmetic, where it is coarser than their operands; and of long float32 sums.
+# Relative rounding of matmuls whose arithmetic is coarser than their operands, and of long float32 sums.
 PRODUCTS = {"tf32": 2.0**-10, "bf16_3x": 2.0**-16}
 FINEST = 2.0**-20
 
 
 def rounding(problems: Iterable[Problem]) -> float:
-    """The coarsest relative rounding of the operands, products and results of these problems."""
+    """Returns the coarsest relative rounding of the operands, matmuls and results of these problems."""
     found = [FINEST]
     for problem in problems:
         dtypes = {s.dtype for s in (*problem.operands(), *problem.results())}
@@ -33,16 +33,17 @@ def rounding(problems: Iterable[Problem]) -> float:
 
 
 def disagreement(expected: Any, actual: Any, eps: float, sensitivity: Callable[[], Any]) -> str | None:
-    """Where `actual` differs from `expected` by more than rounding, in words; None where it does not.
+    """Describes where `actual` differs from `expected` by more than rounding; returns None if it does not.
 
-    A result may be off by `AVERAGE` units of its own last place, or of `eps`, in the mean square, and by `WORST` in one
-    element, both against its size; what is not finite is so in both. A result that is nothing but rounding (a gradient
-    that is zero, the index of the largest of two equal numbers) may differ by as much as it does when the inputs
-    are rounded differently.
+    A result may differ by `AVERAGE` units of its own last place, or of `eps`, in the root mean square, and by `WORST`
+    units in one element. The first is relative to the root mean square of the result, the second to its largest
+    element. Elements that are not finite must match. A result may consist of rounding errors alone, such as a gradient
+    that is zero, or the index of the larger of two equal numbers. It may therefore differ by `SENSITIVITY` times its
+    change when the inputs are rounded differently.
 
     Args:
-      eps: of what was computed within.
-      sensitivity: computes the results for such inputs; asked only where it matters.
+      eps: Relative rounding of the computation.
+      sensitivity: Computes the results for inputs rounded differently. Called only if a result exceeds the tolerances.
     """
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     pairs = list(zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True))
@@ -61,7 +62,7 @@ def disagreement(expected: Any, actual: Any, eps: float, sensitivity: Callable[[
 
 @measurements()
 def rounded_differently(x: Any, seed: int) -> Any:
-    """Each element of an inexact array one unit in its last place up, down or as it is, at random."""
+    """Moves each element of an inexact array up or down by one unit in the last place, or not at all, at random."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return _rounded_differently(x, seed)
@@ -70,11 +71,11 @@ def rounded_differently(x: Any, seed: int) -> Any:
 @jax.jit
 def _rounded_differently(x: jax.Array, seed: int) -> jax.Array:
     step = jax.random.randint(jax.random.key(seed), x.shape, -1, 2)
-    return x * (1 + step * float(jnp.finfo(x.dtype).eps))  # a weak factor, so that weak types stay
+    return x * (1 + step * float(jnp.finfo(x.dtype).eps))  # a Python float keeps weak types
 
 
 def _within(off: Any, allowed: Any) -> bool:
-    return bool(np.all(off <= allowed))  # NaN is within nothing
+    return bool(np.all(off <= allowed))  # False for NaN
 
 
 def _allowed(right: Any, eps: float) -> Any:
@@ -86,8 +87,8 @@ def _allowed(right: Any, eps: float) -> Any:
 
 @measurements()
 def _off(right: Any, got: Any) -> Any:
-    """The root mean square of differences and the largest one, against those of `right`; how many are not finite."""
-    if not right.size or right.dtype == jax.dtypes.float0:  # the latter is the derivative in an integer
+    """Returns the relative RMS error, the relative largest error, and the number of mismatched non-finite elements."""
+    if not right.size or right.dtype == jax.dtypes.float0:  # float0: the derivative with respect to an integer
         return np.zeros(3)
     if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
         right, got = jax.random.key_data(right), jax.random.key_data(got)
@@ -109,7 +110,7 @@ def _floats_off(right: jax.Array, got: jax.Array) -> jax.Array:
     same = (right == got) | (jnp.isnan(right) & jnp.isnan(got))
     unlike = jnp.where(finite, ~jnp.isfinite(got), ~same).sum()
     size = jnp.where(finite, jnp.abs(right), 0.0)
-    # By the largest, so that squares neither overflow nor vanish.
+    # Dividing by the largest element keeps squares from overflowing or underflowing.
     largest = size.max()
     scale = jnp.where(largest > 0, largest, 1.0)
     error = jnp.where(finite & jnp.isfinite(got), jnp.abs(right - got), 0.0) / scale

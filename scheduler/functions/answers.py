@@ -1,4 +1,4 @@
-"""What is known of a function's problems: records that hold, and searches for those without one while time is left."""
+"""Finds a record for each problem of a function, and tunes problems without one until the time limit."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from search_spaces.errors import DeclarationError
 from search_spaces.operation import Operation
 
 logger = logging.getLogger("scheduler")
-# What all searches that are left could save of a call, as a share, below which none is worth its time.
+# Remaining searches are skipped if together they could save less than this share of a call.
 WORTH = 0.005
-# A kernel that takes no more than this share longer than the fastest library, alone, may be the faster within a
-# function: there XLA may take a program apart that it fuses alone (the gradient of SiLU-and-mul on an H200: 135 us
-# alone, 337 within a training step), and the clock follows power. Less than `verify --plan` lets a kernel be slower.
+# A kernel slower than the fastest library by at most this share, timed alone, may still be faster inside a function.
+# XLA may split a program there that it fuses when compiled alone (the gradient of SiLU-and-mul on an H200: 135 us
+# alone, 337 us within a training step), and the clock frequency follows power. The share is smaller than the slowdown
+# that `verify --plan` accepts.
 NEAR = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """How problems without a record are tuned.
+    """Options for tuning problems without a record.
 
     Attributes:
-      store: knows what is tuned, and gets trials and records.
-      seconds: for all searches together.
-      budget: trials of each.
-      progress: called after each trial with the problem, as text.
+      store: Where tuned records are read, and trials and records are written.
+      seconds: Time limit of all searches together.
+      budget: Trials of each search.
+      progress: Called after each trial with the problem as text.
     """
 
     store: Store | Cache
@@ -55,13 +56,13 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What answers one problem by itself.
+    """The fastest kernel and library for one problem, each timed alone.
 
     Attributes:
-      best: the fastest of the backends asked for, None where there is no record, or a library is.
-      library: the fastest of XLA's programs, and of a vendor's where that may answer; None where none was measured.
-      reason: why there is no `best`, in words.
-      contender: where a library is the fastest, the fastest kernel, if that is `NEAR`.
+      best: The fastest allowed backend; None if there is no record, or if a library is the fastest.
+      library: The fastest of XLA's programs, and of a vendor's programs if allowed; None if none was measured.
+      reason: Why `best` is None.
+      contender: The fastest kernel, if a library is the fastest and the kernel is within `NEAR` of it.
     """
 
     row: Counted
@@ -72,23 +73,23 @@ class Known:
 
     @property
     def kernel(self) -> Entry | None:
-        """What may take the library's place within a function."""
+        """The kernel that may replace the library inside a function."""
         return self.best or self.contender
 
     @property
     def library_s(self) -> float:
-        """What the fastest library takes in a call of the function; 0 where none was measured."""
+        """Seconds of the fastest library per call of the function; 0 if none was measured."""
         return 0.0 if self.library is None else self.row.count * self.library.measurement.median_s
 
     @property
     def gain_s(self) -> float:
-        """What `best` saves in a call of the function."""
+        """Seconds that `best` saves per call of the function."""
         if self.best is None or self.library is None:
             return 0.0
         return self.row.count * (self.library.measurement.median_s - self.best.measurement.median_s)
 
     def planned(self, *, kernel: bool, reason: str) -> Planned:
-        """The answer of a plan: the kernel where it is asked for, else the fastest library."""
+        """Returns the plan's entry: the kernel if `kernel` is set, otherwise the fastest library."""
         operation = self.row.operation
         chosen = self.kernel if kernel else self.library
         return Planned(
@@ -116,11 +117,13 @@ def known(
     search: Search,
     step_s: Callable[[], float],
 ) -> list[Known]:
-    """What answers each problem, in their order; those without a record that holds are tuned, the largest gain first.
+    """Returns the fastest candidates of each problem, in order, after tuning problems without a valid record.
+
+    Problems with the largest possible gain are tuned first.
 
     Args:
-      backends_of: the backends that may answer problems of an operation.
-      step_s: seconds of a call of the function, asked once and only where something is to be tuned.
+      backends_of: Returns the backends allowed for an operation.
+      step_s: Returns seconds per call of the function. Called once, and only if a problem has to be tuned.
     """
     found: dict[int, Known] = {}
     left: list[tuple[float, int]] = []
@@ -132,7 +135,7 @@ def known(
             left.append((_to_be_had_s(row, hardware), i))
     left.sort(key=lambda each: -each[0])
     with _runner() as runner_for:
-        # Of interpreted kernels the model tells nothing.
+        # The model cannot predict interpreted kernels.
         least_s = WORTH * step_s() if left and not hardware.abilities.interpreted else 0.0
         until = time.perf_counter() + search.seconds
         while left:
@@ -150,7 +153,7 @@ def known(
 
 
 def of_record(row: Counted, record: Record, backends: frozenset[str] | None) -> Known:
-    """What a record says of a problem, of the backends that may answer; None is all of them."""
+    """Returns the fastest candidates of a record among these backends. None allows all."""
     best = record.winner if backends is None else record.best(backends)
     vendors = {kernel.backend for kernel in row.operation.kernels if kernel.vendor}
     libraries = {record.library} | (vendors if backends is None else vendors & backends)
@@ -182,13 +185,13 @@ def _record(row: Counted, hardware: Hardware, backends: frozenset[str] | None, s
 
 
 def _to_be_had_s(row: Counted, hardware: Hardware) -> float:
-    """Seconds of a call that no schedule can save more of: XLA's predicted time over the roofline's."""
+    """Returns an upper bound of the seconds saved per call: XLA's predicted time minus the roofline's."""
     return row.count * predict(row.operation, row.problem, hardware).library_s - row.least_s
 
 
 @contextlib.contextmanager
 def _runner() -> Iterator[Callable[[Operation[Any]], Runner]]:
-    """Makes the one runner of all searches, when the first of them needs it."""
+    """Provides one runner for all searches, started by the first search."""
     runners: list[Runner] = []
 
     def runner_for(operation: Operation[Any]) -> Runner:

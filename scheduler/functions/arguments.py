@@ -1,4 +1,4 @@
-"""The arguments of one call: which compiled version answers them, what that takes, and copies of what it donates."""
+"""The arguments of one call: the key of their compiled version, the dynamic part, and copies of donated arrays."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from scheduler.core.errors import SchedulerError
 
 Static = tuple[tuple[int, ...], tuple[str, ...]]
 _NUMBERS = (bool, int, float, complex)
-# The types of concrete arrays, as met.
+# Types of concrete arrays seen so far.
 _arrays: set[type] = set()
 
 
 class Arguments:
-    """Those of one call of a jitted function.
+    """The arguments of one call of a jitted function.
 
     Args:
-      static: numbers and names of the static ones.
+      static: Indices and names of the static arguments.
     """
 
     def __init__(self, static: Static, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Arguments:
 
     @property
     def dynamic(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a compiled version takes: static arguments are part of it."""
+        """The arguments that a compiled version takes, without the static ones."""
         args, kwargs = self.args, self.kwargs
         if self._numbers:
             args = tuple(x for number, x in enumerate(args) if number not in self._numbers)
@@ -44,32 +44,32 @@ class Arguments:
         return args, kwargs
 
     def key(self) -> Any:
-        """Equal for calls that one compiled version answers.
+        """Returns a key that is equal for calls of the same compiled version.
 
         Raises:
-          TypeError: an argument is no array, or a static one cannot be a key: JAX says more.
-          SchedulerError: the call is part of a trace.
+          TypeError: An argument is not an array, or a static argument is not hashable. JAX gives a more detailed error.
+          SchedulerError: The call is part of a trace.
         """
         leaves, tree = jax.tree.flatten(self.dynamic)
         static = (
             tuple((number, self.args[number]) for number in sorted(self._numbers)),
             tuple((name, self.kwargs[name]) for name in sorted(self._names)),
         )
-        # Spelled out for arrays, of which models have hundreds: a call of a function for each would cost more.
+        # Inlined for arrays: models have hundreds of them, and a function call for each would be slower.
         kinds = [(x.aval, x.sharding, x.committed) if type(x) in _arrays else _kind(x) for x in leaves]
         return tree, tuple(kinds), static
 
     def call(self, compiled: Any) -> Any:
-        """What a compiled version returns for them."""
+        """Calls a compiled version with these arguments."""
         args, kwargs = self.dynamic
         return compiled(*args, **kwargs)
 
     def copied(self, donated: Sequence[bool]) -> Arguments:
-        """They, with copies of those leaves of `dynamic` that are donated."""
+        """Returns these arguments, with donated leaves of `dynamic` copied."""
         return self.changed(lambda x, number: _copy(x) if donated[number] else x) if any(donated) else self
 
     def changed(self, change: Callable[[Any, int], Any]) -> Arguments:
-        """They, with ``change(leaf, number)`` in place of each leaf of `dynamic`."""
+        """Returns these arguments, with each leaf of `dynamic` replaced by ``change(leaf, number)``."""
         leaves = [change(x, number) for number, x in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(jax.tree.structure(self.dynamic), leaves)
         rest = iter(args)
@@ -78,11 +78,11 @@ class Arguments:
 
     @property
     def numbers(self) -> bool:
-        """Whether Python numbers are among the leaves of `dynamic`."""
+        """Whether `dynamic` contains Python numbers."""
         return any(isinstance(x, _NUMBERS) for x in self._leaves)
 
     def devices(self) -> list[jax.Device]:
-        """Those of this process that hold arrays among them."""
+        """Returns the devices of this process that hold arrays of the arguments."""
         arrays = (x for x in self._leaves if isinstance(x, jax.Array))
         return sorted({d for x in arrays for d in x.sharding.addressable_devices}, key=lambda d: d.id)
 
@@ -91,7 +91,7 @@ class Arguments:
         return jax.tree.leaves(self.dynamic)
 
     def described(self) -> str:
-        """Shapes and dtypes as they are printed, the first few where they are many."""
+        """Returns shapes and dtypes as text, abbreviated if there are many."""
         texts = [_typed(x) for x in self._leaves]
         static = [repr(self.args[number]) for number in sorted(self._numbers)]
         static += [f"{name}={self.kwargs[name]!r}" for name in sorted(self._names)]

@@ -1,4 +1,4 @@
-"""A function's problems as JSON."""
+"""Converts a function's problems to JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call as a pytree: the function without partials around it, what it holds, and its arguments."""
+"""Represents a call as a pytree: the function without partials, the values it holds, and its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler.functions import captured, equinox_modules, flax_modules
 from scheduler.functions.captured import Captured
 from search_spaces import lowering_compat
 
-# The numbers and the names of some arguments.
+# Indices and names of some arguments.
 Names = tuple[tuple[int, ...], tuple[str, ...]]
 NONE: Names = ((), ())
 NUMBERS = (bool, int, float, complex)
@@ -28,10 +28,10 @@ class Call:
     """``fn(*held, *given, **held_by_name, **named)``.
 
     Attributes:
-      fn: without the partials around it, and no bound method.
-      captured: state in closures and globals of `fn`.
-      held, held_by_name: of partials and bound methods.
-      given, named: the arguments.
+      fn: The function, with partials and bound methods removed.
+      captured: State in closures and globals of `fn`.
+      held, held_by_name: Arguments held by partials and bound methods.
+      given, named: The arguments of the call.
     """
 
     fn: Any
@@ -50,11 +50,11 @@ class Call:
 
     @property
     def fixed_leaves(self) -> int:
-        """How many leaves are not of the arguments; they come first."""
+        """Number of leaves that are not arguments. They come first."""
         return sum(map(_count, (self.fn, self.captured, self.held, self.held_by_name)))
 
     def numbers(self, leaves: int) -> frozenset[int]:
-        """The leaves in which a Python number is an input."""
+        """Returns the indices of leaves where a Python number is an input."""
         found = list[int]()
         start = self.fixed_leaves
         for x in jax.tree.leaves((self.given, self.named), is_leaf=_is_boundary):
@@ -66,11 +66,11 @@ class Call:
         return frozenset(found)
 
     def leaves_of(self, by_function: Names, by_arguments: Names) -> frozenset[int]:
-        """The leaves of some arguments.
+        """Returns the indices of the leaves of some arguments.
 
         Args:
-          by_function: by the numbers and names that `fn` has for them.
-          by_arguments: by those among `given` and `named`.
+          by_function: Arguments by their indices and names in the signature of `fn`.
+          by_arguments: Arguments by their indices and names in `given` and `named`.
         """
         found = set[int]()
         before = len(self.held)
@@ -89,7 +89,7 @@ class Call:
         return frozenset(found)
 
     def with_static(self, by_function: Names, by_arguments: Names) -> Call:
-        """The same, with static arguments that are leaves, as they are."""
+        """Returns the call with static arguments wrapped as single leaves."""
         before = len(self.held)
         numbers = {i - before for i in _counted(by_function[0], before + len(self.given))}
         numbers |= {*_counted(by_arguments[0], len(self.given))}
@@ -99,7 +99,7 @@ class Call:
         return dataclasses.replace(self, given=given, named=named)
 
     def realized(self) -> tuple[Call, Callable[[], list[str]]]:
-        """The call of objects and closures made anew, and a check that names the variables that it assigned."""
+        """Returns the call with new objects and closures, and a check that lists the variables it has assigned."""
         fn: Any = self.fn
         assigned: Callable[[], list[str]] = list
         if isinstance(fn, Captured):
@@ -114,7 +114,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """An argument that is static as a whole: a leaf."""
+    """A static argument, as one leaf."""
 
     value: Any
 
@@ -122,7 +122,7 @@ class Static:
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instance:
-    """An object of a plain class, by its attributes."""
+    """An object of a plain class, flattened by its attributes."""
 
     original: Any
     attributes: dict[str, Any]
@@ -137,11 +137,11 @@ class Instance:
 
     @property
     def target(self) -> Any:
-        """The object that a function has before it."""
+        """The object that the function sees."""
         return self.made[0] if self.made else self.original
 
     def realized(self) -> Any:
-        """A new object with these attributes."""
+        """Creates a new object with these attributes."""
         new = object.__new__(type(self.original))
         new.__dict__.update(self.attributes)
         self.made.append(new)
@@ -175,7 +175,7 @@ def opened(fn: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
 
 
 def _is_state(x: Any) -> bool:
-    """Whether it is to be among the inputs where a function captured it: modules, and objects that hold them."""
+    """Returns whether a captured value must be an input: a module, or an object that holds one."""
     opened = opened_object(x)
     return has_state(opened.attributes if isinstance(opened, Instance) else x)
 
@@ -185,14 +185,14 @@ def _without(held: dict[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def opened_object(x: Any) -> Any:
-    """An object whose attributes hold arrays or state, by these; anything else as it is."""
+    """Returns an object that holds arrays or state as an `Instance`; any other value unchanged."""
     if isinstance(x, type | types.ModuleType) or lowering_compat.is_jitted(x) or is_library_jitted(x):
         return x
     if flax_modules.is_node(x) or not jax.tree_util.all_leaves([x]) or not hasattr(x, "__dict__"):
         return x
     try:
         object.__new__(type(x))
-    except TypeError:  # it is more than its attributes, as a dict of a class of its own is
+    except TypeError:  # an object with more than attributes, such as an instance of a dict subclass
         return x
     attributes = dict(vars(x))
     held = jax.tree.leaves(attributes, is_leaf=flax_modules.is_node)
@@ -209,7 +209,7 @@ def _realized(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class JitOptions:
-    """What a library's jit says of arguments, by the numbers and names that its function has for them."""
+    """Options of a library's jit for arguments, by their indices and names in the function's signature."""
 
     static: Names = NONE
     donated: Names = NONE
@@ -226,14 +226,14 @@ def jit_options(call: Call) -> JitOptions:
 
 
 def has_state(x: Any) -> bool:
-    """Whether a pytree holds objects that functions update in place: modules, variables, generators of flax.nnx."""
+    """Returns whether a pytree holds objects updated in place: modules, variables or generators of flax.nnx."""
     if not flax_modules.is_loaded():
         return False
     return any(map(flax_modules.is_node, jax.tree.leaves(x, is_leaf=flax_modules.is_node)))
 
 
 def is_library_jitted(fn: Any) -> bool:
-    """Whether `flax.nnx.jit` or `equinox.filter_jit` made it."""
+    """Returns whether `fn` was made by `flax.nnx.jit` or `equinox.filter_jit`."""
     return flax_modules.jitted(fn) is not None or equinox_modules.is_jitted(fn)
 
 
@@ -254,7 +254,7 @@ def _counted(numbers: Sequence[int], length: int) -> list[int]:
 
 
 def static_key(x: Any, *, by_identity: bool) -> Hashable:
-    """Equal for constants that make the same program: 1, 1.0 and True do not, and neither do 0.0 and -0.0."""
+    """Returns a key that is equal for constants of the same program. 1, 1.0 and True differ, as do 0.0 and -0.0."""
     if isinstance(x, Static):
         return Static, static_key(x.value, by_identity=by_identity)
     if isinstance(x, float | complex):

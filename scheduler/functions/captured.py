@@ -1,4 +1,4 @@
-"""Modules that a function holds instead of taking them as arguments: in its closure, defaults and globals."""
+"""Finds modules that a function holds in its closure, defaults and globals instead of taking them as arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-# A place of a function where it holds something: in which part, and the number or name there.
+# A slot in which a function holds a value: the kind of slot, and its index or name.
 _Slot = tuple[str, Any]
 _Holder = types.FunctionType | types.MethodType | functools.partial[Any]
 _HOLDERS = (types.FunctionType, types.MethodType, functools.partial)
@@ -17,10 +17,10 @@ _HOLDERS = (types.FunctionType, types.MethodType, functools.partial)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Captured:
-    """What a function holds, and how to make it hold something else.
+    """The values that a function holds, and the slots for replacing them.
 
     Attributes:
-      values: each once, in the order in which they were found.
+      values: The values without duplicates, in the order found.
     """
 
     fn: Callable[..., Any]
@@ -36,14 +36,14 @@ class Captured:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same functions, which hold values in the same places; the values may be others."""
+        """Returns whether both have the same functions and the same slots. The values may differ."""
         return isinstance(other, Captured) and self._pattern == other._pattern
 
     def __hash__(self) -> int:
         return hash(self._pattern)
 
     def replaced(self, values: Sequence[Any]) -> tuple[Callable[..., Any], Callable[[], list[str]]]:
-        """A copy of the function that holds these values, and a check that names those that it assigned since."""
+        """Returns a copy of the function with new values, and a check that lists the names it has assigned since."""
         if not self.values:
             return self.fn, list
         copies: dict[int, Any] = {id(old): new for old, new in zip(self.values, values, strict=True)}
@@ -85,14 +85,14 @@ class Captured:
 
 
 def find(fn: Callable[..., Any], wanted: Callable[[Any], bool]) -> Captured:
-    """What `fn` and the functions that it calls hold of the wanted values.
+    """Finds the wanted values held by `fn` and by the functions that it calls.
 
-    Functions are looked through that are in closures, defaults, partials and bound methods, and those of the globals of
-    `fn` that are defined in the same module. What JAX or a library jitted is not looked through: to that, captured
-    values are constants.
+    The search follows functions in closures, defaults, partials and bound methods, and global functions defined in the
+    module of `fn`. Functions jitted by JAX or by another library are not searched, because they treat captured values
+    as constants.
 
     Args:
-      wanted: of a value.
+      wanted: Returns whether to include a value.
     """
     if not isinstance(fn, _HOLDERS):
         return Captured(fn, (), {}, {})
@@ -136,7 +136,7 @@ def _held(holder: _Holder, fn: Callable[..., Any]) -> Iterator[tuple[_Slot, Any]
         for i, cell in enumerate(holder.__closure__ or ()):
             try:
                 yield ("cell", i), cell.cell_contents
-            except ValueError:  # it is empty
+            except ValueError:  # an empty cell
                 continue
         yield from ((("default", i), x) for i, x in enumerate(holder.__defaults__ or ()))
         yield from ((("named default", name), x) for name, x in (holder.__kwdefaults__ or {}).items())
@@ -159,7 +159,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _function(fn: types.FunctionType, places: Sequence[int]) -> tuple[types.FunctionType, dict[int, types.CellType]]:
-    """A copy with globals of its own, and with new cells in these places of its closure."""
+    """Copies a function with its own globals, and with new cells at these indices of its closure."""
     cells = {place: types.CellType() for place in places}
     closure = tuple(cells.get(i, cell) for i, cell in enumerate(fn.__closure__ or ()))
     copy = types.FunctionType(fn.__code__, dict(fn.__globals__), fn.__name__, fn.__defaults__, closure)

@@ -1,4 +1,4 @@
-"""Whether a plan still holds: its kernels beside their rivals, and the whole function beside XLA's answers."""
+"""Checks whether a plan is still valid: re-times its kernels, and the whole function against XLA."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from search_spaces.operation import Operation
 
 
 def operation_of(answer: Planned) -> Operation[Any]:
-    """Whose answer it is; one of the user's own must have been loaded.
+    """Returns the operation of a plan's entry. A user's own operation must be loaded already.
 
     Raises:
-      SchedulerError: it has not.
+      SchedulerError: The operation is not loaded.
     """
     try:
         return load_known(answer.operation)
@@ -38,7 +38,7 @@ def operation_of(answer: Planned) -> Operation[Any]:
 
 
 def records(plan: Plan) -> list[Record]:
-    """The answers other than libraries' as records with the plan's times, for `search.reverify`."""
+    """Returns the entries that are not a library's as records with the plan's times, for `search.reverify`."""
     return [_record(plan, answer, operation_of(answer)) for answer in plan.answers if answer.backend != answer.library]
 
 
@@ -68,13 +68,13 @@ def _record(plan: Plan, answer: Planned, operation: Operation[Any]) -> Record:
 
 @dataclasses.dataclass(frozen=True)
 class TimedAgain:
-    """A function under its plan, beside XLA's answers, today.
+    """A new comparison of a function under its plan and under XLA.
 
     Attributes:
-      plan, xla: wall time of a call.
-      margin: by which share it is slower with XLA's answers.
-      wrong: where results differ by more than rounding; None where they do not.
-      unplanned: problems of the function that the plan does not hold.
+      plan, xla: Wall time of a call.
+      margin: By what share the function is slower under XLA.
+      wrong: Where results differ by more than rounding; None if they agree.
+      unplanned: Problems of the function that the plan does not contain.
     """
 
     plan: Seconds
@@ -87,10 +87,11 @@ class TimedAgain:
 @interruptible()
 @comparisons()
 def time_again(plan: Plan, fn: Callable[..., Any], args: Sequence[Any]) -> TimedAgain:
-    """Times ``fn(*args)`` under its plan and under XLA's answers in turns, and compares what both compute.
+    """Times ``fn(*args)`` under its plan and under XLA in interleaved rounds, and compares the results.
 
     Raises:
-      SchedulerError: an answer of the plan does not hold here, and why; or it answers nothing that `fn` poses.
+      SchedulerError: An entry of the plan is no longer valid here (the message gives the reason), or the plan contains
+        no problem of `fn`.
     """
     whole = Whole(fn, args)
     rows = problems(whole.call, *whole.arrays).tuned

@@ -1,4 +1,4 @@
-"""Problems with how often a function poses them, and by which lines."""
+"""Counts the problems of a function, with the lines of the user's code that compute them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Counted:
     """One problem of a function.
 
     Attributes:
-      count: how often one call of the function poses it; inside a `shard_map`, on each device.
-      lines: of the user's code that pose it, each once.
-      least_s: seconds of all of them by the chip's roofline: what no schedule can undercut.
+      count: How often one call of the function runs it; inside a `shard_map`, how often on each device.
+      lines: Lines of the user's code that compute it, without duplicates.
+      least_s: Lower bound of the seconds for all runs together, by the chip's roofline.
     """
 
     operation: Operation[Any]
@@ -31,20 +31,20 @@ class Counted:
 
 
 class Tally:
-    """Problems as they are met: each is one row, however often and wherever it is posed."""
+    """Collects problems, with one row for each distinct problem."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._bound = CostModel(hardware).lower_bound
         self._found: dict[tuple[Operation[Any], Problem], tuple[int, dict[Call, None]]] = {}
 
     def add(self, operation: Operation[Any], problem: Problem, count: int, lines: Iterable[Call | None]) -> None:
-        """Counts a problem that equations of these lines pose together."""
+        """Adds a problem computed by equations of these lines together."""
         before, known = self._found.get((operation, problem), (0, {}))
         known |= {line: None for line in lines if line is not None}
         self._found[operation, problem] = before + count, known
 
     def rows(self) -> tuple[Counted, ...]:
-        """The most expensive first."""
+        """Returns the problems, the most expensive first."""
         rows = [
             Counted(operation, problem, count, tuple(sorted(lines, key=_in_order)), count * self._bound(problem))
             for (operation, problem), (count, lines) in self._found.items()

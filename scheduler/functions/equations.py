@@ -1,4 +1,4 @@
-"""The equations that a function runs, how often, and the user's line of each: a walk over its jaxpr."""
+"""Walks over a function's jaxpr: its equations, how often each runs, and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from scheduler.core.frames import Call, asked_by
 from search_spaces import jaxprs
 from search_spaces.jaxprs import is_jaxpr, opened
 
-# What they hold is the inside of a kernel.
+# Their jaxprs are kernel bodies.
 _KERNELS = frozenset({"pallas_call", "core_map", "mpmd_map"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
-    """A jaxpr whose equations all run equally often.
+    """A jaxpr with equations that all run equally often.
 
     Attributes:
-      count: how often in one call of the function.
-      manual: whether it is of one device: inside a `shard_map` over all axes of its mesh.
-      line: of the user's code that runs it as a whole; None where none is known.
+      count: How often it runs in one call of the function.
+      manual: Whether it runs on one device: inside a `shard_map` over all axes of its mesh.
+      line: The line of the user's code that runs it as a whole; None if unknown.
     """
 
     jaxpr: Any
@@ -37,17 +37,17 @@ class Body:
     line: Call | None = None
 
     def line_of(self, equation: Any) -> Call | None:
-        """The line of one of its equations. JAX forgets who called what is in a `shard_map`: then the one above."""
+        """Returns the line of an equation, or of the body where JAX drops the caller (inside a `shard_map`)."""
         return line_of(equation) or self.line
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """An equation whose own count no jaxpr tells.
+    """A `while` or `cond` equation, where the jaxpr does not give the count.
 
     Attributes:
-      kind: "while", whose turns are counted as one, or "cond", whose branches are all counted.
-      line: of the user's code; None where none is known.
+      kind: "while" (its iterations count as one) or "cond" (all its branches are counted).
+      line: The line of the user's code; None if unknown.
     """
 
     kind: str
@@ -59,9 +59,9 @@ class Traced:
     """A function as JAX lowers it.
 
     Attributes:
-      jaxpr: open: without what the function's results do not need.
-      constants: arrays that it closes over, of ``jaxpr.constvars``.
-      arguments: of ``jaxpr.invars``, as they were given.
+      jaxpr: An open jaxpr, without equations that the results do not need.
+      constants: Closed-over arrays, for ``jaxpr.constvars``.
+      arguments: The given arguments, for ``jaxpr.invars``.
     """
 
     jaxpr: Any
@@ -70,10 +70,10 @@ class Traced:
 
 
 def traced(fn: Callable[..., Any], *arrays: Any) -> Traced:
-    """``fn(*arrays)``, without what its results do not need: JAX lowers none of that, either.
+    """Traces ``fn(*arrays)`` and removes equations that its results do not need, as JAX does when lowering.
 
-    Where it returns nothing, nothing is left out; where all derivatives are left out, there is a warning. `fn` is not
-    jitted itself: what it calls may be, and the shardings that were given to that are in its equation.
+    If `fn` returns nothing, no equation is removed. If all derivatives are removed, a warning is issued. `fn` itself
+    must not be jitted. Functions that it calls may be: their shardings are in the equation of the call.
     """
     closed = jax.jit(fn).trace(*arrays).jaxpr
     jaxpr = whole = opened(closed)
@@ -96,10 +96,10 @@ def _has_backward(jaxpr: Any) -> bool:
 
 
 def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None = None) -> Iterator[Body | Loop]:
-    """All jaxprs that run within this one, itself among them, and what their counts leave open.
+    """Yields all jaxprs that run within this one, including itself, and the loops with unknown counts.
 
-    The length of a scan multiplies. Calls (`jit`, `jax.checkpoint`, custom derivatives, `shard_map`) run what they hold
-    once; in a `shard_map` shapes and counts are those of one device.
+    Counts inside a scan are multiplied by its length. Calls (`jit`, `jax.checkpoint`, custom derivatives, `shard_map`)
+    run their jaxprs once. Inside a `shard_map`, shapes and counts are those of one device.
     """
     body = Body(opened(jaxpr), count, manual, line)
     yield body
@@ -111,12 +111,12 @@ def bodies(jaxpr: Any, count: int = 1, manual: bool = False, line: Call | None =
 
 
 def inside(equation: Any) -> Iterator[tuple[Any, int]]:
-    """The jaxprs that an equation runs, and how often each; nothing of kernels, which are no part of the function."""
+    """Yields the jaxprs that an equation runs, and how often each runs. Kernel bodies are left out."""
     yield from ((opened(jaxpr), times) for jaxpr, times in held(equation))
 
 
 def held(equation: Any) -> Iterator[tuple[Any, int]]:
-    """The same, with their constants: the objects that the equation's parameters have."""
+    """Yields the same as `inside`, but the original objects in the equation's parameters, including constants."""
     if equation.primitive.name in _KERNELS:
         return
     times = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -125,7 +125,7 @@ def held(equation: Any) -> Iterator[tuple[Any, int]]:
 
 
 def is_manual(equation: Any) -> bool:
-    """Whether what an equation holds is of one device: a `shard_map` over all axes of its mesh that are not so yet."""
+    """Returns whether an equation is a `shard_map` after which all axes of its mesh are manual."""
     if equation.primitive.name != "shard_map":
         return False
     mesh = equation.params["mesh"]
@@ -134,10 +134,11 @@ def is_manual(equation: Any) -> bool:
 
 
 def replaced(jaxpr: Any, replace: Callable[[Any], Any]) -> Any:
-    """`jaxpr` with other equations in place of its own.
+    """Returns `jaxpr` with replaced equations.
 
     Args:
-      replace: of an equation. What that holds stays, unless `replace` replaces that (`with_inside`), too.
+      replace: Maps an equation to its replacement. Nested jaxprs are unchanged unless `replace` also maps them
+        (`with_inside`).
     """
     if isinstance(jaxpr, core.Jaxpr):
         return jaxpr.replace(eqns=[replace(equation) for equation in jaxpr.eqns])
@@ -145,10 +146,10 @@ def replaced(jaxpr: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def with_inside(equation: Any, replace: Callable[[Any], Any]) -> Any:
-    """An equation with other jaxprs in place of those that it holds; as it is, where it holds a kernel.
+    """Returns an equation with replaced nested jaxprs. A kernel's equation is returned unchanged.
 
     Args:
-      replace: of a jaxpr.
+      replace: Maps a jaxpr to its replacement.
     """
     if equation.primitive.name in _KERNELS:
         return equation
@@ -165,16 +166,16 @@ def with_inside(equation: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def line_of(equation: Any) -> Call | None:
-    """The line of the user's code that an equation comes from; of a derivative, that of what was differentiated."""
+    """Returns the line of the user's code that made an equation; for a derivative, the line that was differentiated."""
     return asked_by(frames.traced(equation.source_info.traceback))
 
 
 def is_backward(equation: Any) -> bool:
-    """Whether an equation is of a backward pass, by the transformations that JAX names it after."""
+    """Returns whether an equation belongs to a backward pass, by its name stack."""
     return "transpose(" in str(equation.source_info.name_stack)
 
 
 def _held(equation: Any) -> Iterator[Any]:
-    if equation.primitive.name == "custom_linear_solve":  # the others are for its derivatives
+    if equation.primitive.name == "custom_linear_solve":  # the other jaxprs are for derivatives
         return iter((equation.params["jaxprs"].solve,))
     return jaxprs.held(equation)

@@ -1,6 +1,6 @@
-"""Equinox: which functions `filter_jit` made, what these donate, and which numbers are static.
+"""Equinox support: detects functions of `filter_jit`, their donated arguments, and static numbers.
 
-Nothing is imported before the user's program imported it.
+Equinox is never imported here, only used if the user's program imported it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 
 def is_module(x: Any) -> bool:
-    """Whether `x` is an Equinox module: numbers among its leaves are static there, as for `filter_jit`."""
+    """Returns whether `x` is an Equinox module. Numbers among its leaves are static, as for `filter_jit`."""
     equinox = sys.modules.get("equinox")
     module = getattr(equinox, "Module", None)  # None while it is being imported
     return module is not None and isinstance(x, module)
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether `filter_jit` made it: then all but arrays is static."""
+    """Returns whether `filter_jit` made `fn`. Then everything except arrays is static."""
     return is_module(fn) and hasattr(fn, "donate_first") and hasattr(fn, "donate_rest")
 
 
 def donated(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The numbers and the names of the arguments that a function of `filter_jit` donates."""
+    """Returns the indices and names of the arguments that a `filter_jit` function donates."""
     given: Any = fn
     bound = inspect.signature(fn).bind(*args, **kwargs)
     first_is_named = not args and bool(bound.args)
@@ -40,7 +40,7 @@ def donated(
 
 @contextlib.contextmanager
 def donating_as(fn: Any) -> Iterator[None]:
-    """Ignores JAX's warnings of donated buffers that no result can use, where `filter_jit` does so for `fn`."""
+    """Ignores JAX's warnings of unusable donated buffers if `filter_jit` does so for `fn`."""
     if not (is_jitted(fn) and getattr(fn, "filter_warning", False)):
         yield
         return

@@ -1,6 +1,6 @@
-"""flax.nnx: splits modules into a graph and arrays, merges them again, and updates modules in place.
+"""flax.nnx support: splits modules into a graph and arrays, merges them, and updates modules in place.
 
-Nothing is imported before the user's program imported it.
+flax is never imported here, only used if the user's program imported it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from search_spaces import lowering_compat
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Modules, optimizers, variables and generators of random numbers, taken apart.
+    """Modules, optimizers, variables and random number generators, split into graphs and leaves.
 
     Attributes:
-      graphs: of each in turn, hashable. An object that several share is in the first of them.
-      leaves: of each in turn.
-      references: object -> its number.
+      graphs: One hashable graph per node. An object shared by several nodes is in the first one's graph.
+      leaves: The leaves of each node.
+      references: Object -> its index.
     """
 
     graphs: tuple[Hashable, ...]
@@ -29,48 +29,48 @@ class Split:
 
 
 def is_node(x: Any) -> bool:
-    """Whether `x` is a graph node or a variable of flax.nnx: an object that functions update in place."""
+    """Returns whether `x` is a graph node or variable of flax.nnx: an object that functions update in place."""
     graphlib = _graphlib()
     return graphlib is not None and bool(graphlib.is_graph_node(x))
 
 
 def is_loaded() -> bool:
-    """Whether any object can be one of these."""
+    """Returns whether flax.nnx was imported."""
     return _graphlib() is not None
 
 
 def split(nodes: Sequence[Any]) -> Split:
-    """Takes nodes apart; what they share is split once."""
+    """Splits nodes into graphs and leaves. Objects shared by several nodes are split once."""
     return _split(nodes, None)
 
 
 def merge(graphs: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> tuple[list[Any], Any]:
-    """New nodes of the trace that runs now, and what `split_again` needs to tell them from others."""
+    """Returns new nodes in the current trace, and the references that `split_again` uses to identify them."""
     references = _graphlib().IndexMap()
     return _merge(graphs, leaves, references, None), references
 
 
 def split_again(nodes: Sequence[Any], merged: Any) -> Split:
-    """Takes nodes apart that a function changed, and new ones; `update` finds those that `merge` made."""
+    """Splits nodes that a function changed, and new nodes. `update` identifies those that `merge` made."""
     return _split(nodes, _graphlib().RefMap.from_indexmap(merged))
 
 
 def update(before: Split, graphs: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> list[Any]:
-    """The nodes of `before`, changed in place as those of `split_again` were; and the new ones."""
+    """Applies the changes of `split_again` in place to the nodes of `before`; returns them and the new nodes."""
     graphlib = _graphlib()
     originals = graphlib.IndexMap.from_refmap(before.references or graphlib.RefMap())
     return _merge(graphs, leaves, graphlib.IndexMap(), originals)
 
 
 def jitted(fn: Callable[..., Any]) -> Any:
-    """The function of `jax.jit` that one of `nnx.jit` calls with split modules; None of any other function."""
+    """Returns the `jax.jit` function that an `nnx.jit` function calls with split modules; None for other functions."""
     if type(fn).__module__.startswith("flax.nnx."):
         return getattr(fn, "jitted_fn", None)
     return None
 
 
 def unwrapped(fn: Any) -> Any:
-    """The function that `nnx.jit` was given, where it was given nothing else that decides where or how it runs."""
+    """Returns the function inside `nnx.jit`, unless further options decide where or how it runs."""
     how = jitted(fn)
     if how is None or getattr(fn, "in_shardings", 1) is not None or getattr(fn, "out_shardings", 1) is not None:
         return fn
@@ -78,7 +78,7 @@ def unwrapped(fn: Any) -> Any:
 
 
 def is_of_another_trace(error: Exception) -> bool:
-    """Whether flax.nnx refuses to change, or to differentiate in, a module that was made outside of a trace."""
+    """Returns whether flax.nnx refused to change or differentiate a module made outside the current trace."""
     return type(error).__name__ == "TraceContextError" or "different trace level" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""A whole function under plans: compiled, compared, timed in turns; which answers help it, and which do not."""
+"""Compiles, compares and times a whole function under plans, to find which kernels speed it up."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from scheduler.functions.in_turns import Seconds
 from scheduler.functions.pure import pure_call
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin
 
-Run = functools.partial[Any]  # of a compiled function, and its arrays
-# Each is compiled, and takes part in every round: those without an answer, and those with one that ties alone.
+Run = functools.partial[Any]  # a compiled function with its arrays
+# Limits of the variants compiled and timed in every round: all of them, and those that add one tied kernel.
 MOST_VARIANTS, MOST_ADDED = 12, 4
-# Rounds of the leave-one-out comparison: intervals of single answers are to be narrow.
+# Rounds of the leave-one-out comparison. Many rounds keep the confidence interval of each kernel narrow.
 ROUNDS = 12
 SECONDS_OF_VARIANT = 4.0
 
 
 class Whole:
-    """A function and its arguments, to be compiled under one plan after the other.
+    """A function and its arguments, compiled under one plan after another.
 
-    Arrays are its inputs; whatever else is among the arguments is part of the compiled program. Modules and other state
-    that it updates stay as they are: the updates are results. What it donates is copied instead, so that it can be
+    Arrays are inputs; all other arguments are compile-time constants. Modules and other state that the function updates
+    stay unchanged: the updates are returned as results. Donated arguments are copied, so that the function can be
     called again.
 
     Attributes:
-      call, arrays: the pure function of its inputs, and these.
+      call, arrays: The pure function and its inputs.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -45,25 +45,25 @@ class Whole:
         return tuple(sorted(found, key=lambda device: device.id))
 
     def under(self, plan: Plan) -> Run:
-        """The function as `plan` answers its problems, compiled; raises what JAX, a kernel or the function raises."""
+        """Compiles the function under `plan`. Raises any error of JAX, of a kernel or of the function."""
 
         with planned.plan(planned.InForce(plan)):
             compiled = jax.jit(self.call).lower(*self.arrays).compile()
         return functools.partial(compiled, *self.arrays)
 
     def time(self, runs: Mapping[Any, Run], *, at_least_rounds: int = FEWEST_ROUNDS) -> dict[Any, Seconds]:
-        """Seconds of each, in turns on the devices of the arguments."""
+        """Times the runs in interleaved rounds on the devices of the arguments, in seconds."""
         seconds = SECONDS_OF_VARIANT * len(runs)
         return in_turns.compare(runs, seconds=seconds, at_least_rounds=at_least_rounds, devices=self.devices)
 
 
 def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> list[tuple[int, ...]]:
-    """Which answers are decided together: each alone, but for those that save little, which no clock would tell.
+    """Groups the kernels to test: each kernel alone, except those whose small gains cannot be resolved by timing.
 
     Args:
-      gains_s: what each saves in a call of the function, by its time alone.
-      step_s: seconds of such a call.
-      resolution: the least share of it that is looked at alone.
+      gains_s: Seconds that each kernel saves per call of the function, from its time alone.
+      step_s: Seconds per call of the function.
+      resolution: Minimum gain of a kernel tested alone, as a share of `step_s`.
     """
     ordered = sorted(gains_s, key=lambda i: -gains_s[i])
     single = [i for i in ordered if gains_s[i] >= resolution * step_s][: MOST_VARIANTS - 3]
@@ -73,10 +73,11 @@ def groups(gains_s: Mapping[int, float], step_s: float, resolution: float) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Ablated:
-    """What the whole function says of a group: by which share it is slower without, and between what that lies.
+    """The relative slowdown of the whole function without a group of kernels, with its confidence interval.
 
     Attributes:
-      added: the group is one answer that is not faster alone: it helps beyond doubt, or not at all.
+      added: Whether the group is one kernel that ties with XLA when timed alone. It is kept only if the whole interval
+        is above zero; other groups need a positive median.
     """
 
     group: tuple[int, ...]
@@ -102,12 +103,12 @@ def ablate(
     without: Callable[[tuple[int, ...]], Plan],
     added: Mapping[int, Run],
 ) -> list[Ablated]:
-    """Each group by leaving it out: the function with all answers, beside the one in which XLA answers that group.
+    """Measures each group by leave-one-out: all kernels, against all kernels except that group, which XLA computes.
 
     Args:
-      everything, xla: the function with all answers, and with none of them.
-      without: the plan in which these are XLA's, and the others are not.
-      added: likewise the function with all answers and one more, by that one.
+      everything, xla: The function with all kernels, and with none.
+      without: Returns the plan that leaves a group to XLA and uses all other kernels.
+      added: The function with all kernels and one tied kernel, by the index of the tied kernel.
     """
     others = [xla] if len(of) == 1 else [whole.under(without(group)) for group in of]
     runs = (
@@ -120,10 +121,10 @@ def ablate(
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The function by XLA's answers, and what it computes.
+    """The function with XLA only, and its results.
 
     Attributes:
-      rounding: of the problems in it, as `agreement.rounding`.
+      rounding: Relative rounding of its problems, from `agreement.rounding`.
     """
 
     run: Run
@@ -131,7 +132,7 @@ class Reference:
     rounding: float
 
     def disagreement(self, actual: Any, whole: Whole) -> str | None:
-        """Where other results differ from these by more than rounding, in words."""
+        """Describes where `actual` differs from the reference by more than rounding; None if it does not."""
 
         def sensitivity() -> Any:
             arrays = (agreement.rounded_differently(x, number) for number, x in enumerate(whole.arrays))
@@ -141,11 +142,11 @@ class Reference:
 
 
 def failure(whole: Whole, plan: Plan, reference: Reference) -> tuple[Run | None, str]:
-    """The function under `plan`; or None, and why that cannot be used: it does not run, or computes something else."""
+    """Returns the function under `plan`, or None and the reason: it fails to run, or its results disagree."""
     try:
         run = whole.under(plan)
         actual = jax.block_until_ready(run())
-    except Exception as error:  # whatever a kernel, a compiler or a device raises: XLA's version has run before
+    except Exception as error:  # any error of a kernel, compiler or device: XLA's version already ran
         said = str(error).partition("\n")[0]
         return None, f"{type(error).__name__}: {said}"
     wrong = reference.disagreement(actual, whole)

@@ -1,4 +1,4 @@
-"""Whole compiled functions timed in turns: wall time in interleaved rounds, on a device that is kept busy."""
+"""Times whole compiled functions by wall time, in interleaved rounds on a busy device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from scheduler.core.records import TIE
 from scheduler.measure.gpu import Gpu
 from scheduler.search.final_comparison import FEWEST_ROUNDS, Margin, median_interval
 
-# One sample is as many calls as take this long: launches overlap, clocks do not recover in between, and its first call,
-# which finds an idle device, weighs little, as do the functions before it in a round (H200, 0.75 ms a call: one and the
-# same function, twice in a round, was 2.4 % apart by samples of 0.02 s, 0.06 % by samples of 0.1 s).
+# A sample is a batch of calls of this duration. Launches overlap, and clocks do not recover in between. The first call,
+# which finds an idle device, and the function that ran before carry little weight (H200, 0.75 ms a call, the same
+# function twice in a round: 2.4 % apart with samples of 0.02 s, 0.06 % with samples of 0.1 s).
 SAMPLE_S = 0.1
-# Calls on their way at once: so many that the device has work while the host is late, which it is by a millisecond now
-# and then, and two at least. Results of more would not fit in beside each other where a call takes long.
+# Calls in flight at once: at least two, and enough to keep the device busy while the host is late, which occasionally
+# happens by a millisecond. If calls are long, the results of more calls would not fit in memory together.
 QUEUED_S = 0.003
 FEWEST_AHEAD, MOST_AHEAD = 2, 32
-# The clock follows the chip's power: it has settled when two rounds of all functions differ by less.
+# The clock follows the chip's power. It has settled once two rounds of all functions differ by less than this share.
 SETTLED = 0.01
 WARM_UP_SHARE = 0.25
 SECONDS = 4.0
@@ -36,10 +36,10 @@ SECONDS = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """What a function took, a call.
+    """Measured seconds per call of a function.
 
     Attributes:
-      samples_s: of each round in turn, so that those of two functions belong together by their places.
+      samples_s: One sample per round. Samples of two functions at the same index come from the same round.
     """
 
     samples_s: tuple[float, ...]
@@ -67,20 +67,21 @@ def compare(
     devices: Sequence[jax.Device] = (),
     seed: int = 0,
 ) -> dict[str, Seconds]:
-    """Times all `runs` in rounds, in another random order each, until they are decided or `seconds` are used up.
+    """Times all `runs` in rounds, in a new random order each round, until all are decided or `seconds` have passed.
 
-    They are decided when each is slower than the fastest beyond doubt, or as fast within `TIE` beyond doubt. Meanwhile
-    no other process of those that take turns (searches above all) measures on these devices.
+    A run is decided once the 99 % confidence interval of its ratio to the fastest is entirely slower, or entirely
+    within `TIE`. During the comparison, no other process that takes the device lock (such as a search) measures on
+    these devices.
 
     Args:
-      runs: label -> calls a compiled function, returns its results, and can do so again.
-      seconds: of rounds after the warm-up; `at_least_rounds` are taken however long they last.
-      devices: that are kept busy; () is JAX's default device.
+      runs: Label -> function that calls a compiled function and returns its results. It must be callable repeatedly.
+      seconds: Time limit of the rounds after the warm-up. `at_least_rounds` always complete.
+      devices: The devices to lock; () is JAX's default device.
 
     Raises:
-      ValueError: there is nothing to time.
-      WorkerError: there is no place for the locks of turns.
-      whatever one of `runs` raises.
+      ValueError: `runs` is empty.
+      WorkerError: There is no directory for the lock files.
+      Exception: Any error raised by one of `runs`.
     """
     if not runs:
         raise ValueError("runs is empty: give at least one function to time")
@@ -100,9 +101,9 @@ def compare(
 
 
 def margin(one: Seconds, other: Seconds) -> Margin:
-    """By which share `other` is slower than `one`, from the ratio within each round, and between what it surely lies.
+    """Returns by what share `other` is slower than `one`: the median ratio over rounds, and its confidence interval.
 
-    Both are results of one `compare`.
+    Both must be results of the same `compare`.
     """
     ratios = [theirs / mine - 1 for mine, theirs in zip(one.samples_s, other.samples_s, strict=True)]
     low, high = median_interval(ratios)
@@ -110,13 +111,13 @@ def margin(one: Seconds, other: Seconds) -> Margin:
 
 
 def faster(one: Seconds, other: Seconds) -> bool:
-    """Whether `one` is faster beyond doubt; otherwise they tie, or it is slower."""
+    """Returns whether `one` is faster at 99 % confidence. Otherwise they tie, or `one` is slower."""
     return margin(one, other).low > 0
 
 
 @contextlib.contextmanager
 def turns_on(devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Within, this process alone measures on `devices`, among those that take turns."""
+    """Holds the device locks, so that no other process that uses them measures on `devices`."""
     indices = sorted({d.local_hardware_id or 0 for d in devices if d.platform != CPU.platform})
     held = [Gpu.wanted(index) or Gpu.none() for index in indices] or [Gpu.none()]
     with contextlib.ExitStack() as stack:
@@ -145,8 +146,8 @@ def _settle(one_round: Callable[[], Mapping[str, float]], seconds: float) -> Non
 
 
 def _calls_and_ahead(run: Callable[[], Any]) -> tuple[int, int]:
-    """How many calls a sample has, and how many of them are on their way at once."""
-    for _ in range(2):  # whatever is done in a first call only
+    """Returns the number of calls in a sample, and the number of calls in flight at once."""
+    for _ in range(2):  # work done only in the first call
         jax.block_until_ready(run())
     took_s = sample(run, 2, 2)
     ahead = min(max(math.ceil(QUEUED_S / took_s), FEWEST_AHEAD), MOST_AHEAD)
@@ -154,12 +155,12 @@ def _calls_and_ahead(run: Callable[[], Any]) -> tuple[int, int]:
 
 
 def sample(run: Callable[[], Any], calls: int, ahead: int) -> float:
-    """Seconds of each of so many calls, one after the other."""
+    """Returns the mean seconds per call over `calls` calls, with up to `ahead` calls in flight."""
     running: collections.deque[Any] = collections.deque()
     started = time.perf_counter()
     for _ in range(calls):
         if len(running) == ahead:
             jax.block_until_ready(running.popleft())
         running.append(run())
-    jax.block_until_ready(list(running))  # JAX takes a deque for one leaf, and would not wait
+    jax.block_until_ready(list(running))  # JAX treats a deque as one leaf and would not wait
     return (time.perf_counter() - started) / calls

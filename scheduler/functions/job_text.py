@@ -1,4 +1,4 @@
-"""A function's problems as an offline job: the text that `jobs.parse` reads."""
+"""Writes a function's problems as an offline job, in the format that `jobs.parse` reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def written(rows: Sequence[Counted], of: str) -> str:
-    """The job: a table for each problem, with its count.
+    """Returns the text of the job: a table for each problem, with its count.
 
-    An operation that no other process can load is left out, and a comment says so.
+    An operation that no other process can load is left out, with a comment.
 
     Args:
-      of: what they are, in words.
+      of: A description of the problems.
     """
     lines = [f"# {of}; on the chip that is to run it:"]
     lines.append(f"#   tile-scheduler tune --job {shlex.join(['job.toml', *_own(rows)])}")
@@ -32,7 +32,7 @@ def written(rows: Sequence[Counted], of: str) -> str:
 
 
 def _own(rows: Iterable[Counted]) -> Iterator[str]:
-    """The words by which a command allows a job to name code."""
+    """Yields the command line options that allow a job to load the user's code."""
     names = (
         hints.name(row.operation) for row in rows if row.operation.name not in OPERATIONS and locate(row.operation)
     )

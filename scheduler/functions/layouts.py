@@ -1,7 +1,7 @@
-"""How arrays around an equation lie in memory, as transposes before and after it tell.
+"""Finds the memory layouts of arrays around an equation, from the transposes before and after it.
 
-XLA folds a transpose into a product of its own, and copies an array for a kernel of ours. A kernel that reads what was
-there before the transpose needs no copy: both transposes then cancel each other.
+XLA folds a transpose into its own matmul, but copies the array for one of our kernels. A kernel that reads the array as
+it was before the transpose needs no copy, because the two transposes cancel.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from scheduler.functions.equations import Body, bodies
 
-# Of each input and of each result, its axes in the order in which they lie in memory; None is their own order.
+# For each input and result, its axes in memory order. None is the default order.
 Stored = tuple[tuple[int, ...] | None, ...]
 
 
 def key(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-    """What JAX lowers once: equations of one primitive on the same types with the same parameters."""
+    """Returns the key by which JAX lowers equations once: the primitive, the types and the parameters."""
     return primitive, tuple((x.shape, str(x.dtype)) for x in avals), tuple(sorted(params.items()))
 
 
 def around(jaxpr: Any, primitives: Collection[Any]) -> dict[Any, Stored]:
-    """What most equations of a kind have around them, by `key`."""
+    """Returns the most common layouts of each kind of equation, by `key`."""
     votes: dict[Any, collections.Counter[Stored]] = collections.defaultdict(collections.Counter)
     for body in bodies(jaxpr):
         if isinstance(body, Body):
@@ -50,7 +50,7 @@ def _of_body(jaxpr: Any, primitives: Collection[Any]) -> Iterator[tuple[Any, Sto
 
 
 def _read(x: Any, made: Mapping[int, Any]) -> tuple[int, ...] | None:
-    """In which order the axes of `x` lie in what transposes made it of."""
+    """Returns the memory order of the axes of `x` in the array that transposes made it from."""
     axes = list(range(x.aval.ndim))
     while (transpose := made.get(id(x))) is not None:
         permutation = transpose.params["permutation"]
@@ -59,7 +59,7 @@ def _read(x: Any, made: Mapping[int, Any]) -> tuple[int, ...] | None:
 
 
 def _written(x: Any, users: Mapping[int, Sequence[Any]]) -> tuple[int, ...] | None:
-    """In which order the axes of `x` lie in what transposes, its only users, make of it."""
+    """Returns the memory order of the axes of `x` after the transposes of it, if these are its only users."""
     axes = list(range(x.aval.ndim))
     while (after := users.get(id(x), [])) and all(user is not None and _is_transpose(user) for user in after):
         permutations = {user.params["permutation"] for user in after}

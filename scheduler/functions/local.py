@@ -1,4 +1,4 @@
-"""Where XLA divides a function over devices: the problems that its calls then pose on each of them."""
+"""Finds the problems that each device runs when XLA partitions a function over several devices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from scheduler.functions.equations import Body, Traced, bodies, held, is_manual,
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Only how the program is divided is wanted: no fast code, no kernel timed for it, and nothing computed beforehand of
-# arrays that a function without arguments makes.
+# Only the partitioning is needed: no optimization, no autotuning, and no constant folding of arrays that a function
+# without arguments creates.
 _COMPILER: dict[str, str | bool] = {
     "xla_backend_optimization_level": "0",
     "xla_gpu_autotune_level": "0",
@@ -34,9 +34,10 @@ class TunedCall:
     """A tuned call of a function.
 
     Attributes:
-      count: how often one call of the function runs it.
-      line: of the user's code; None where none is known.
-      listener: what it asks on each device of those over which XLA divides it; None where it is one device's already.
+      count: How often one call of the function runs it.
+      line: The line of the user's code; None if unknown.
+      listener: Records the queries of each device where XLA partitions the call; None if the call already runs on one
+        device.
     """
 
     equation: Any
@@ -51,23 +52,23 @@ class TunedCall:
 
     @property
     def problem(self) -> Problem:
-        """As the function has it, before it is divided."""
+        """The problem in the function, before partitioning."""
         found: Problem = self.equation.params["problem"]
         return found
 
     @property
     def asks(self) -> Sequence[tuple[Operation[Any], Problem]]:
-        """What it asks of a store: nothing, where XLA answers it."""
+        """The problems that the call queries from a store; empty if XLA computes it."""
         return [(self.operation, self.problem)] if self.listener is None else self.listener.asked
 
     @property
     def why_not(self) -> str:
-        """Why it asks nothing, in words."""
+        """Why the call makes no query."""
         return "; ".join(dict.fromkeys(self.listener.left if self.listener else ())) or "XLA drops it"
 
 
 def calls(function: Traced) -> list[TunedCall]:
-    """Those of a function on one device. One that gives a `schedule=` asks nothing, and is none of them."""
+    """Returns the tuned calls of a function on one device. Calls with a `schedule=` make no query and are left out."""
     return [
         TunedCall(equation, body.count, body.line_of(equation))
         for body in bodies(function.jaxpr)
@@ -82,10 +83,10 @@ def _asks(equation: Any) -> bool:
 
 
 def mesh_of(function: Traced) -> Mesh | AbstractMesh | None:
-    """The mesh over which XLA divides tuned calls of a function; None where it divides none.
+    """Returns the mesh over which XLA partitions tuned calls of a function; None if it partitions none.
 
-    That is: shardings of arguments, constants, jitted functions or constraints name several devices, or a mesh is set
-    (`jax.set_mesh`), and a call is outside of what is manual.
+    There is such a mesh if two conditions hold. First, shardings of arguments, constants, jitted functions or
+    constraints name several devices, or a mesh is set (`jax.set_mesh`). Second, a tuned call is outside manual regions.
     """
     automatic = [body for body in bodies(function.jaxpr) if isinstance(body, Body) and not body.manual]
     if not any(_asks(equation) for body in automatic for equation in body.jaxpr.eqns):
@@ -96,24 +97,25 @@ def mesh_of(function: Traced) -> Mesh | AbstractMesh | None:
 
 
 def mesh_text(mesh: Mesh | AbstractMesh) -> str:
-    """``data=2, model=4``."""
+    """Formats the axes of a mesh: ``data=2, model=4``."""
     return ", ".join(f"{name}={extent}" for name, extent in mesh.shape.items())
 
 
 def calls_divided(function: Traced, over: Mesh | AbstractMesh) -> list[TunedCall]:
-    """The same, each with what it asks while the function is compiled for a mesh.
+    """Returns the tuned calls of a function, each with its queries while the function is compiled for a mesh.
 
-    Only XLA knows how it divides what is inside a function, so that is compiled, with the library's answers.
+    Only XLA knows how it partitions intermediate arrays. The function is therefore compiled, with XLA in place of all
+    kernels.
 
     Raises:
-      SchedulerError: there are too few devices; or XLA cannot compile it so.
+      SchedulerError: There are too few devices, or XLA cannot compile the function for the mesh.
     """
     found: list[TunedCall] = []
     mesh = over if isinstance(over, Mesh) else _with_devices(over)
     jaxpr = _listening(Body(function.jaxpr, 1), found)
     variables, given = (*jaxpr.constvars, *jaxpr.invars), (*function.constants, *function.arguments)
     inputs = [_described(each.aval, x, mesh) for each, x in zip(variables, given, strict=True)]
-    if mesh is not over:  # of an abstract mesh alone nothing is compiled: a number that is not used names the devices
+    if mesh is not over:  # JAX compiles nothing for an abstract mesh: an unused scalar supplies the devices
         inputs.append(jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())))
 
     def run(*arrays: Any) -> Any:
@@ -129,7 +131,7 @@ def calls_divided(function: Traced, over: Mesh | AbstractMesh) -> list[TunedCall
 
 
 def _meshes(function: Traced, automatic: Iterable[Body]) -> Iterator[Mesh | AbstractMesh]:
-    """Those that it names, one that has devices before others."""
+    """Yields the meshes named in the function, those with devices first."""
     for x in (*function.arguments, *function.constants):
         yield from _of(getattr(x, "sharding", None))
     for body in automatic:
@@ -150,7 +152,7 @@ def _of(value: Any) -> Iterator[Mesh | AbstractMesh]:
 
 
 def _with_devices(mesh: AbstractMesh) -> Mesh:
-    for platform in ("cpu", None):  # those of a CPU may be made up
+    for platform in ("cpu", None):  # CPU devices may be simulated
         devices = jax.devices(platform)
         if len(devices) >= mesh.size:
             found = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
@@ -165,7 +167,7 @@ def _with_devices(mesh: AbstractMesh) -> Mesh:
 
 
 def _described(aval: Any, given: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """An input without its values, on devices where it was given on some."""
+    """Returns an input's shape, dtype and sharding, without its values."""
     sharding = None if getattr(given, "committed", True) is False else getattr(given, "sharding", None)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         sharding = NamedSharding(mesh, sharding.spec)
@@ -173,13 +175,13 @@ def _described(aval: Any, given: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def _listening(body: Body, found: list[TunedCall]) -> Any:
-    """Its jaxpr with each tuned call told to a listener of its own, and none of them answered by a store."""
+    """Returns the jaxpr with a listener for each tuned call. No tuned call uses a store."""
 
     def listened(equation: Any) -> Any:
         line = body.line_of(equation)
         if equation.primitive is tuned_call_p:
             asked, library = equation.params["options"].backends, equation.params["operation"].library.backend
-            # XLA divides by itself what only it may answer.
+            # XLA partitions calls that allow only the library by itself.
             options = Listening(backends=asked if asked == {library} else None)
             if body.count and _asks(equation):
                 found.append(TunedCall(equation, body.count, line, None if body.manual else options.listener))

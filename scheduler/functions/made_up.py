@@ -1,4 +1,4 @@
-"""A mesh of devices that are made up on this CPU: how a function is divided is known without the real ones."""
+"""Simulates a mesh of devices on the CPU, to see how a function is partitioned without the real devices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from scheduler.core.errors import SchedulerError
 
 
 def mesh(extents: Mapping[str, int]) -> Mesh:
-    """A mesh of these axes, all automatic; from then on this process's JAX runs on a CPU.
+    """Returns a mesh with these axes, all automatic. JAX runs on the CPU in this process from then on.
 
     Raises:
-      SchedulerError: JAX has started with fewer devices.
+      SchedulerError: JAX has already started with fewer devices.
     """
     devices = math.prod(extents.values())
-    with contextlib.suppress(RuntimeError):  # it has started: with those that it has
+    with contextlib.suppress(RuntimeError):  # JAX has already started: use the devices that it has
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
     if (here := len(jax.devices("cpu"))) < devices:

@@ -1,4 +1,4 @@
-"""A function that a command line names, and the shapes of its arrays as text."""
+"""Loads a function named on a command line, and parses the shapes of its arrays."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from search_spaces import value_of
 
 _ARRAY = re.compile(r"(\w+)\[([\w@(), ]*)\]")
-# An extent, and what divides it: 8, 8@x, 8@(x,y).
+# An extent and its mesh axes: 8, 8@x, 8@(x,y).
 _EXTENT = re.compile(r"\s*(\d+)(?:@(?:(\w+)|\(([\w, ]*)\)))?\s*(?:,|$)")
-# As JAX prints dtypes.
+# Short names of dtypes, as printed by JAX.
 _SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 _SHORT |= {
     f"{short}{bits}": f"{long}{bits}" for short, long in (("i", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)
@@ -26,22 +26,22 @@ _SHORT |= {
 def function(
     name: str, arrays: Sequence[str] = (), mesh: Mesh | None = None
 ) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
-    """The function of that name, and what it is to be traced with.
+    """Returns the named function, and the shapes to trace it with.
 
     Args:
       name: ``package.module:STEP`` or ``file.py:STEP``. The module is imported, which runs it.
-      arrays: of the function, as ``bfloat16[4096,512]``. A function without arguments needs none: it makes its own,
-        which take no memory where it is only traced.
-      mesh: what arrays are divided over: ``bfloat16[4096@data,512]``.
+      arrays: Shapes of the function's arrays, as ``bfloat16[4096,512]``. A function without arguments needs none. It
+        creates its own arrays, which take no memory while it is only traced.
+      mesh: The mesh of sharded arrays: ``bfloat16[4096@data,512]``.
 
     Raises:
-      ValueError: there is no such function, or it takes other arguments than these.
+      ValueError: There is no such function, or its arguments do not match `arrays`.
     """
     if not name.rpartition(":")[0]:
         raise ValueError(f"{name!r} names no function: write package.module:STEP or file.py:STEP")
     try:
         found = value_of(name)
-    except Exception as error:  # whatever a user's file raises
+    except Exception as error:  # any error of the user's file
         raise ValueError(f"cannot load {name!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{name!r} is a {type(found).__name__}, not a function")
@@ -53,19 +53,19 @@ def function(
             f"{name}: {error}; give the shapes of its arrays (bfloat16[4096,512] ...), or name a function without "
             "arguments that calls it"
         ) from error
-    except ValueError:  # it has no signature
+    except ValueError:  # no signature
         pass
     return found, given
 
 
 def to_time(name: str, arrays: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A function and arguments to time it with: `function`, whose floats are drawn at random and whose integers are 0.
+    """Returns the function of `function`, with arguments for timing: random floats, and integers that are 0.
 
-    One that takes no arguments returns both, as ``(function, (argument, ...))``: what it computed alone, XLA would
-    compute while it compiles.
+    A function without arguments must return both, as ``(function, (argument, ...))``. Timed directly, its work would be
+    done by XLA at compile time.
 
     Raises:
-      ValueError: as `function`, or it returns something else.
+      ValueError: As for `function`, or a function without arguments returns something else.
     """
     found, shapes = function(name, arrays)
     if shapes:
@@ -87,13 +87,13 @@ def _drawn(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def array(text: str, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
-    """Of a text such as ``bfloat16[4096,512]``, or ``bf16[4096,512]`` as JAX prints it.
+    """Parses a shape such as ``bfloat16[4096,512]``, or ``bf16[4096,512]`` as printed by JAX.
 
     Args:
-      mesh: what it is divided over, as JAX prints that of types: ``bf16[4096@data,512@(x,y)]``.
+      mesh: The mesh over which the array is sharded, as JAX prints sharded types: ``bf16[4096@data,512@(x,y)]``.
 
     Raises:
-      ValueError: it is none, or of no such mesh.
+      ValueError: The text is not a valid shape, or does not match the mesh.
     """
     if (match := _ARRAY.fullmatch(text.strip())) is None or (axes := _axes(match[2])) is None:
         raise ValueError(f"{text!r} is no array: write its dtype and extents, as in bfloat16[4096,512]")
@@ -112,7 +112,7 @@ def array(text: str, mesh: Mesh | None = None) -> jax.ShapeDtypeStruct:
 
 
 def _axes(text: str) -> list[tuple[int, tuple[str, ...]]] | None:
-    """Of each axis its extent, and what divides it; None where the text has something else."""
+    """Parses the extent and the mesh axes of each array axis; None if the text is invalid."""
     found = list(_EXTENT.finditer(text))
     if "".join(match[0] for match in found) != text.rstrip():
         return None

@@ -1,4 +1,4 @@
-"""optimize(): a function that knows nothing of tuned calls, compiled both ways; the faster answers."""
+"""Compiles a function with and without tuned kernels, and keeps the faster version: `optimize()`."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from search_spaces.space import unknown
 
 Keep = Literal["faster", "tuned"]
 KEEP: tuple[Keep, ...] = typing.get_args(Keep)
-# Decisions that are kept, with what they compiled; the oldest goes first.
+# Limit of the decisions kept, each with its compiled version. The oldest is evicted first.
 MOST_VERSIONS = 256
-# A function asks a traced number for its value.
+# JAX raises these when a function needs the concrete value of a traced number.
 _CONCRETE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-# Versions for arrays of one kind, as constants differ, at which a warning says so.
+# Number of versions compiled for the same array types but different constants at which a warning is issued.
 MANY_CONSTANTS = 8
-# Where the whole is timed, a kernel may take part that is as likely to be faster as not: nothing else can be lost.
+# The whole function is timed, so a kernel is tried even at an even chance of a gain: a slower version is not kept.
 EVEN_ODDS = 0.5
-# What `jax.jit` takes that says nothing of single arguments.
+# Options of `jax.jit` that do not refer to individual arguments.
 _OF_THE_WHOLE = ("backend", "compiler_options", "device", "inline", "keep_unused")
-# Of the arguments of one call each, which `pure_call` marks.
+# Options of `jax.jit` that mark individual arguments. `pure_call` applies them.
 _MARKS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 
 
@@ -60,39 +60,41 @@ def optimize(
     seconds: float = in_turns.SECONDS,
     **jit_options: Any,
 ) -> Optimized:
-    """`fn`, jitted, with kernels in place of its products and its attention where the whole is faster for it.
+    """Returns `fn` jitted, with tuned kernels in place of its matmuls and attention where the whole function is faster.
 
-    A product (`lax.dot_general`, as `jnp.matmul`, `jnp.einsum` and models have it), and attention that cuDNN is asked
-    for (``jax.nn.dot_product_attention(implementation="cudnn")``), becomes a tuned call while `fn` is lowered:
-    forwards, backwards, in scans, remat, custom derivatives and batches. Only where a kernel answers it, by a record or
-    the model; every other equation is lowered as JAX lowers it.
+    Two kinds of equations become tuned calls while `fn` is lowered: matmuls (`lax.dot_general`, also from `jnp.matmul`,
+    `jnp.einsum` and models), and attention that requests cuDNN
+    (``jax.nn.dot_product_attention(implementation="cudnn")``). They are also replaced in backward passes, scans, remat,
+    custom derivatives and batches. An equation is replaced only if a record or the cost model selects a kernel for it.
+    JAX lowers every other equation as usual.
 
-    At the first call with other shapes, dtypes, weak types, shardings, static arguments or structure both versions are
-    compiled and run on the arguments: their results are compared, and they are timed in turns, which takes
-    `seconds`. The tuned one is kept where it computed the same and is faster beyond doubt. XLA's version
-    answers, and nothing is timed, where no kernel answers any of these, and where `fn` has side effects. In a job of
-    several processes nothing is timed, either: a plan answers (`scheduler.plan`), or else XLA. `report()` says what was
-    decided, and why.
+    The first call for each combination of shapes, dtypes, weak types, shardings, static arguments and structure
+    compiles both versions and runs both on the arguments. Their results are compared, and they are timed in interleaved
+    rounds for up to `seconds`. The tuned version is kept if its results agree and it is faster with 99 % confidence. If
+    no equation is replaced, or if `fn` has side effects, XLA's version is used and nothing is timed. A job of several
+    processes also skips timing: it uses a plan (`scheduler.plan`), or XLA's version if no plan is active. `report()`
+    lists the decisions and their reasons.
 
-    Arguments that `fn` donates survive the comparison, which runs on copies of them, and what `fn` updates in place
-    (modules, optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. What
-    is no array among the arguments and results, as the activations of an Equinox model, is static. `jax.grad`,
-    `jax.vmap` and other transformations cannot look inside: optimize the function that they make.
+    Donated arguments survive the comparison, which runs on copies of them. State that `fn` updates in place (modules,
+    optimizers and generators of flax.nnx; dicts, lists and objects among its arguments) is updated once. Arguments and
+    results that are not arrays, such as the activations of an Equinox model, are static. `jax.grad`, `jax.vmap` and
+    other transformations cannot be applied to the result: optimize the transformed function instead.
 
     Args:
-      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; a method, a partial, or a module. By
-        `jax.jit` it behaves as `jax.jit` has it: updates in place are lost, and what is no array is refused.
-      on_miss, backends: as in `scheduler.tuned_matmul`, for each product and attention; those that no allowed kernel
-        can compute are left as they are.
-      keep: "tuned" keeps the tuned version wherever it computes the same, and times nothing.
-      seconds: of timing, at most, unless a few rounds take longer.
-      jit_options: `static_argnums`, `donate_argnums` and whatever else `jax.jit` takes.
+      fn: A plain function, or one jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; a method, a partial, or
+        a module. A function jitted by `jax.jit` keeps the semantics of `jax.jit`: updates in place are lost, and
+        arguments that are not arrays are rejected.
+      on_miss, backends: As in `scheduler.tuned_matmul`, for each matmul and attention call. Calls that no allowed
+        kernel can compute are not replaced.
+      keep: "tuned" keeps the tuned version whenever its results agree, without timing.
+      seconds: Maximum time spent on timing. A minimum number of rounds may take longer.
+      jit_options: `static_argnums`, `donate_argnums` and other options of `jax.jit`.
 
     Raises:
-      ValueError: an unknown policy, backend or choice of what to keep; `seconds` that are negative, NaN or infinite.
-      TypeError: `fn` cannot be called, or another library jitted it in a way of its own.
+      ValueError: `on_miss`, `backends` or `keep` is not a known value, or `seconds` is negative, NaN or infinite.
+      TypeError: `fn` is not callable, or was jitted by an unsupported library.
 
-    A call raises a SchedulerError where `fn` has effects that cannot be carried out of a trace.
+    A call raises a SchedulerError if `fn` has effects that cannot be carried out of a trace.
     """
     known = [name for name in inspect.signature(jax.jit).parameters if name not in ("fun", "fn", "f", "kwargs")]
     for name in jit_options:
@@ -114,7 +116,7 @@ _OPTIONS = ("on_miss", "backends", "keep", "seconds")
 
 
 class Optimized:
-    """A function compiled both ways, and its decisions by arguments. Threads may share it."""
+    """A function compiled with and without tuned kernels, and its decisions by arguments. It is thread-safe."""
 
     def __init__(
         self,
@@ -130,9 +132,10 @@ class Optimized:
         traced = fn if self._by_jax else pure.checked(fn)
         self._jitted: Any = fn if self._by_jax and not jit_options else jax.jit(traced, **jit_options)
         self._static = lowering_compat.static_arguments(self._jitted)
-        # Whether the function decides by Python numbers what it does, so that they are part of the program.
+        # Whether the function branches on Python numbers, so that they must be compile-time constants.
         self._static_numbers = False
-        # Whether no call is one of arrays alone; known once it is called, as globals may be assigned until then.
+        # Whether every call must go through `pure_call`. Computed at the first call, since globals may be assigned
+        # until then.
         self._always_opened = False if self._by_jax else None
         self._on_miss, self._keep, self._seconds = on_miss, keep, seconds
         self._table: collections.OrderedDict[Any, _Version] = collections.OrderedDict()
@@ -141,8 +144,8 @@ class Optimized:
         self._deciding: dict[Any, threading.Lock] = {}
         self._operations = tuple(replacing.answering().values())
         self._named = backends_of_each(self._operations, backends)
-        self._asked()  # what is wrong is refused now
-        functools.update_wrapper(self, fn, updated=())  # the attributes of a model that is called are its own
+        self._asked()  # raises errors in the arguments now
+        functools.update_wrapper(self, fn, updated=())  # a callable model keeps its own attributes
         self.__name__: str = _name(fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +159,7 @@ class Optimized:
         try:
             key = (self._asked(), lowering_compat.trace_context(), given.key())
             version = self._table.get(key)
-        except TypeError:  # what has no key is no array: static, or for JAX to refuse
+        except TypeError:  # an argument that is not an array: static, or rejected by JAX
             return self._jitted(*args, **kwargs) if self._by_jax else self._call_opened(args, kwargs)
         if version is None:
             version = self._decide(key, functools.partial(self._of_arrays, key[0], given))
@@ -169,7 +172,7 @@ class Optimized:
             return given.call(compiled)
 
     def _call_opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of modules, or with updates in place, by the pure function that it is of its arrays."""
+        """Calls the function as a pure function of its arrays, for modules and updates in place."""
         try:
             return self._call_pure(args, kwargs, trace_numbers=not self._static_numbers)
         except _CONCRETE:
@@ -194,7 +197,7 @@ class Optimized:
 
     @contextlib.contextmanager
     def _float_errors(self) -> Iterator[None]:
-        """Names the function in the error of `jax.debug_nans` or `jax.debug_infs`."""
+        """Adds the function's name to an error of `jax.debug_nans` or `jax.debug_infs`."""
         try:
             yield
         except debugging_compat.InternalFloatingPointError as error:
@@ -204,23 +207,23 @@ class Optimized:
             ) from None
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of a class, as functions are and those of `jax.jit`."""
+        """Binds as a method, as plain functions and those of `jax.jit` do."""
         return self if instance is None else types.MethodType(self, instance)
 
     @property
     def decisions(self) -> tuple[Decided, ...]:
-        """What was decided, by arguments, as first asked for."""
+        """The decisions, one for each kind of arguments, in the order of their first calls."""
         with self._guard:
             return tuple(version.decided for version in self._table.values() if version is not _OPENED)
 
     def report(self) -> str:
-        """What was decided for which arguments, and why, as text."""
+        """Returns the decisions, their arguments and their reasons as text."""
         return (
             "\n".join(map(str, self.decisions)) or f"nothing is decided: {self.__name__} was not called with arrays yet"
         )
 
     def _asked(self) -> tuple[dispatch.Options, ...]:
-        """What may answer now, of each operation."""
+        """Returns the options now in force for each operation."""
         target, plan = calls.target.value, planned.in_force()
         sure = EVEN_ODDS if self._keep == "faster" else None
         return tuple(
@@ -266,7 +269,7 @@ class Optimized:
             )
         options = {name: x for name, x in self._jit_options.items() if name in _OF_THE_WHOLE}
 
-        run = call.function  # without the call, whose arrays nothing is to keep
+        run = call.function  # does not reference `call`, so that its arrays can be freed
 
         def function(*arrays: Any) -> Outputs:
             return run(*arrays)
@@ -299,7 +302,7 @@ def _name(fn: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Version:
-    """What answers calls that are alike: `decided.compiled`, or `jitted` where that is None."""
+    """The version used for calls with the same key: `decided.compiled`, or `jitted` if that is None."""
 
     decided: Decided
     jitted: Any
@@ -309,5 +312,5 @@ class _Version:
         return self.jitted if self.decided.compiled is None else self.decided.compiled
 
 
-# In place of a version: calls of these arguments are no calls of arrays alone.
+# Marks a key whose calls must go through `_call_opened`.
 _OPENED = _Version(Decided("", "", None, ""), None)

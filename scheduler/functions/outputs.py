@@ -1,4 +1,4 @@
-"""What a pure function returns: arrays, and how they become a result and updates in place."""
+"""The outputs of a pure function: arrays, and how to rebuild the result and the updates in place from them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scheduler.functions.call_tree import ARRAYS, Instance, is_array
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outputs:
-    """What a pure function returns.
+    """The outputs of a pure function.
 
     Attributes:
-      arrays: of the result, and of the state that was updated.
-      names: of each, for messages.
-      rest: how `PureCall.finish` puts them together.
+      arrays: Arrays of the result and of the updated state.
+      names: The name of each array, for messages.
+      rest: How `PureCall.finish` assembles the arrays.
     """
 
     arrays: tuple[Any, ...]
@@ -37,11 +37,11 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rest:
-    """How outputs become a result and updates.
+    """How outputs are assembled into a result and updates.
 
     Attributes:
-      graphs, node_leaves: of the nodes of flax.nnx that went in, and of those that are new.
-      changes: number of a container among the arguments -> what it holds now.
+      graphs, node_leaves: Graphs and leaves of the flax.nnx nodes: the input nodes, then the new ones.
+      changes: Index of a container among the arguments -> its new contents.
     """
 
     result: Packed
@@ -64,7 +64,7 @@ def value_of_spec(spec: _Spec, available: tuple[Sequence[Any], Sequence[Any]], n
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """A pytree whose arrays are elsewhere."""
+    """A pytree with its arrays replaced by references."""
 
     tree: Any
     leaves: tuple[_Spec, ...]
@@ -77,14 +77,15 @@ class Packing:
     """Collects the outputs of a trace.
 
     Attributes:
-      nodes: of flax.nnx: those that went in, and new ones.
+      nodes: The flax.nnx nodes: the input nodes, then the new ones.
     """
 
     def __init__(self, inputs: Sequence[Any], nodes: Sequence[Any], kept: set[int] | None = None) -> None:
         self.outputs: list[Any] = []
         self.names: list[str] = []
         self.nodes = list(nodes)
-        # What is returned as it came needs no copy; what is donated has no other.
+        # Inputs that are returned unchanged need no output. A donated input does, since its buffer is gone after the
+        # call.
         self._inputs = {
             id(x): i for i, x in enumerate(inputs) if isinstance(x, jax.core.Tracer) and id(x) in (kept or ())
         }
@@ -114,7 +115,7 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Change:
-    """What a container holds after a call: by its keys, an old key whose value it is, or a new value."""
+    """The contents of a container after a call: for each key, an old key with the same value, or a new value."""
 
     entries: Mapping[Any, Packed | _Old]
 
@@ -146,7 +147,7 @@ def snapshots(tree: Any) -> list[tuple[Any, Mapping[Any, Any]]]:
 
 
 def changed(before: Sequence[tuple[Any, Mapping[Any, Any]]], packing: Packing) -> Iterator[Change | None]:
-    """Of each container what it holds now; None where that is what it held."""
+    """Yields the new contents of each container; None if it is unchanged."""
     for container, old in before:
         new = _contents(container)
         if old.keys() == new.keys() and all(old[key] is x for key, x in new.items()):
@@ -163,7 +164,7 @@ def changed(before: Sequence[tuple[Any, Mapping[Any, Any]]], packing: Packing) -
 
 
 def containers(x: Any) -> Iterator[Any]:
-    """Those within a pytree, itself among them, in the order in which JAX takes it apart."""
+    """Yields the containers within a pytree, including itself, in the order in which JAX flattens it."""
     if flax_modules.is_node(x) or isinstance(x, ARRAYS):
         return
     if isinstance(x, dict | list | Instance) or _has_mutable_attributes(x):

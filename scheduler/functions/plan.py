@@ -1,4 +1,4 @@
-"""plan(): calls within it are answered by a plan alone."""
+"""Applies a plan to the tuned calls within a context: `plan()`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from scheduler.dispatch.planned import MISSING, InForce, Missing
 
 @contextlib.contextmanager
 def plan(which: Plan | str | os.PathLike[str], *, missing: Missing = "xla") -> Iterator[Plan]:
-    """Answers from a plan and nowhere else: ``with scheduler.plan("step.plan.json"): step(params, batch)``.
+    """Selects schedules from a plan only: ``with scheduler.plan("step.plan.json"): step(params, batch)``.
 
-    No store is opened, nothing is predicted or searched, and every process that has the same plan answers alike. In a
-    job of several processes their plans are compared once. It matters while a call is traced: what `jax.jit` has traced
-    outside is traced again here, and the other way round. Within another plan, this one alone answers; other threads
-    enter it themselves, or find the process's plan in ``TILE_SCHEDULER_PLAN``. A call's own `schedule` goes first.
+    No store is opened, and nothing is predicted or searched. All processes with the same plan select the same
+    schedules. In a job of several processes, the plans are compared once. The context takes effect while a call is
+    traced: functions that `jax.jit` traced outside the context are traced again inside, and vice versa. A nested plan
+    replaces the outer one. The context applies to the current thread: other threads enter it themselves, or use the
+    process's plan from ``TILE_SCHEDULER_PLAN``. A call's own `schedule` takes precedence.
 
     Args:
-      which: a plan, or its file.
-      missing: what to do about a problem that the plan does not hold, or whose answer no longer holds: "xla" (the
-        latter with a warning), or "error".
+      which: A plan, or the path of its file.
+      missing: What to do about a problem that the plan does not contain, or whose entry is no longer valid: "xla" (with
+        a warning if the entry is no longer valid), or "error".
 
     Raises:
-      PlanError: the file cannot be used, and why.
-      ValueError: `missing` is something else.
+      PlanError: The file cannot be used. The message gives the reason.
+      ValueError: `missing` is not a known value.
     """
     checked.one_of("missing", missing, MISSING)
     found = which if isinstance(which, Plan) else Plan.load(which)

@@ -1,4 +1,4 @@
-"""problems(): every tuned problem of a function, how often it is posed, and by which lines."""
+"""Lists the tuned problems of a function, their counts and their source lines: `problems()`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from search_spaces.configuration import comparisons
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """A tuned call for which no kernel can be asked where XLA divides the function over devices: it answers.
+    """A tuned call left to XLA because no kernel can be used where XLA partitions the function over devices.
 
     Attributes:
-      row: the problem before it is divided.
-      reason: in words.
+      row: The problem before partitioning.
+      reason: Why no kernel can be used.
     """
 
     row: Counted
@@ -34,15 +34,15 @@ class Left:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Problems:
-    """What a function poses, the most expensive first.
+    """The problems of a function, the most expensive first.
 
     Attributes:
-      untuned: what could be tuned and is not, the most expensive first.
-      hardware: the chip by whose roofline they are in order.
-      loops: what the counts leave open: the turns of a `while`, the branches of a `cond`.
-      mesh: that over which XLA divides the function, as ``data=2, model=4``: tuned problems are those of one device.
-        "" where it divides none of its tuned calls.
-      left: tuned calls that XLA answers there.
+      untuned: Calls that could be tuned but are not, the most expensive first.
+      hardware: The chip used for the roofline that orders the problems.
+      loops: Loops whose counts are unknown: the iterations of a `while`, the branches of a `cond`.
+      mesh: The mesh over which XLA partitions the function, as ``data=2, model=4``: tuned problems are those of one
+        device. "" if XLA partitions none of its tuned calls.
+      left: Tuned calls left to XLA on that mesh.
     """
 
     tuned: tuple[Counted, ...]
@@ -56,11 +56,11 @@ class Problems:
         return wording.text(self)
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes the tuned problems as a job, which ``tile-scheduler tune --job`` searches."""
+        """Writes the tuned problems as a job file for ``tile-scheduler tune --job``."""
         replace_text(file, self.job())
 
     def job(self) -> str:
-        """That job's text."""
+        """Returns the text of the job that `save` writes."""
         of = f"one device's of {self.mesh}, " if self.mesh else ""
         return job_text.written(self.tuned, f"The tuned problems of a function, {of}the most expensive first")
 
@@ -73,26 +73,26 @@ class Problems:
 
 @comparisons()
 def problems(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Problems:
-    """Every tuned problem of ``fn(*args, **kwargs)``, the most expensive first; nothing is computed.
+    """Returns the tuned problems of ``fn(*args, **kwargs)``, the most expensive first, without running the function.
 
-    Backward passes are counted where `fn` differentiates; the length of a `lax.scan` multiplies; the turns of a
-    `while_loop` count as one, and of a `cond` all branches. Calls that give a `schedule=` ask nothing of a store, and
-    are left out. Costs are those of the chip here, or of `scheduler.target`.
+    Backward passes are counted if `fn` differentiates. The counts inside a `lax.scan` are multiplied by its length. The
+    iterations of a `while_loop` count as one, and all branches of a `cond` are counted. Calls that pass `schedule=` do
+    not query a store and are left out. Costs are for the current chip, or for `scheduler.target`.
 
-    Where XLA divides `fn` over the devices of a mesh, problems are those of one of them: `fn` is then compiled for that
-    mesh, with XLA's answers. Shardings may be of a mesh without devices, where there are as many on the CPU.
+    If XLA partitions `fn` over the devices of a mesh, the problems are those of one device: `fn` is compiled for that
+    mesh, with XLA in place of all kernels. Shardings may use a mesh without devices, if the CPU has enough devices.
 
     Args:
-      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`. What it updates in place (modules,
-        dicts, lists) counts as a result.
-      args, kwargs: of `fn`; a `jax.ShapeDtypeStruct` does for an array, with a sharding where it has one. What is no
-        array is constant.
+      fn: A plain function, or one jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`. State that it updates in
+        place (modules, dicts, lists) counts as a result.
+      args, kwargs: Arguments of `fn`. A `jax.ShapeDtypeStruct`, optionally with a sharding, may replace an array. Other
+        arguments are constants.
 
     Raises:
-      SchedulerError: XLA divides `fn` over more devices than there are, or cannot compile it so; or `fn` has effects
-        that cannot be carried out of a trace.
+      SchedulerError: XLA partitions `fn` over more devices than are available, or cannot compile it for the mesh; or
+        `fn` has effects that cannot be carried out of a trace.
 
-    There is a warning where all derivatives that `fn` computes are dropped, as nothing that it returns needs them.
+    Warns if all derivatives that `fn` computes are dropped because none of its results needs them.
     """
     chip = _chip()
     pure = pure_call(fn, args, kwargs)
@@ -118,5 +118,5 @@ def _chip() -> Hardware:
         return chips.find(calls.target.value)
     try:
         return chips.detect()
-    except SchedulerError:  # of an unknown chip only the order is wanted
+    except SchedulerError:  # on an unknown chip only the order of problems matters
         return chips.TABLE[0]

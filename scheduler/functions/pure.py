@@ -1,8 +1,9 @@
-"""A call as a pure function of its arrays: what is static, and the state that it updates, stand apart.
+"""Turns a call into a pure function of its arrays, separate from its static part and the state that it updates.
 
-This is the one place where a user's function and arguments become something that JAX traces, compares and runs several
-times. Modules of flax.nnx are split outside and merged inside. What the function writes into them, or into dicts, lists
-and objects among its arguments, is among the outputs, and `PureCall.finish` writes it where it belongs.
+This is the only module that turns a user's function and arguments into a function that JAX can trace, compare and run
+several times. Modules of flax.nnx are split outside the trace and merged inside. The outputs include everything the
+function writes into these modules, or into dicts, lists and objects among its arguments. `PureCall.finish` writes these
+updates back.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from search_spaces import lowering_compat
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureCall:
-    """One call ``fn(*args, **kwargs)``, taken apart.
+    """One call ``fn(*args, **kwargs)``, split into a pure function and its arrays.
 
     Attributes:
-      function: ``function(*arrays)`` computes the result and the updated state, as `Outputs`. It holds no array of
-        this call: it serves each call whose `static` is equal.
-      arrays: of the arguments, of what the function is a method or a partial of, and of modules that it holds.
-      donated: of each array, whether the call donates it.
+      function: ``function(*arrays)`` computes the result and the updated state, as `Outputs`. It holds no array of this
+        call and can be reused for any call with an equal `static`.
+      arrays: Arrays of the arguments, of the objects and partials that the function is bound to, and of modules that it
+        holds.
+      donated: For each array, whether the call donates it.
     """
 
     function: Callable[..., Outputs]
@@ -43,10 +45,10 @@ class PureCall:
 
     @functools.cached_property
     def static(self) -> Hashable:
-        """All of the call but its arrays.
+        """The hashable part of the call: everything except its arrays.
 
         Raises:
-          TypeError: an argument is neither an array nor hashable.
+          TypeError: An argument is neither an array nor hashable.
         """
         program = self._program
         fixed = self._call.fixed_leaves
@@ -54,11 +56,11 @@ class PureCall:
         return program.tree, constants, program.graphs, program.places, self.donated
 
     def compiling(self) -> contextlib.AbstractContextManager[None]:
-        """A context to compile and run `function` in for the first time: warns as the library's jit does."""
+        """Returns the context for compiling and first running `function`. It warns as the library's jit does."""
         return equinox_modules.donating_as(self._call.fn)
 
     def finish(self, outputs: Outputs) -> Any:
-        """The result of `fn`, after what it updates was written into the modules and containers of this call."""
+        """Writes the updates into the modules and containers of this call, and returns the result of `fn`."""
         rest = outputs.rest
         available = (outputs.arrays, self.arrays)
         leaves = [[value_of_spec(spec, available, ()) for spec in node] for node in rest.node_leaves]
@@ -84,14 +86,15 @@ def pure_call(
     donated: Names = NONE,
     trace_numbers: bool = False,
 ) -> PureCall:
-    """``fn(*args, **kwargs)`` as a pure function of the arrays in it, or of their shapes.
+    """Returns ``fn(*args, **kwargs)`` as a pure function of the arrays in it, or of their shapes.
 
     Args:
-      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; a method, a partial, a module.
-      static: arguments that are static as a whole.
-      donated: arguments that the call donates, besides those that a library's jit donates.
-      trace_numbers: whether Python numbers among the arguments are inputs, as for `jax.jit`. Those of an Equinox
-        module, and all where `equinox.filter_jit` made `fn`, are static nevertheless.
+      fn: A plain function, or one jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; a method, a partial, a
+        module.
+      static: Arguments that are static as a whole.
+      donated: Arguments that the call donates, in addition to those that a library's jit donates.
+      trace_numbers: Whether Python numbers among the arguments are inputs, as for `jax.jit`. Numbers in an Equinox
+        module, and all numbers if `equinox.filter_jit` made `fn`, are static regardless.
     """
     call = opened(fn, tuple(args), dict(kwargs))
     jitted = jit_options(call)
@@ -119,7 +122,7 @@ def pure_call(
 
 
 def holds_arrays_or_state(fn: Callable[..., Any]) -> bool:
-    """Whether a function is a module, or a method, a partial or a closure of one, whose arrays it should not embed."""
+    """Returns whether `fn` is, or is bound to or closes over, a module with arrays that must not become constants."""
     if lowering_compat.is_jitted(fn):
         return False
     call = opened(fn, (), {})
@@ -128,7 +131,7 @@ def holds_arrays_or_state(fn: Callable[..., Any]) -> bool:
 
 
 def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which raises `Impure` where a trace by `jax.jit` would lose an update or refuse a result."""
+    """Wraps `fn` to raise `Impure` where a trace by `jax.jit` would lose an update or reject a result."""
 
     @functools.wraps(fn, updated=())
     def pure(*args: Any, **kwargs: Any) -> Any:
@@ -161,10 +164,10 @@ def _explained() -> Iterator[None]:
 
 
 class Impure(Exception):
-    """A function updates its arguments, or returns what is no array."""
+    """Raised if a function updates its arguments, or returns a value that is not an array."""
 
 
-# What is traced.
+# The function that JAX traces.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,12 +175,12 @@ class _Program:
     """A call without its arrays.
 
     Attributes:
-      leaves: how many `tree` has.
-      sizes: of the leaves that are nodes of flax.nnx: how many leaves of its own each has.
-      graphs: of these nodes.
-      constants: what is no input, by the place: of the leaf, and within its node.
-      places: of the inputs.
-      donated: of each input.
+      leaves: Number of leaves of `tree`.
+      sizes: For each leaf that is a flax.nnx node, by its index: the number of leaves within the node.
+      graphs: Graphs of these nodes.
+      constants: Values that are not inputs, by place: the index of the leaf, and the index within its node.
+      places: Places of the inputs.
+      donated: For each input, whether it is donated.
     """
 
     tree: Any

@@ -1,4 +1,4 @@
-"""Lowers a function with kernels in place of the equations that they answer, and says which."""
+"""Lowers a function with selected kernels in place of its equations, and lists the replacements."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from search_spaces.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Replaced:
-    """A kernel in place of equations that are alike.
+    """A kernel that replaces equations of the same kind.
 
     Attributes:
-      reason: why this schedule, in words.
+      reason: Why this schedule was selected.
     """
 
     operation: str
@@ -39,12 +39,12 @@ class Replaced:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A function as it was lowered.
+    """A lowered function.
 
     Attributes:
-      lowered: `jax.stages.Lowered`.
-      replaced: the kernels in it. Equations that are alike in one module are lowered once, and are here once.
-      left: why equations are XLA's, in words -> how many kinds of them.
+      lowered: The `jax.stages.Lowered`.
+      replaced: The kernels in it. Equal equations in one module are lowered once and listed once.
+      left: Why equations are left to XLA -> number of kinds of such equations.
     """
 
     lowered: Any
@@ -54,22 +54,22 @@ class Lowered:
 
 @functools.cache
 def answering() -> Mapping[Any, Operation[Any]]:
-    """JAX's primitives whose equations an operation can answer."""
+    """Returns the JAX primitives that operations can replace, with their operations."""
     operations = [load(name) for name in OPERATIONS]
     return {primitive: operation for operation in operations for primitive in operation.equations}
 
 
 def lower(traced: Any, options: Mapping[str, Options], platforms: tuple[str, ...] | None = None) -> Lowered:
-    """Lowers what `jax.jit` traced, with the answers that are not the library's.
+    """Lowers the result of a `jax.jit` trace, replacing equations for which a kernel is selected.
 
-    What the library answers, or a vendor's, is JAX's own equation, as it stands: XLA fuses there what it always fuses.
+    If XLA or a vendor's library is selected, JAX's own equation is kept unchanged, so that XLA fuses it as usual.
 
     Args:
-      options: operation's name -> what its answers may be.
-      platforms: to lower for; None is where the arguments are.
+      options: Operation name -> options for selecting its kernel.
+      platforms: Platforms to lower for. None uses the platform of the arguments.
 
     Raises:
-      CacheMiss: nothing is stored and the policy is "error".
+      CacheMiss: There is no record and the policy is "error".
     """
     around = layouts.around(traced.jaxpr, answering().keys())
     replaced: dict[Replaced, None] = {}

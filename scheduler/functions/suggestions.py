@@ -1,4 +1,4 @@
-"""What a function computes by plain JAX and a tuned one could: products, and patterns that operations recognise."""
+"""Finds calls of plain JAX that could be tuned: single equations, and patterns that operations recognise."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from search_spaces.operation import Operation, Posed
 from search_spaces.recognise import graph
 from search_spaces.recognise.pattern import Recognised
 
-# Less than this is no reason to change a line.
+# Smaller expected gains are not reported.
 WORTH_TELLING = 1.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
-    """What a function computes by plain JAX, and a tuned function could.
+    """A computation in plain JAX that a tuned function could replace.
 
     Attributes:
-      row: what that would pose, and where it is computed now.
-      call: the tuned function.
-      gain: XLA's time over that call's, by a record or by the model; None where they expect none.
+      row: The problem, and the lines that compute it now.
+      call: The tuned function.
+      gain: XLA's time over the tuned call's time, by a record or the model; None if no gain is expected.
     """
 
     row: Counted
@@ -41,7 +41,7 @@ class Suggestion:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Scope:
-    """Equations that all run equally often, and what operations recognise in them."""
+    """Equations that all run equally often, and the patterns recognised in them."""
 
     nodes: list[graph.Node]
     count: int
@@ -50,9 +50,9 @@ class _Scope:
 
 
 def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
-    """What could be tuned in a function, the most expensive first.
+    """Returns the computations in a function that could be tuned, the most expensive first.
 
-    Where one pattern is part of another the larger counts, and what its backward pass computes goes with it.
+    If one pattern is part of another, only the larger one is listed. It includes the computations of its backward pass.
     """
     operations = [load(name) for name in OPERATIONS]
     scopes, tally = list(_scopes(operations, jaxpr, {}, 1, False)), Tally(chip)
@@ -74,7 +74,7 @@ def suggestions(jaxpr: Any, chip: Hardware) -> tuple[Suggestion, ...]:
             backward = scope.backward or is_backward(node.equation)
             if id(node) in replaced or (backward and line_of(node.equation) in covered):
                 continue
-            if node.equation.primitive in jax_compat.CUDNN_EQUATIONS:  # its own record alone tells a gain over it
+            if node.equation.primitive in jax_compat.CUDNN_EQUATIONS:  # only its own record can show a gain over cuDNN
                 continue
             for operation in operations:
                 if isinstance(posed := _posed(operation, node.equation, stored), Posed):

@@ -1,4 +1,4 @@
-"""One call of a function tried both ways: what is compiled, compared, timed and kept, and why."""
+"""Tries one call of a function with and without tuned kernels: compiles, compares, times, and keeps one version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler.functions.in_turns import Seconds
 from scheduler.functions.replacing import Lowered, Replaced
 from search_spaces.configuration import comparisons
 
-# Why XLA's version answers without being timed.
+# Reasons to use XLA's version without timing.
 SEVERAL_PROCESSES = (
     "each process of a job would decide for itself, and perhaps another way than the others: give them one plan "
     "(scheduler.plan)"
@@ -31,15 +31,15 @@ NOTHING_REPLACED = "no kernel answers any of its products, nor its attention"
 
 @dataclasses.dataclass(frozen=True)
 class Decided:
-    """What answers for some arguments, and why.
+    """The version used for some arguments, and the reason.
 
     Attributes:
-      function, arguments: whose, and for which, in words.
-      compiled: the tuned version where that is kept (`jax.stages.Compiled`); None where XLA's is.
-      reason: in words.
-      replaced: the kernels of the tuned version, whatever was kept.
-      left: why other products are XLA's -> how many kinds of them.
-      plain, tuned: seconds of a call, in the same rounds; None where nothing was timed.
+      function, arguments: The function's name, and its arguments as text.
+      compiled: The tuned version (`jax.stages.Compiled`) if it is kept; None if XLA's version is kept.
+      reason: Why this version is kept.
+      replaced: Kernels of the tuned version, whichever version was kept.
+      left: Why other equations are left to XLA -> number of kinds of such equations.
+      plain, tuned: Seconds per call, from the same rounds; None if nothing was timed.
     """
 
     function: str
@@ -53,7 +53,7 @@ class Decided:
 
     @property
     def kept(self) -> str:
-        """Which version answers: "tuned" or "plain"."""
+        """The version used: "tuned" or "plain"."""
         return "plain" if self.compiled is None else "tuned"
 
     def __str__(self) -> str:
@@ -67,10 +67,10 @@ class Decided:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A jitted function and arguments to try it on.
+    """A jitted function and the arguments to try it with.
 
     Attributes:
-      seconds: of timing; None keeps the tuned version untimed where it computes the same.
+      seconds: Maximum time spent on timing. None keeps the tuned version without timing if its results agree.
     """
 
     function: str
@@ -81,12 +81,12 @@ class Trial:
 
     @comparisons()
     def decide(self) -> Decided:
-        """Which version is kept.
+        """Decides which version to keep.
 
         Raises:
-          CacheMiss: nothing is stored of a product and the policy is "error".
-          SchedulerError: the call is part of a trace.
-          whatever tracing the function raises.
+          CacheMiss: A matmul or attention call has no record and the policy is "error".
+          SchedulerError: The call is part of a trace.
+          Exception: Any error raised while tracing the function.
         """
         if isinstance(jnp.zeros(()), jax.core.Tracer):
             raise SchedulerError("an optimized function was called inside a traced one: optimize the outer function")
@@ -108,7 +108,7 @@ class Trial:
             return self._tried(lowered, [leaf.donated for leaf in jax.tree.leaves(traced.args_info)])
         except SchedulerError:
             raise
-        except Exception as error:  # whatever it was, XLA's version answers, or raises it to the caller
+        except Exception as error:  # falls back to XLA's version, which raises any error of its own
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return self._doubted(f"trying the tuned version failed: {what}")
 

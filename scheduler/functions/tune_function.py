@@ -1,4 +1,4 @@
-"""tune_function(): a plan for a whole function, decided by the whole function's time."""
+"""Makes a plan for a whole function, by the time of the whole function: `tune_function()`."""
 
 from __future__ import annotations
 
@@ -54,35 +54,36 @@ def tune_function(
     store: Store | None = None,
     progress: Callable[[str, Progress], None] | None = None,
 ) -> Plan:
-    """A plan of the schedules that make ``fn(*args)`` as a whole faster than with XLA's answers.
+    """Returns a plan of the schedules that make ``fn(*args)`` as a whole faster than XLA alone.
 
-    XLA stands for the fastest library of each problem: of attention that may be the vendor's, cuDNN.
+    "XLA" means the fastest library for each problem. For attention this may be a vendor's library, cuDNN.
 
-    What no store answers is tuned first, the largest count times expected gain before the others. Then `fn` is compiled
-    with all answers, with XLA's alone, and with each problem turned back to XLA's (those that save little together),
-    and timed in interleaved rounds of wall time: what does not help there stays with XLA. A kernel that ties with XLA
-    alone is added in those rounds, and kept where the function is faster with it beyond doubt. At last the plan is
-    timed against XLA once more; where it is not faster beyond doubt, every answer of it is XLA's, and its `verdict`
-    says so.
-    Results of both are compared: a kernel that fails within `fn`, or changes its results, is XLA's, with the reason.
+    Problems without a valid record are tuned first, in descending order of count times expected gain. `fn` is then
+    compiled with all tuned kernels, with XLA alone, and once for each problem with that problem left to XLA (problems
+    with small gains are grouped). These versions are timed by wall time in interleaved rounds. A kernel that does not
+    speed up the function is dropped from the plan. A kernel that only ties with XLA when timed alone is added in the
+    same rounds, and kept if the function is faster with it at 99 % confidence. Finally the plan is timed against XLA
+    once more. If the plan is not faster at 99 % confidence, every problem is left to XLA, and the plan's `verdict`
+    gives the reason. The results of each version are compared with XLA's: a kernel that fails inside `fn`, or changes
+    its results, is replaced by XLA, with the reason.
 
-    `fn` is called many times; its arguments stay as they are, whatever it donates, and so do modules that it updates.
+    `fn` is called many times. Its arguments stay unchanged, even those it donates and modules it updates.
 
     Args:
-      fn: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`; it makes tuned calls. Keyword
-        arguments are given by `functools.partial`.
-      args: arrays to compute with. Whatever else is among them is part of the program.
-      minutes: for searches; comparing takes less than a minute for most functions.
-      budget: trials of each search.
-      backends: what may answer beside XLA, as in `tuned_matmul`; None allows all.
-      store: where records are looked for and kept; None is the user's own, and the shipped one where that has none.
-      progress: called after each trial of a search, with its problem as text.
+      fn: A function that makes tuned calls: plain, or jitted by `jax.jit`, `flax.nnx.jit` or `equinox.filter_jit`. Pass
+        keyword arguments with `functools.partial`.
+      args: Arrays to compute with. Other arguments are compile-time constants.
+      minutes: Time limit for searches. The comparison takes less than a minute for most functions.
+      budget: Trials of each search.
+      backends: Backends allowed besides XLA, as in `tuned_matmul`. None allows all.
+      store: Where records are read and written. None is the user's own store, with the shipped store as a fallback.
+      progress: Called after each trial of a search, with its problem as text.
 
     Raises:
-      TypeError, ValueError: `minutes` or `budget` is no such number, an unknown backend, or a shape in place of an
-        array.
-      SchedulerError: `fn` makes no tuned call (and what of it could be one), or is asked about under a trace or in a
-        job of several processes.
+      TypeError, ValueError: `minutes` or `budget` is not a valid number, a backend is unknown, or an argument is a
+        shape instead of an array.
+      SchedulerError: `fn` makes no tuned call (the message lists calls that could be tuned), or `tune_function` is
+        called under a trace or in a job of several processes.
     """
     _require(args, minutes, budget, store)
     whole = Whole(fn, args)
@@ -122,7 +123,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 class _Tuning:
-    """One function on its way to a plan."""
+    """The state of `tune_function` for one function."""
 
     def __init__(self, name: str, whole: Whole, rows: Sequence[Counted], chip: Hardware) -> None:
         self.name, self.whole, self.rows, self.chip = name, whole, rows, chip
@@ -138,7 +139,7 @@ class _Tuning:
             lambda: self.whole.time({"xla": self.whole.under(self.plan(()))})["xla"].median_s,
         )
         calls.forget()
-        dispatch.reload()  # what was just found answers other calls, too
+        dispatch.reload()  # so that other calls use the new records
         self.reasons = {i: each.reason for i, each in enumerate(self.known) if each.best is None}
         xla = self.whole.under(self.plan(()))
         rounding = agreement.rounding(row.problem for row in self.rows)
@@ -159,7 +160,7 @@ class _Tuning:
         return self._decided(candidates, kept, reference, runs, ablated)
 
     def plan(self, kernels: Collection[int], reasons: Mapping[int, str] | None = None) -> Plan:
-        """The plan in which kernels answer these problems, and XLA the others."""
+        """Returns the plan that uses kernels for the problems in `kernels`, and XLA for the others."""
         said = reasons or {}
         answers = [
             each.planned(kernel=i in kernels, reason=said.get(i, self.reasons.get(i, "")))
@@ -168,7 +169,9 @@ class _Tuning:
         return Plan(self.name, self.chip.id, self.chip.kind, environment(""), __version__, tuple(answers))
 
     def _that_run(self, candidates: list[int], reference: Reference) -> tuple[list[int], Run | None]:
-        """Those that can be used in the function, and it with all of them; None where there are none."""
+        """Returns the candidates that work inside the function, and the function with all of them (None if there are
+        none).
+        """
         if not candidates:
             return [], None
         everything, why = failure(self.whole, self.plan(candidates), reference)
@@ -189,7 +192,7 @@ class _Tuning:
         return usable, everything
 
     def _that_tie(self, candidates: Sequence[int], step_s: float, reference: Reference) -> dict[int, Run]:
-        """The function with all candidates and one kernel more that ties alone, of the problems that take longest."""
+        """Returns the function with all candidates plus one tied kernel, for the tied problems that take longest."""
         tied = [i for i, each in enumerate(self.known) if each.contender and each.library_s >= WORTH * step_s]
         tied.sort(key=lambda i: -self.known[i].library_s)
         runs = {}
@@ -204,7 +207,7 @@ class _Tuning:
     def _that_help(
         self, candidates: Sequence[int], everything: Run, added: Mapping[int, Run], xla: Run, step_s: float
     ) -> tuple[list[int], dict[int, Ablated]]:
-        """Those without which the function is slower, and what it says of each."""
+        """Returns the candidates that speed up the function, and the comparison of each."""
         of = groups({i: self.known[i].gain_s for i in candidates}, step_s, WORTH) if candidates else []
         ablated = ablate(
             self.whole, everything, xla, of, lambda group: self.plan([i for i in candidates if i not in group]), added
@@ -220,11 +223,13 @@ class _Tuning:
         runs: dict[Variant, Run],
         ablated: Mapping[int, Ablated],
     ) -> Plan:
-        """The plan of those that are kept, or of all, whichever is faster; XLA's where neither is beyond doubt."""
+        """Returns the fastest plan: the kept kernels or all candidates; XLA alone if neither is faster at 99 %
+        confidence.
+        """
         if kept and kept != candidates:
             run, why = failure(self.whole, self.plan(kept), reference)
             if run is None and (faster_alone := [i for i in kept if i in candidates]) != kept:
-                # Those that tie were tried with the candidates one at a time.
+                # Tied kernels were only tried one at a time with the candidates.
                 refused = f"alone it is about as fast, but together with others it cannot be used: {why}"
                 self.reasons |= dict.fromkeys(set(kept) - set(faster_alone), refused)
                 return self._decided(candidates, faster_alone, reference, runs, ablated)

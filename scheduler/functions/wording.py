@@ -1,4 +1,4 @@
-"""A function's problems as a person reads them, in a hundred columns."""
+"""Formats a function's problems as text, 100 columns wide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = ("count", "at least", "share")
 
 
 def place(line: Call) -> str:
-    """``model.py:41``; below the current directory with its path."""
+    """Returns ``model.py:41``, with the relative path if the file is below the current directory."""
     file = Path(line.file)
     try:
         name = str(file.relative_to(Path.cwd()))
@@ -34,7 +34,7 @@ def places(lines: Iterable[Call]) -> str:
 
 
 def figures(found: Problems) -> list[tuple[str, str, str]]:
-    """Of each tuned problem: its count, the least time of all of them, and its share of the sum of these."""
+    """Returns the count, the minimum time of all runs, and the share of the total time, for each tuned problem."""
     total = sum(row.least_s for row in found.tuned)
     return [(str(row.count), seconds_text(row.least_s), f"{100 * row.least_s / total:.1f} %") for row in found.tuned]
 
@@ -48,7 +48,7 @@ def times(row: Counted) -> str:
 
 
 def notes(found: Problems) -> Iterator[str]:
-    """What is to be known of the counts and of the times."""
+    """Yields notes on the counts and the times."""
     if found.tuned:
         yield f"Times are what {found.hardware.kind} needs at least, by its roofline."
     elif not found.left:
@@ -64,12 +64,12 @@ def notes(found: Problems) -> Iterator[str]:
 
 
 def untuned(found: Problems) -> str:
-    """What stands above suggestions."""
+    """Returns the heading of the suggestions."""
     return f"Not tuned, and could be{', before XLA divides it' if found.mesh else ''}:"
 
 
 def suggestion(found: Suggestion) -> str:
-    """``model.py:41: softmax rows=2048 columns=32000, 3 times: tuned_softmax; 2.14x expected``."""
+    """Returns ``model.py:41: softmax rows=2048 columns=32000, 3 times: tuned_softmax; 2.14x expected``."""
     row = found.row
     where = f"{places(row.lines)}: " if row.lines else ""
     gain = f"; {found.gain:.2f}x expected" if found.gain is not None else ""
@@ -77,7 +77,7 @@ def suggestion(found: Suggestion) -> str:
 
 
 def text(found: Problems) -> str:
-    """All of it: for each problem its figures, and below it the user's lines that pose it."""
+    """Returns the full text: for each problem its figures, and below them the lines of the user's code."""
     lines: list[str] = []
     if found.tuned:
         cells = [HEAD, *figures(found)]

@@ -1,1 +1,1 @@
-"""Where schedules went, and what is missing here, for a person to read."""
+"""Explains search results, and reports missing parts of an installation."""

@@ -1,4 +1,4 @@
-"""What bounds a schedule, as the cost model has it: its terms in a few groups that a person tells apart."""
+"""Names the bottleneck of a schedule: groups the cost model's terms by hardware resource."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from scheduler.model.cost import Breakdown
 
-# In the order in which pictures stack and colour them.
+# In the order of stacking and colours in plots.
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "matrix units": ("mma", "power", "smem", "wgmma_bubble", "step_bubble", "tile_bubble", "tile_end"),
@@ -35,16 +35,19 @@ GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def group_of(term: str) -> str:
-    """The group of a term of the model.
+    """Returns the group of a term of the model.
 
     Raises:
-      KeyError: the model has no such term.
+      KeyError: The model has no such term.
     """
     return {name: group for group, names in GROUPS.items() for name in names}[term]
 
 
 def bounds(parts: Breakdown, schedules: int) -> list[str]:
-    """The group of the longest term of each schedule, or "start and end" where all of these together are longer."""
+    """Returns the group of each schedule's longest overlapped term.
+
+    The group is "start and end" if the serial terms together take longer.
+    """
     names = list(parts.overlapped)
 
     def full(values: Any) -> npt.NDArray[np.float64]:

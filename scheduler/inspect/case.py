@@ -1,4 +1,4 @@
-"""One problem on one chip with all that is known of it: what pictures and reports are made of."""
+"""One problem on one chip with its records and trials: the input of plots and reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Best:
     """A schedule with all of its fields.
 
     Attributes:
-      seconds: as it was measured; None where it is the model's choice.
+      seconds: Measured time; None if the model selected the schedule.
     """
 
     kernel: Kernel[Any, Any]
@@ -38,7 +38,7 @@ class Best:
     seconds: float | None
 
     def text(self, problem: Problem, hardware: Hardware) -> str:
-        """Its backend, and what is not at its default."""
+        """Returns the backend, and the fields that are not at their defaults."""
         return choice_text(self.kernel.backend, self.kernel.space(problem, hardware.target).encode(self.schedule))
 
 
@@ -47,9 +47,10 @@ class Case:
     """One problem on one chip.
 
     Attributes:
-      record: the outcome of its search; None where none is stored.
-      trials: what was tried, in the order it ended: of its last search, or of a recording; empty where none is kept.
-      swept: `trials` are those of a recorded sweep, whose order says nothing.
+      record: The result of its search; None if none is stored.
+      trials: The trials of its last search or of a recording, in the order in which they ended; empty if none are
+        stored.
+      swept: Whether `trials` come from a recorded sweep, where the order has no meaning.
     """
 
     operation: Operation[Any]
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def library_s(self) -> float | None:
-        """The time of the library's fastest program, seconds, where it was measured."""
+        """Seconds of the library's fastest program; None if not measured."""
         entry = self.record.library_entry if self.record is not None else None
         if entry is not None:
             return entry.measurement.median_s
@@ -72,26 +73,27 @@ class Case:
 
     @property
     def took(self) -> str:
-        """What its times are, in a word: those of one chip that was not there are estimated by its compiler."""
+        """ "measured", or "estimated" for a compiler's estimates without the chip."""
         times = [entry.measurement for entry in self.record.entries] if self.record is not None else []
         times += [trial.outcome for trial in self.trials if isinstance(trial.outcome, Measurement)]
         return "estimated" if any(one.estimated for one in times) else "measured"
 
     def measured(self) -> list[tuple[Trial, float]]:
-        """The trials that ran, with their times in seconds."""
+        """Returns the trials that ran, with their times in seconds."""
         return [(trial, trial.outcome.median_s) for trial in self.trials if isinstance(trial.outcome, Measurement)]
 
     def text(self, best: Best) -> str:
-        """The problem, the chip and a schedule, in a line or two."""
+        """Returns the problem, the chip and a schedule as one line of text."""
         return f"{self.problem} on {self.hardware.kind}, {best.text(self.problem, self.hardware)}"
 
     def best(self, backend: str | None = None) -> Best | None:
-        """The best schedule of a backend, by default of those that are searched: neither the library's nor a vendor's.
+        """Returns the best schedule of a backend, by default of all searched backends (no libraries and no vendors).
 
-        Measured in the final comparison, or else among the trials, if it is legal today; or else the top prediction.
+        The final comparison takes precedence over the trials. Only currently legal schedules are considered. If there
+        are none, the top prediction is returned.
 
         Raises:
-          ValueError: the operation has no such backend.
+          ValueError: The operation has no such backend.
         """
         kernels = self.operation.kernels if backend is None else (self.operation.kernel(backend),)
         able = {
@@ -115,11 +117,11 @@ class Case:
         return Best(top.kernel, top.points.row(0), None)
 
     def best_searched(self, backend: str | None = None) -> Best:
-        """The same of kernels that have a footprint.
+        """Returns the best schedule, as `best` does, but never the library's.
 
         Raises:
-          NothingToDraw: there is none, and why.
-          ValueError: the operation has no such backend.
+          NothingToDraw: There is none. The message gives the reason.
+          ValueError: The operation has no such backend.
         """
         best = self.best(backend)
         if best is not None and not best.kernel.library:
@@ -135,14 +137,14 @@ class Case:
         return model_of(self.operation, kernel, self.hardware)
 
     def footprint(self, best: Best) -> Footprint:
-        """Of one schedule; raises as `footprints` does."""
+        """Returns the footprint of one schedule. Raises the same errors as `footprints`."""
         return self.footprints(best.kernel, Columns({name: [value] for name, value in best.schedule.items()}, 1))
 
     def footprints(self, kernel: Kernel[Any, Any], points: Columns) -> Footprint:
-        """Of several schedules.
+        """Returns the footprint of several schedules.
 
         Raises:
-          NothingToDraw: the kernel declares none.
+          NothingToDraw: The kernel declares no footprint.
         """
         found = kernel.footprint(self.problem, points, self.hardware.target)
         if found is None:
@@ -155,17 +157,17 @@ class Case:
 
 
 def of_record(record: Record, trials: Sequence[Trial] = (), operation: Operation[Any] | None = None) -> Case | None:
-    """That of a record; None where the table has no such chip, or the operation is not here or not the same any more.
+    """Returns the case of a record; None if the chip or the operation is unknown, or if the operation has changed.
 
     Args:
-      operation: the record's, where it is one of a user's own; else it is loaded by its name.
+      operation: The record's operation, if it is the user's own. Otherwise it is loaded by name.
     """
     case = of_key(record.key, operation)
     return None if case is None else dataclasses.replace(case, record=record, trials=tuple(trials))
 
 
 def of_key(key: Key, operation: Operation[Any] | None = None) -> Case | None:
-    """That of which nothing was measured; None, and `operation`, as of `of_record`."""
+    """Returns the case of a problem without measurements. `operation` and a result of None are as in `of_record`."""
     chip = chips.identified(key.hardware)
     try:
         operation = operation or load_known(key.operation)
@@ -176,11 +178,11 @@ def of_key(key: Key, operation: Operation[Any] | None = None) -> Case | None:
 
 
 def of_recording(path: Path, operation: Operation[Any] | None = None, record: Record | None = None) -> Case:
-    """That of a recorded sweep; where it has a second pass, its times stand for those of the first.
+    """Returns the case of a recorded sweep. Times of a second pass replace those of the first.
 
     Raises:
-      RecordingError: it cannot be read.
-      ValueError: its operation is not here, or its problem is none of it.
+      RecordingError: The recording cannot be read.
+      ValueError: The operation is not available, or the problem is not one of it.
     """
     sweep, trials = replay.read(path)
     latest = {point_of(trial.backend, trial.schedule): trial for trial in (*trials, *replay.read_again(path))}
@@ -190,11 +192,11 @@ def of_recording(path: Path, operation: Operation[Any] | None = None, record: Re
 
 
 def of_replay(path: Path, operation: Operation[Any] | None = None, *, budget: int = 64, seed: int = 0) -> Case:
-    """That of a search over a recorded sweep, which answers in place of a device.
+    """Returns the case of a search that replays a recorded sweep instead of measuring on a device.
 
     Raises:
-      RecordingError: it cannot be read.
-      NoCandidate: it holds no schedule of today's kernels.
+      RecordingError: The recording cannot be read.
+      NoCandidate: The recording has no schedule of the current kernels.
     """
     from scheduler.search.tuner import tune
     from scheduler.store.store import Store

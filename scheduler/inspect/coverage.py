@@ -1,4 +1,4 @@
-"""What there is for each chip of the table: Pallas kernels, records that were measured or estimated, or XLA alone."""
+"""Lists the support for each known chip: Pallas kernels, measured or estimated records, or XLA only."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from search_spaces.jax_compat import NEEDS_JAX
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Of one chip.
+    """The support for one chip.
 
     Attributes:
-      kernels: backend -> the operations that have a Pallas kernel of it for this chip.
-      verified: of these backends, those that answer there without a record.
-      measured, estimated: how many problems have such a record.
-      outdated: why kernels for this chip are not for the JAX that is here, where a newer one has them.
-      compiled: its compiler runs on hosts without it, and estimates times (with the extra `tpu`).
+      kernels: Backend -> the operations that have a Pallas kernel of it for this chip.
+      verified: Backends that are used on this chip without a record.
+      measured, estimated: Number of problems with a measured or an estimated record.
+      compiled: Whether the chip's compiler runs on hosts without the chip and estimates times (with the extra `tpu`).
+      outdated: Why kernels for this chip need a newer JAX than the installed one.
     """
 
     hardware: Hardware
@@ -35,18 +35,18 @@ class Coverage:
 
     @property
     def kernels_text(self) -> str:
-        """The backends, in words."""
+        """The backends, and the number of operations of each."""
         return ", ".join(f"`{name}` ({len(of)} operation{'s' * (len(of) > 1)})" for name, of in self.kernels.items())
 
     @property
     def records_text(self) -> str:
-        """How many there are of which kind; "" where there is none."""
+        """The number of records of each kind; "" if there are none."""
         counts = {"measured": self.measured, "estimated": self.estimated}
         return ", ".join(f"{count} {how}" for how, count in counts.items() if count)
 
     @property
     def unasked_text(self) -> str:
-        """What answers a call whose problem no record has."""
+        """The fallback for a call without a record."""
         if not self.kernels:
             return "XLA"
         return "the model's choice" if self.verified else "XLA"
@@ -58,9 +58,9 @@ class Coverage:
 
 
 def coverage(records: Iterable[Keyed]) -> list[Coverage]:
-    """Of each chip of the table, a row; of a problem that several of `records` are of, one counts.
+    """Returns one row for each chip of the table. Several records of the same problem count once.
 
-    Kernels are those of the operations that come with this package, asked about one problem each of no special kind.
+    Kernels are those of the package's own operations, checked with one typical problem per operation.
     """
     counts: collections.Counter[tuple[str, bool]] = collections.Counter(
         (record.key.hardware, record.estimated) for record in preferred(records).values()

@@ -1,4 +1,4 @@
-"""What is here and what is missing: chip, backends, caches, versions."""
+"""Checks an installation: chip, backends, caches, versions."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ State = Literal["ok", "note", "warning", "broken"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing looked at. A "note" limits what can be had here.
+    """The result of one check.
 
-    A "warning" is of what works, and less well than with other versions; what is "broken" needs to be mended.
+    A "note" limits what is available here. A "warning" means that a part works, but less well than with other versions.
+    "broken" means that a part needs repair.
     """
 
     what: str
@@ -47,11 +48,11 @@ class Finding:
 
 
 def examine(detect: Callable[[], Hardware], device: int = 0) -> Iterator[Finding]:
-    """Looks at everything, the quick things first.
+    """Runs all checks, the fast ones first.
 
     Args:
-      detect: which chip is here; may raise a SchedulerError.
-      device: the GPU, by its index among the visible ones.
+      detect: Returns the current chip, or raises a SchedulerError.
+      device: Index of the GPU among the visible ones.
     """
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "optuna", "sqlalchemy", "numpy"))
     yield Finding("versions", "ok", f"tile-scheduler {tile_scheduler.__version__}, python {platform.python_version()}")
@@ -111,7 +112,7 @@ def _caches() -> Iterator[Finding]:
 
 
 def _stale(records: Sequence[Head], again: str) -> str:
-    """How many were made with another minor version of JAX, and which versions or which command make them current."""
+    """Describes how many records were made with another minor version of JAX, and how to make them current."""
     made = collections.Counter(record.jax for record in records if stale_version(record.jax))
     if not made:
         return ""
@@ -125,7 +126,7 @@ def _stale(records: Sequence[Head], again: str) -> str:
 
 
 def upgrade(jax_version: str) -> str:
-    """What to install for that version of JAX, and which Python it needs where that is not here."""
+    """Describes how to install that version of JAX, and which Python it needs if the current one is too old."""
     minor = tuple(int(part) for part in jax_version.split(".")[:2])
     needed = next((python for since, python in PYTHON_OF_JAX if minor >= since), None)
     how = f"Install jax {jax_version} (pip install 'jax=={jax_version}'"
@@ -136,10 +137,10 @@ def upgrade(jax_version: str) -> str:
 
 
 def _chips() -> Iterator[Finding]:
-    """What there is for each chip of the table, wherever it is."""
+    """Reports the support for each chip of the table."""
     heads: list[Head] = []
     for opened in (lambda: Store(default_url()), shipped):
-        with contextlib.suppress(StoreError):  # it was said of the caches
+        with contextlib.suppress(StoreError):  # already reported by `_caches`
             store = opened()
             heads += store.heads() if store is not None else ()
     for row in coverage(heads):
@@ -151,9 +152,9 @@ def _chips() -> Iterator[Finding]:
 
 
 def _unwritable(location: str) -> str:
-    """Why no file can be written there, "" where one can; any other place, a database server's URL, is not tried.
+    """Returns why no file can be written at `location`, or "". A database server's URL is not checked.
 
-    It is tried, and leaves no trace: permissions say little of what root may, of mounts, and of /proc.
+    The check creates a temporary file and removes it: permission bits are unreliable for root, mounts and /proc.
     """
     if "://" in location:
         return ""
@@ -164,14 +165,14 @@ def _unwritable(location: str) -> str:
     try:
         if path.exists():
             path.open("r+b").close()
-        tempfile.TemporaryFile(dir=place).close()  # a journal, or the whole, comes beside it
+        tempfile.TemporaryFile(dir=place).close()  # a journal, or the database itself, is created there
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
 def _on_miss() -> Iterator[Finding]:
-    """What the environment says of calls for which nothing is stored."""
+    """Reports the policy for calls without a record, from the environment."""
     try:
         policy = options(load(OPERATIONS[0])).on_miss
     except ValueError as error:
@@ -181,7 +182,7 @@ def _on_miss() -> Iterator[Finding]:
 
 
 def _misses() -> Iterator[Finding]:
-    """Whether what calls miss is noted, and how much was."""
+    """Reports whether cache misses are recorded, and how many there are."""
     try:
         noted = missed.noted()
     except ValueError as error:
@@ -190,7 +191,7 @@ def _misses() -> Iterator[Finding]:
     if not noted:
         yield Finding("misses", "ok", f"they are not noted: {missed.ENVIRONMENT} says so")
         return
-    with contextlib.suppress(StoreError):  # it was said of the cache
+    with contextlib.suppress(StoreError):  # already reported by `_caches`
         count = len(Store(default_url()).misses.all())
         yield Finding("misses", "ok", f"{count} noted (tile-scheduler misses); {missed.ENVIRONMENT}=off notes none")
 
@@ -211,7 +212,7 @@ def _backends(operation: Operation[Any], hardware: Hardware) -> Iterator[Finding
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """One line: what is broken, and what could be better."""
+    """Returns one line that lists broken parts and warnings."""
     named = {
         state: ", ".join(finding.what for finding in findings if finding.state == state)
         for state in ("broken", "warning")

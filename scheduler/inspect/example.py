@@ -1,4 +1,4 @@
-"""One problem of an operation, of no special kind: for whoever asks what there is for it, or shows how to name one."""
+"""Makes a typical problem of an operation, for checking backends and for showing how to name a problem."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from search_spaces.operation import Operation
 from search_spaces.problem import Problem
 
-# Of every extent that has no default, in the problem that backends are asked about.
-EXTENT = 128  # of which four multiply to an array that 32-bit indices reach
+# The value of every extent without a default, in the problem used to check backends.
+EXTENT = 128  # the product of four stays within 32-bit indices
 
 
 def example(operation: Operation[Any], extent: int) -> Problem | None:
-    """A problem of that operation, or None where its fields are not all extents or have defaults."""
+    """Returns a problem of the operation; None if a field without a default is not an extent."""
     needed = [f.name for f in dataclasses.fields(operation.problem) if f.default is dataclasses.MISSING]
     try:
         return operation.problem.parse({name: str(extent) for name in needed})

@@ -1,4 +1,4 @@
-"""Where every schedule of a space went: dropped and by which rule, ranked, tried, failed, or not tried."""
+"""Accounts for every schedule of a space: dropped and by which rule, ranked, tried, failed, or not tried."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from search_spaces.problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """How a whole launch reaches device memory, as far as its footprint tells.
+    """The device memory accesses of a whole launch, as far as the footprint declares them.
 
     Attributes:
-      transactions: accesses of warps, and bulk copies.
-      coalescing: share of what those move, in whole sectors, that is wanted.
-      bytes: of one access of one thread.
+      transactions: Number of warp accesses and bulk copies.
+      coalescing: Useful share of the bytes moved, counted in whole sectors.
+      bytes: Bytes of one access by one thread.
     """
 
     transactions: float
@@ -40,14 +40,14 @@ class Access:
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """One schedule as the model sees it.
+    """The model's prediction for one schedule.
 
     Attributes:
-      predicted_s: the model's time, seconds.
-      onchip_bytes: on-chip memory of one block; 0 where nobody says.
-      terms: what the prediction is made of, seconds by name.
-      access: None where the kernel does not tell.
-      refused: why it does not lower, in words; "" where it does, or was not lowered.
+      predicted_s: Predicted time in seconds.
+      onchip_bytes: On-chip memory of one block; 0 if unknown.
+      terms: Terms of the prediction: name -> seconds.
+      access: Device memory accesses; None if the kernel does not declare them.
+      refused: Why the schedule fails to lower; "" if it lowers, or was not lowered.
     """
 
     schedule: Schedule
@@ -63,16 +63,16 @@ class Account:
     """The schedules of one kernel: ``size == sum(dropped.values()) + len(tried) + untried``.
 
     Attributes:
-      refused: why the kernel cannot do this problem here; "" where it can.
-      size: schedules before any rule.
-      dropped: reason -> how many it removed, in the order in which reasons are asked.
-      first: what the model ranks first.
-      fitted: where the constants of its model come from, in words.
-      tried: the last trial of each legal schedule that was tried, by this version of the kernel.
-      untried: legal schedules that were not tried.
-      footprint: whether it declares one: else nothing was pruned by it, and the model ranks none before another.
-      ranks: each legal schedule's place in the model's order, from 1.
-      asked: those that were asked about, as far as they are legal.
+      refused: Why the kernel does not support the problem here; "" if it does.
+      size: Number of schedules before any rule.
+      dropped: Reason -> number of schedules removed, in the order in which the rules are applied.
+      first: The top schedules of the model's ranking.
+      fitted: Source of the model's constants.
+      tried: The last trial of each legal schedule that was tried with this version of the kernel.
+      untried: Number of legal schedules that were not tried.
+      footprint: Whether the kernel declares a footprint. Without one, the model neither prunes nor ranks its schedules.
+      ranks: Rank of each legal schedule in the model's order, from 1.
+      asked: The schedules passed as `about`, if legal.
     """
 
     backend: str
@@ -89,7 +89,7 @@ class Account:
     asked: tuple[Ranked, ...] = ()
 
     def rank(self, schedule: Schedule) -> int | None:
-        """The place of a schedule in the model's order, None where it is not legal here and now."""
+        """Returns the rank of a schedule in the model's order; None if it is not legal here now."""
         return self.ranks.get(fields_of(schedule))
 
 
@@ -103,11 +103,11 @@ def explain(
     about: Sequence[Point] = (),
     lowering: bool = False,
 ) -> list[Account]:
-    """An account of each kernel of `operation`, its best `top` predictions with their terms, and those `about`.
+    """Returns an account of each kernel of `operation`, with terms for its `top` predictions and the schedules `about`.
 
     Args:
-      lowering: lower the first of a kernel that declares no footprint, to read their on-chip memory. JAX starts its
-        devices for that.
+      lowering: Whether to lower the top schedules of a kernel without a footprint, to read their on-chip memory. JAX
+        initializes its devices for that.
     """
     return [
         Account(kernel.backend, kernel.version, refused=pruned)
@@ -165,7 +165,7 @@ def _ranked(
     hardware: Hardware,
     places: Sequence[int],
 ) -> tuple[Ranked, ...]:
-    """The schedules at these places of the model's order."""
+    """Returns the schedules at these places of the model's order."""
     points = pruned.points.take(np.array(places, dtype=np.intp))
     terms: Mapping[str, Any] = {}
     accesses: Sequence[Access | None] = [None] * len(points)
@@ -186,11 +186,11 @@ def _ranked(
 
 
 def _lowered(ranked: Ranked, pruned: Pruned, problem: Problem, hardware: Hardware) -> Ranked:
-    """With what the lowered kernel asks for, or why it does not lower."""
+    """Adds the on-chip memory of the lowered kernel, or the reason why it fails to lower."""
     schedule = pruned.space.decode(ranked.schedule)
     try:
         asked = asked_onchip_bytes(lower(pruned.kernel, problem, schedule, hardware.target))
-    except Exception as error:  # as in a search: while a kernel is lowered, no code runs but its own and JAX's
+    except Exception as error:  # as in a search: lowering runs only the kernel's code and JAX's
         return dataclasses.replace(ranked, refused=blamed(error))
     return dataclasses.replace(ranked, onchip_bytes=asked or 0)
 
@@ -207,7 +207,7 @@ def _fitted(operation: Operation[Any], kernel: Kernel[Any, Any], hardware: Hardw
 
 
 def _accesses(footprint: Footprint, schedules: int) -> list[Access | None]:
-    """One for each schedule."""
+    """Returns the accesses of each schedule."""
     blocks = np.prod(np.broadcast_arrays(*footprint.grid), axis=0)
     transactions = footprint.mean_step.transactions * footprint.steps * blocks
     columns = transactions, footprint.coalescing, footprint.access_bytes

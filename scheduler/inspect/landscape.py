@@ -1,4 +1,4 @@
-"""The best time over two choices of a space, all others left open, and what each pair lost to which reason."""
+"""Computes the best time for each pair of values of two choices of a space, and why other pairs have no schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.model.pruning import Pruned, prune
 from search_spaces.kernel import Kernel
 from search_spaces.space import Choice, unknown
 
-# With fewer measured schedules than this, what the model predicts of all of them tells more.
+# With fewer measured schedules than this, the model's predictions are shown instead.
 _TELLING = 8
 
 
@@ -25,9 +25,9 @@ class Cell:
     """The schedules in which two choices have these values.
 
     Attributes:
-      best_s: the least time of those, seconds; None where there is none.
-      legal: how many there are.
-      dropped: reason -> how many it removed.
+      best_s: Their minimum time in seconds; None if none has a time.
+      legal: Number of legal schedules.
+      dropped: Reason -> number of schedules removed.
     """
 
     best_s: float | None
@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def reason(self) -> str:
-        """Why nothing is left, in words: the last reason, to which those came that had passed all before; else ""."""
+        """The last reason that removed a schedule, if none is left; otherwise ""."""
         return "" if self.legal else next(reversed(list(self.dropped)), "")
 
 
@@ -45,12 +45,12 @@ class Landscape:
     """The best times over two choices.
 
     Attributes:
-      backend: whose space it is.
-      x, y: the names of the choices, with their values in `xs` and `ys`.
+      backend: The backend of the space.
+      x, y: Names of the choices, with their values in `xs` and `ys`.
       cells: ``cells[j][i]`` has ``ys[j]`` and ``xs[i]``.
-      measured: how many measured schedules they are of; 0 where they are the model's.
-      best: the schedule that stands out: the winner's, or the top prediction.
-      took: whether these were measured, or estimated by a compiler, in a word.
+      measured: Number of measured schedules; 0 if the times are predictions.
+      best: The highlighted schedule: the winner, or the top prediction.
+      took: "measured" or "estimated" (by a compiler).
     """
 
     backend: str
@@ -65,32 +65,33 @@ class Landscape:
 
     @property
     def best_s(self) -> float:
-        """The least time of all cells, seconds."""
+        """The minimum time of all cells, in seconds."""
         return min(cell.best_s for row in self.cells for cell in row if cell.best_s is not None)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Those for which cells are empty, the most frequent first."""
+        """Reasons for empty cells, the most frequent first."""
         found = [cell.reason for row in self.cells for cell in row if cell.reason]
         return tuple(sorted(dict.fromkeys(found), key=lambda reason: -found.count(reason)))
 
     def place(self, schedule: Schedule) -> tuple[int, int] | None:
-        """Column and row of a schedule with all of its fields; None where it is of none of these."""
+        """Returns the column and row of a complete schedule; None if it is in no cell."""
         if schedule.get(self.x) not in self.xs or schedule.get(self.y) not in self.ys:
             return None
         return self.xs.index(schedule[self.x]), self.ys.index(schedule[self.y])
 
 
 def landscape(case: Case, *, over: tuple[str, str] | None = None, backend: str | None = None) -> Landscape:
-    """That of a backend, by default the best searched one's.
+    """Computes the landscape of a backend, by default of the best searched one.
 
     Args:
-      over: two choices; by default the two that change the arithmetic intensity most, then the best time: numbers
-        before others.
+      over: Two choices. By default numeric choices come first, then those that change the arithmetic intensity most,
+        then those that change the best time most.
 
     Raises:
-      NothingToDraw: no kernel but the library's can do it, or its schedules differ in fewer than two choices.
-      ValueError: the backend is none of the operation, or has no such choices.
+      NothingToDraw: No kernel except the library's supports the problem, or its schedules differ in fewer than two
+        choices.
+      ValueError: The operation has no such backend, or the backend has no such choices.
     """
     best = case.best_searched(backend)
     kernel, problem, hardware = best.kernel, case.problem, case.hardware
@@ -119,14 +120,14 @@ def landscape(case: Case, *, over: tuple[str, str] | None = None, backend: str |
 
 
 def _measured(case: Case, kernel: Kernel[Any, Any], pruned: Pruned) -> list[tuple[Schedule, float]]:
-    """Whole schedules of today's version of the kernel that ran, and their times."""
+    """Returns complete schedules that ran with the current version of the kernel, and their times."""
     found = []
     for trial in case.trials:
         ours = (trial.backend, trial.version) == (kernel.backend, kernel.version)
         if ours and isinstance(trial.outcome, Measurement):
             try:
                 found.append((vars(pruned.space.decode(trial.schedule)), trial.outcome.median_s))
-            except ValueError:  # no point of today's space
+            except ValueError:  # not in the current space
                 continue
     return found
 
@@ -136,13 +137,13 @@ def _predicted(pruned: Pruned) -> list[tuple[Schedule, float]]:
 
 
 def _telling(case: Case, pruned: Pruned, known: Sequence[tuple[Schedule, float]]) -> tuple[str, ...]:
-    """The two choices that matter most, in the order of the space."""
+    """Returns the two most important choices, in the order of the space."""
     footprint = pruned.kernel.footprint(case.problem, pruned.points, case.hardware.target)
     every = np.broadcast_to(0.0 if footprint is None else arithmetic_intensity(footprint), (len(pruned.points),))
     intensity = [(pruned.points.row(index), float(value)) for index, value in enumerate(every) if value > 0]
 
     def spread(of: Sequence[tuple[Schedule, float]], name: str) -> float:
-        """How much the least differs between values of a choice, in steps of 1 %."""
+        """Returns the logarithmic range of the minimum over the values of a choice, rounded to 0.01 (steps of 1 %)."""
         least: dict[Choice, float] = {}
         for schedule, value in of:
             least[schedule[name]] = min(value, least.get(schedule[name], value))

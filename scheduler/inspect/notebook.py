@@ -1,4 +1,4 @@
-"""A record as `print` shows it, in a few lines, and as a notebook does: one small table, no script, nothing to load."""
+"""Formats a record for `print`, in a few lines, and for a notebook, as a small table without scripts or downloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = ' style="text-align:right"'
 
 
 def record_html(record: Record) -> str:
-    """The problem, the winner and its gain over XLA, the entries, and how sure that is; all text escaped."""
+    """Returns the problem, the winner and its gain over XLA, the entries, and the confidence as escaped HTML."""
     problem = spelled(record.key.operation, record.key.problem)
     winner, gain = record.winner, gain_text(record)
     against = f"{gain} the speed of XLA" if gain.endswith("x") and winner.backend != record.library else f"XLA: {gain}"
@@ -42,7 +42,7 @@ def record_html(record: Record) -> str:
 
 
 def record_text(record: Record) -> str:
-    """The question, the winner, the library beside it, how sure that is, and how it came about: a line each."""
+    """Returns one line each for the problem, the winner, the library, the confidence, and the origin of the record."""
     winner, library = record.winner, record.library_entry
     estimated = ", estimated and not measured" if record.estimated else ""
     by = choice_text(winner.backend, winner.schedule)
@@ -82,7 +82,7 @@ def _row(record: Record, entry: Entry) -> str:
 
 
 def _beside(record: Record, entry: Entry) -> str:
-    """The entry's time over the winner's with its interval, or that they tie."""
+    """Returns the entry's time over the winner's with its interval, or "tie"."""
     stands = standing(record, entry)
     ratio = "tie" if stands.state == "tie" else ratio_text(stands.ratio)
     return f"{ratio} ({stands.interval})" if stands.interval else ratio

@@ -1,4 +1,4 @@
-"""The order in which records are shown: by operation and chip, and problems by their extents as numbers."""
+"""Sorts records for display: by operation and chip, then by the problem's extents as numbers."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from typing import Any
 from scheduler.core.records import Key
 from search_spaces import load_known
 
-# The extents of an array, as in "float32[200,256]"; the numbers within a dtype's name are part of the name.
+# Numbers such as the extents in "float32[200,256]". Digits within a dtype's name are not matched.
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_.])([0-9]+)")
 
 
 def order_of(key: Key, *, fields: bool = True) -> tuple[object, ...]:
-    """What keys are sorted by.
+    """Returns the sort key of a record's key.
 
     Args:
-      fields: the fields of a problem in the order of its operation, which is loaded for that; else by their names.
+      fields: Whether a problem's fields are ordered as in its operation, which is loaded for that. Otherwise they are
+        ordered by name.
     """
     return key.operation, key.hardware, _problem_order(key, fields)
 
 
 def _problem_order(key: Key, by_operation: bool) -> tuple[object, ...]:
-    """Its fields: numbers as numbers, before text, which is sorted by name."""
+    """Returns the sort key of a problem's fields: numbers before text, then undeclared fields by name."""
     try:
         values = json.loads(key.problem)
-    except (ValueError, RecursionError):  # a store may hold any text
+    except (ValueError, RecursionError):  # a store may contain any text
         values = key.problem
     if not isinstance(values, dict):
         return (_value_order(values),)
@@ -49,7 +50,7 @@ def _text_order(text: str) -> tuple[object, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _fields(operation: str) -> Sequence[tuple[str, Any]]:
-    """The fields of its problems with their defaults; none where nobody here knows the operation."""
+    """Returns the fields of the operation's problems with their defaults; empty if the operation is unknown."""
     try:
         fields = dataclasses.fields(load_known(operation).problem)
     except ValueError:

@@ -1,4 +1,4 @@
-"""For which backends the model has a prediction: those whose kernels declare a footprint, and libraries."""
+"""Finds the backends for which the model has no prediction: kernels that declare no footprint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 def without_prediction(
     operation: str, problem: Problem | None, hardware: Hardware | None, choices: Iterable[tuple[str, Schedule]]
 ) -> frozenset[str]:
-    """The backends among `choices` whose kernels declare no footprint: their `predicted_s` is the library's time.
+    """Returns the backends among `choices` with kernels that declare no footprint, and so have no prediction.
 
-    None of an operation, a problem or a chip that is not known here.
+    The `predicted_s` of such a backend is the library's time. Returns an empty set if the operation, the problem or the
+    chip is unknown.
     """
     if problem is None or hardware is None:
         return frozenset()
@@ -34,7 +35,7 @@ def without_prediction(
             continue
         try:
             point = kernel.space(problem, hardware.target).decode(schedule)
-        except ValueError:  # no point of today's space
+        except ValueError:  # not in the current space
             continue
         found[backend] = kernel.footprint(problem, Columns.of([point]), hardware.target) is None
     return frozenset(backend for backend, missing in found.items() if missing)

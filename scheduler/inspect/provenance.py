@@ -1,4 +1,4 @@
-"""How a record came about: when, from how many trials, which of them failed; how far a search came that did not end."""
+"""Describes the origin of a record: date, number of trials and failures; and the progress of an unfinished search."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from scheduler.inspect.wording import first_line
 
 
 def stale(record: Record) -> bool:
-    """Whether it was measured with another minor version of JAX than the one installed here."""
+    """Returns whether `record` was measured with another minor version of JAX than the installed one."""
     return stale_version(record.environment.jax)
 
 
 def stale_version(jax: str) -> bool:
-    """Whether this is another minor version of JAX than the one installed here."""
+    """Returns whether `jax` is another minor version of JAX than the installed one."""
     return jax.split(".")[:2] != _jax_here().split(".")[:2]
 
 
@@ -28,7 +28,7 @@ def _jax_here() -> str:
 
 
 def stale_line() -> str:
-    """What that means for calls."""
+    """Returns the note for a stale record."""
     return (
         f"stale: measured with another minor version of jax than the {_jax_here()} that is here; "
         "served all the same, and `tile-scheduler verify` times it again"
@@ -36,7 +36,7 @@ def stale_line() -> str:
 
 
 def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
-    """Under what a record came about."""
+    """Yields lines on how the record was measured."""
     env = record.environment
     driver = f", {'' if record.estimated else 'driver '}{env.driver}" if env.driver else ""
     how = "Estimated by the compiler, not measured," if record.estimated else "Measured"
@@ -49,7 +49,7 @@ def record_head(record: Record, *, trials_kept: bool) -> Iterator[str]:
 
 
 def unfinished_text(trials: Sequence[Trial]) -> str:
-    """How far a search came that did not end."""
+    """Describes the progress of an unfinished search."""
     ran = [(t.outcome.median_s, t.number, t) for t in trials if isinstance(t.outcome, Measurement)]
     said = ", none of which ran"
     if ran:
@@ -60,6 +60,6 @@ def unfinished_text(trials: Sequence[Trial]) -> str:
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
-    """How many trials failed, by reason; the most frequent first."""
+    """Returns the number of failed trials by reason, the most frequent first."""
     reasons = (first_line(str(trial.outcome)) for trial in trials if isinstance(trial.outcome, Failure))
     return dict(collections.Counter(reasons).most_common())

@@ -1,4 +1,4 @@
-"""How the devices of a mesh may divide a problem: the usual ways, or one that is asked for, and what each then asks."""
+"""Lists ways to partition a problem over a mesh, the usual ones or a given one, and the problem on each device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from search_spaces.space import unknown
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to divide a problem.
+    """One way to partition a problem.
 
     Attributes:
-      said: which, in words.
-      divided: what comes of it.
+      said: A description of the way.
+      divided: The result of the partitioning.
     """
 
     said: str
@@ -27,10 +27,10 @@ class Way:
 
 
 def sharding_of(operation: Operation[Any], problem: Problem) -> Sharding[Any]:
-    """What of a problem may be divided.
+    """Returns the sharding rule of a problem.
 
     Raises:
-      SchedulerError: the operation does not say.
+      SchedulerError: The operation declares no sharding rule.
     """
     found = operation.sharding(problem)
     if found is None:
@@ -42,10 +42,11 @@ def sharding_of(operation: Operation[Any], problem: Problem) -> Sharding[Any]:
 
 
 def usual_ways(sharding: Sharding[Any], problem: Problem, mesh: Mapping[str, int]) -> list[Way]:
-    """What may be divided over the mesh's axes in the usual ways.
+    """Returns the usual ways to partition a problem over the mesh's axes.
 
-    The first of it (sequences, rows) over all axes but the last or over all of them; each other part (columns, heads,
-    what is summed) over the last axis; and both. Ways that come to the same are one.
+    The first dimension (sequences, rows) is sharded over all mesh axes except the last, or over all of them. Each other
+    dimension (columns, heads, reduced dimensions) is sharded over the last mesh axis, alone or together with the first
+    dimension. Ways with the same result are listed once.
     """
     *outer, inner = mesh
     first, *others = (*sharding.divided, *sharding.summed)
@@ -54,7 +55,7 @@ def usual_ways(sharding: Sharding[Any], problem: Problem, mesh: Mapping[str, int
         ways += [{letter: (inner,)}, {first: tuple(outer), letter: (inner,)}]
     found: dict[Any, Way] = {}
     for over in ways:
-        named = {letter: axes for letter, axes in over.items() if axes}  # a mesh may have one axis
+        named = {letter: axes for letter, axes in over.items() if axes}  # the mesh may have a single axis
         if named:
             way = by_letters(sharding, problem, mesh, named)
             found.setdefault((way.divided.operands, way.divided.results), way)
@@ -62,10 +63,10 @@ def usual_ways(sharding: Sharding[Any], problem: Problem, mesh: Mapping[str, int
 
 
 def by_letters(sharding: Sharding[Any], problem: Problem, mesh: Mapping[str, int], over: Mapping[str, MeshAxes]) -> Way:
-    """The way in which each of these letters is divided over these axes, in all arrays that have it.
+    """Returns the way that shards each of these letters over these mesh axes, in all arrays that have the letter.
 
     Raises:
-      ValueError: no array has such a letter, or the mesh no such axis; or one axis is to divide two.
+      ValueError: No array has such a letter, the mesh has no such axis, or an axis is used twice.
     """
     for letter in over:
         if letter not in sharding.letters:
@@ -92,10 +93,10 @@ def by_specs(
     operands: Sequence[Spec],
     results: Sequence[Spec] = (),
 ) -> Way:
-    """The way in which arrays lie as these specs say; those of the operands that are not there are not divided.
+    """Returns the way given by these partition specs. Operands without a spec are not sharded.
 
     Raises:
-      ValueError: there are more specs than arrays, or one is of no such array or mesh.
+      ValueError: There are more specs than arrays, or a spec does not match its array or the mesh.
     """
     arrays = sharding.arrays
     given = []
@@ -108,12 +109,12 @@ def by_specs(
 
 
 def whole(sharding: Sharding[Any]) -> list[str]:
-    """What each device has whole."""
+    """Returns the letters that cannot be sharded: each device holds their whole extent."""
     return [letter for letter in sharding.letters if letter not in (*sharding.divided, *sharding.summed)]
 
 
 def spec_text(spec: Spec) -> str:
-    """As JAX writes it: ``P('data')``, where axes that are not divided follow."""
+    """Formats a spec as JAX does: ``P('data')``. Trailing axes without sharding are omitted."""
     divided = max((number for number, axes in enumerate(spec, 1) if axes), default=0)
     entries = (None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec[:divided])
     return f"P({', '.join(map(repr, entries))})"

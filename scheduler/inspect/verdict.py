@@ -1,4 +1,4 @@
-"""A winner beside its rivals, in sentences and in one word."""
+"""Describes a record's winner against the other entries, in sentences and in one word."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from scheduler.core.records import TIE, Entry, Record
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A winner beside another entry of its record.
+    """A winner compared with another entry of its record.
 
     Attributes:
-      state: "ahead" beyond doubt; "tie", within 1 %; or "undecided".
-      ratio: the other's time over the winner's: in the median round of the run-off, where the record tells.
-      low, high: the interval of that, minus one; None where the record does not tell.
+      state: "ahead" with 99 % confidence; "tie", within 1 %; or "undecided".
+      ratio: The other entry's time over the winner's: in the median round of the final comparison if known, otherwise
+        from the medians.
+      low, high: Confidence interval of the ratio, minus one; None if the record has none.
     """
 
     state: Literal["ahead", "tie", "undecided"]
@@ -27,12 +28,12 @@ class Standing:
 
     @property
     def interval(self) -> str:
-        """Where the other one is, in words."""
+        """The interval as text."""
         return "" if self.low is None or self.high is None else interval_text(self.low, self.high)
 
 
 def standing(record: Record, other: Entry) -> Standing:
-    """What the run-off of `record` says of its winner and `other`."""
+    """Compares the winner of `record` with `other`, by the final comparison."""
     from scheduler.core.identity import label_of
     from scheduler.search.final_comparison import margin
 
@@ -49,7 +50,7 @@ def standing(record: Record, other: Entry) -> Standing:
 
 
 def interval_text(low: float, high: float) -> str:
-    """Where something lies whose time is longer by `low` to `high`, as shares: never a negative one."""
+    """Describes an interval of relative slowdowns from `low` to `high` as text, without negative percentages."""
     if max(high, -low) < _EQUAL:
         return "as fast"
     if low > 0 or high < 0:
@@ -62,13 +63,13 @@ def interval_text(low: float, high: float) -> str:
     return _joined(_beside(low), _beside(high), "between {} and {}")
 
 
-# A share of a time that is not worth a word, and those from which on a ratio says more than a percentage.
+# Shares below the first count as equal. From the other two on, ratios are shown instead of percentages.
 _EQUAL = 5e-5
 _MUCH_SLOWER, _MUCH_FASTER = 1.0, -0.5
 
 
 def _beside(share: float) -> tuple[str, str]:
-    """A time that is longer by `share`: how much, and of what: "12%", "slower"; "24.9", "times as slow"."""
+    """Describes a time longer by `share` as an amount and its kind: "12%", "slower"; "24.9", "times as slow"."""
     if share >= _MUCH_SLOWER:
         return digits(1 + share), "times as slow"
     if share <= _MUCH_FASTER:
@@ -83,14 +84,14 @@ def _joined(one: tuple[str, str], other: tuple[str, str], words: str) -> str:
 
 
 def against_library(record: Record) -> Standing | None:
-    """The winner beside the library, or the library beside the best other where it won; None where one did not run."""
+    """Compares the winner with the library (or the best other entry if the library won); None if one did not run."""
     library = record.library_entry
     rival = _rival(record) if record.winner == library else library
     return None if library is None or rival is None else standing(record, rival)
 
 
 def gain_text(record: Record) -> str:
-    """XLA's time over the winner's in short: a ratio only where it is beyond doubt."""
+    """Returns XLA's time over the winner's as short text: a ratio only if it is significant at 99 % confidence."""
     xla = record.library_entry
     if xla is None:
         return "no XLA"
@@ -103,8 +104,8 @@ def gain_text(record: Record) -> str:
 
 
 def order_note(record: Record) -> str:
-    """Why the entries of a record are not in the order of their medians; "" where they are."""
-    medians = [float(f"{entry.measurement.median_s:.3g}") for entry in record.entries]  # as they are shown
+    """Explains why a record's entries are not in the order of their medians; "" if they are."""
+    medians = [float(f"{entry.measurement.median_s:.3g}") for entry in record.entries]  # rounded as displayed
     if medians == sorted(medians):
         return ""
     ties = "a tie goes to XLA, then to the schedule with less on-chip memory"
@@ -117,12 +118,12 @@ def order_note(record: Record) -> str:
 
 
 def _rival(record: Record) -> Entry | None:
-    """The best entry that is not the library's."""
+    """Returns the best entry that is not the library's."""
     return next((entry for entry in record.entries if entry is not record.library_entry), None)
 
 
 def verdict(record: Record) -> list[str]:
-    """The winner against XLA, which backends never ran, why the search ended, and how sure that is, as far as known."""
+    """Returns sentences: the winner against XLA, backends that never ran, why the search ended, and the confidence."""
     failed = [f"{lost}." for lost in record.failed]
     return [
         line for line in (_estimated(record), _against_xla(record), *failed, _ended(record), confidence(record)) if line

@@ -1,4 +1,4 @@
-"""Schedules by what differs, and messages by their first line, as a person reads them."""
+"""Formats schedules by their differences, and messages by their first line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def first_line(text: str, most: int = 160) -> str:
 
 
 def difference(schedule: Schedule, base: Schedule) -> str:
-    """What of `schedule` is not as in `base`; a field that only `base` has is at its default."""
+    """Describes how `schedule` differs from `base`; a field only in `base` has its default in `schedule`."""
     changed = {name: value for name, value in schedule.items() if name not in base or base[name] != value}
     return schedule_text(changed | dict.fromkeys(base.keys() - schedule.keys(), "default")) or "the same"
 
@@ -24,8 +24,8 @@ class Compared:
     """Candidates as text.
 
     Attributes:
-      texts: one of each.
-      note: by what those are shown that are not in full: a line, or none.
+      texts: One text per candidate.
+      note: A line that names the schedules that the abbreviated texts refer to; empty if there are none.
     """
 
     texts: Sequence[str]
@@ -38,11 +38,12 @@ def compared(
     *,
     operations: Sequence[str] | None = None,
 ) -> Compared:
-    """Each backend and schedule: of a backend the first in full, the others by what differs from it.
+    """Formats each backend and schedule: the first of a backend in full, the others by their differences from it.
 
     Args:
-      bases: backend -> a schedule that is shown elsewhere, and its name: all of that backend show what differs from it.
-      operations: whose each choice is, where they are of several: those of one backend then have other fields.
+      bases: Backend -> a schedule shown elsewhere and its name. All schedules of that backend are shown by their
+        differences from it.
+      operations: The operation of each choice, if there are several. The same backend then has different fields.
     """
     of = operations if operations is not None else [""] * len(choices)
     known = {(operation, backend): base for operation in set(of) for backend, base in (bases or {}).items()}
@@ -62,7 +63,7 @@ def compared(
 
 
 def bases_of(record: Record | None) -> dict[str, tuple[str, Schedule]]:
-    """Backend -> the record's schedule of it, and its name: what the others of that backend are compared with."""
+    """Returns the record's schedule of each backend with its name, for showing other schedules by their differences."""
     bases: dict[str, tuple[str, Schedule]] = {}
     for entry in record.entries if record is not None else ():
         name = "the winner" if record is not None and entry == record.winner else f"the best {entry.backend}"

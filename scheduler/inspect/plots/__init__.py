@@ -1,8 +1,8 @@
-"""Pictures of what was tuned: each function returns a `matplotlib.figure.Figure`, and needs no device.
+"""Plots of tuning results: each function returns a `matplotlib.figure.Figure`, and needs no device.
 
-Of one problem (`scheduler.inspect.case.Case`): `best_so_far`, `predictions`, `landscape`, `block_sizes`, `tiles` and
-`time_breakdown`. Of many: `roofline` and `gains`. `dark=True` draws on a dark background. `svg` makes text of a figure
-that may stand beside others in one HTML page.
+Plots of one problem (`scheduler.inspect.case.Case`): `best_so_far`, `predictions`, `landscape`, `block_sizes`, `tiles`
+and `time_breakdown`. Plots of many problems: `roofline` and `gains`. `dark=True` draws on a dark background. `svg`
+converts a figure to SVG text. Several of these can share one HTML page.
 
 Raises:
   MissingPackage: matplotlib is not installed (the extra `plots`).

@@ -1,4 +1,4 @@
-"""What pictures put on axes: scales, labels at lines, clouds of points, legends."""
+"""Helpers for axes: scales, line labels, point clouds, legends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def ratio_axis(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Ratios in the logarithm: twice as fast is as far from 1 as half as fast."""
+    """Sets a logarithmic scale for ratios: 2x and 0.5x are equally far from 1x."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -27,7 +27,7 @@ def ratio_axis(axes: Axes, which: Literal["x", "y"]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-# The ticks of ratios, from the closest, and the share of an axis that one takes.
+# Tick sets for ratios, from dense to sparse, and the share of an axis that one tick label takes.
 _RATIOS = (
     tuple(0.5 + 0.02 * step for step in range(51)),
     tuple(0.5 + 0.1 * step for step in range(21)),
@@ -39,7 +39,7 @@ _TICK = 0.105
 
 
 def plain_log(axis: Axis) -> None:
-    """Powers of ten as people write them, no smaller ticks."""
+    """Sets a logarithmic scale with plain numbers as labels, and no minor ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
@@ -51,7 +51,7 @@ def plain_log(axis: Axis) -> None:
 
 
 def label_lines(axes: Axes, lines: Sequence[tuple[float, str, str]]) -> None:
-    """Words in the colour of each horizontal line, at its right end: height, words, colour; none over another."""
+    """Labels horizontal lines at their right ends without overlaps, each given as height, text and colour."""
     low, high = axes.get_ylim()
     line = _LINE / _DOWN * (high - low)
     lines = sorted(lines)
@@ -62,14 +62,14 @@ def label_lines(axes: Axes, lines: Sequence[tuple[float, str, str]]) -> None:
         )  # fmt: skip
 
 
-# Inches: a line of a label, and the least that axes are high.
+# Inches: the height of a label line, and the minimum height of the axes.
 _LINE, _DOWN = 0.2, 3.3
 
 
 def spread(places: Sequence[float], tall: Sequence[float], top: float) -> list[float]:
-    """The middles of what is so `tall`, as near to `places`, from the lowest, as it can be without an overlap.
+    """Returns the centres of items of heights `tall`, as close to `places` (ascending) as possible without overlaps.
 
-    Nothing reaches beyond `top`; what has no room there goes down.
+    No item extends beyond `top`. Items that would are moved down.
     """
     middles: list[float] = []
     end = -np.inf
@@ -84,11 +84,11 @@ def spread(places: Sequence[float], tall: Sequence[float], top: float) -> list[f
 
 
 def cloud(axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, colour: str, size: float) -> None:
-    """Many points as one path: in an SVG each takes a twentieth of what a marker does."""
+    """Draws many points as one path. In an SVG, a point then takes a twentieth of the space of a marker."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    # A dot is a line of no length with round ends; renderers leave out one of exactly none.
+    # A dot is a very short line with round caps: renderers omit lines of exactly zero length.
     ends = np.stack([np.column_stack([x, y]), np.column_stack([np.multiply(x, 1.0001), y])], axis=1).reshape(-1, 2)
     codes = np.tile([Path.MOVETO, Path.LINETO], len(ends) // 2)
     axes.add_patch(
@@ -97,13 +97,13 @@ def cloud(axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, colour: str, size: flo
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """By what to divide times of about this length, and the unit they then have."""
+    """Returns the divisor and the unit for times of about this length."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
     return next(((scale, unit) for scale, unit in units if seconds >= 2 * scale), (1e-6, "µs"))
 
 
 def legend_right(axes: Axes, handles: Sequence[Any], title: str = "") -> None:
-    """What colours stand for, beside the axes, where it hides nothing."""
+    """Adds a legend to the right of the axes, where it hides no data."""
     axes.legend(
         handles=list(handles), loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title=title or None,
         alignment="left", handlelength=1.3,

@@ -1,4 +1,4 @@
-"""The best time after each trial of a search, beside XLA and the top prediction."""
+"""Plots the best time after each trial of a search, with XLA and the top prediction for comparison."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Trials slower than the best by more are shown at the edge, that differences near it can be seen.
+# Trials slower than this multiple of the best are drawn at the edge, to keep smaller differences visible.
 _SHOWN = 2.0
 
 
 def best_so_far(case: Case, *, dark: bool = False) -> Figure:
-    """Of the trials of a search: all backends but the library's.
+    """Plots the trials of a search, for all backends except the library's.
 
     Raises:
-      NothingToDraw: no trials are kept, or they are a sweep's, whose order says nothing, or none of them ran.
+      NothingToDraw: No trials are stored, they come from a sweep (which has no order), or none of them ran.
     """
     if case.swept:
         raise NothingToDraw(f"a sweep of {case} has no order to draw; replay a search over it")
@@ -63,7 +63,7 @@ def best_so_far(case: Case, *, dark: bool = False) -> Figure:
 
 
 def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme, highest: float) -> None:
-    """Those that are much slower, and those that failed, stand at the upper edge, above `highest` at least."""
+    """Draws the trials. Much slower ones and failures are at the upper edge, above `highest`."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
@@ -93,7 +93,7 @@ def _trials(axes: Axes, times: npt.NDArray[np.float64], look: Theme, highest: fl
 
 
 def _lines(case: Case, scale: float, unit: str, look: Theme) -> dict[str, tuple[float, str, str]]:
-    """XLA's time and that of the top prediction, as it was measured where it was tried: height, words, colour."""
+    """Returns height, text and colour for XLA's time and the top prediction's time (measured if it was tried)."""
     lines: dict[str, tuple[float, str, str]] = {}
     if (library_s := case.library_s) is not None:
         lines["xla"] = (library_s / scale, f"XLA {digits(library_s / scale)} {unit}", look.xla)

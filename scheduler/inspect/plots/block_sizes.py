@@ -1,4 +1,4 @@
-"""On-chip memory, arithmetic intensity and iterations against the size of a block."""
+"""Plots on-chip memory, arithmetic intensity and iterations against the size of a block."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KIB = 1024
-_MOST = 4  # choices that colours tell apart
+_MOST = 4  # choices with distinct colours
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What one choice changes, all others as they are.
+    """The effect of one choice while all others stay fixed.
 
     Attributes:
-      values: of the choice.
-      onchip_bytes, intensity, iterations: of each.
-      legal: whether a schedule with that value can run here.
+      values: Values of the choice.
+      onchip_bytes, intensity, iterations: One element per value.
+      legal: Whether a schedule with that value can run here.
     """
 
     name: str
@@ -46,13 +46,15 @@ class Line:
 
 
 def block_sizes(case: Case, *, over: str | None = None, backend: str | None = None, dark: bool = False) -> Figure:
-    """Around the best schedule of a backend; by default over each number that changes intensity or iterations.
+    """Plots the effect of block sizes, around the best schedule of a backend.
 
-    Values that no schedule of the space takes, up to four times the largest, show how far on-chip memory reaches.
+    By default the plot covers each numeric choice that changes the intensity or the iterations. Values outside the
+    space, up to four times the largest, show the limit of on-chip memory.
 
     Raises:
-      NothingToDraw: no kernel but the library's can do it, or its choices change none of the three.
-      ValueError: there is no such backend or choice.
+      NothingToDraw: No kernel except the library's supports the problem, or no choice changes the intensity or the
+        iterations.
+      ValueError: There is no such backend or choice.
     """
     best = case.best_searched(backend)
     choices = best.kernel.space(case.problem, case.hardware.target).choices
@@ -84,7 +86,7 @@ def _line(case: Case, best: Best, name: str, values: Sequence[int]) -> Line:
                 line = _at(case, best, name, sorted({*declared, 2 * largest, 4 * largest}))
             if np.isfinite([line.onchip_bytes, line.intensity, line.iterations]).all():
                 return line
-        except (LookupError, ValueError, ArithmeticError):  # values that it was never asked about
+        except (LookupError, ValueError, ArithmeticError):  # values that the footprint was not written for
             pass
     with np.errstate(all="ignore"):
         return _at(case, best, name, sorted(declared))
@@ -122,7 +124,7 @@ def _panels(panels: Sequence[Axes], lines: Sequence[Line], case: Case, best: Bes
             axes.plot(line.values[line.legal], heights[line.legal], "o", color=colour, ms=7)
             here = line.values == best.schedule[line.name]
             axes.plot(line.values[here], heights[here], "o", mfc="none", mec=look.ink, ms=13, mew=1.8)
-    # Far beyond what a block may have, it does not matter how far.
+    # The axis is cut: values far beyond the limit need not be visible.
     top = min(2.5 * limit, max(float(line.onchip_bytes.max()) for line in lines) / KIB)
     onchip.axhspan(limit, max(1.15 * limit, 1.05 * top), color=look.bad, alpha=0.13, lw=0)
     onchip.axhline(limit, color=look.bad, lw=1.6)
@@ -139,7 +141,7 @@ def _panels(panels: Sequence[Axes], lines: Sequence[Line], case: Case, best: Bes
 
 
 def _sizes(axes: Axes, lines: Sequence[Line]) -> None:
-    """Sizes in powers of two, where they are positive."""
+    """Labels sizes in powers of two if they are positive."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     every = [int(value) for line in lines for value in line.values]

@@ -1,4 +1,4 @@
-"""A figure as the text of an SVG element, or as a PNG."""
+"""Converts a figure to SVG text, or to a PNG."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def svg(drawn: Figure) -> str:
-    """`drawn` as an SVG element: the same text for the same figure, its ids unlike those of any other."""
+    """Returns `drawn` as an SVG element. The text is reproducible, and its ids are unique among figures."""
     from matplotlib import style
 
     file = io.StringIO()
@@ -25,24 +25,25 @@ def svg(drawn: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(?<= d=")[^"]+', lambda path: re.sub(r"\d+\.\d+", _shorter, path[0]), text)
-    # matplotlib's ids are digests of places to the last bit, which differ between runs: here they are counted.
+    # matplotlib derives ids from floating-point coordinates, which differ between runs in the last bit. They are
+    # replaced by numbers.
     ids = {name: f"{number}" for number, name in enumerate(re.findall(r'\bid="([^"]+)"', text))}
     text = re.sub(r'(\bid="|href="#|url\(#)([^")]+)', lambda found: f"{found[1]}@{ids[found[2]]}", text)
     own = f"p{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     text = re.sub(r'(\bid="|href="#|url\(#)@', rf"\g<1>{own}-", text)
-    # What the element says of all elements would hold for all of a page.
+    # A global CSS selector would apply to the whole page, so it is restricted to this element.
     text = text.replace("*{stroke-linejoin", f"#{own} *{{stroke-linejoin")
     label = html.escape(str(drawn.get_label()), quote=True)
     return text.replace("<svg ", f'<svg id="{own}" role="img" aria-label="{label}" ', 1).rstrip() + "\n"
 
 
 def _shorter(number: re.Match[str]) -> str:
-    """A hundredth of a point is less than anybody sees."""
+    """Rounds a coordinate to a hundredth of a point, which is not visible."""
     return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def png(drawn: Figure) -> bytes:
-    """`drawn` as a PNG of 1,600 pixels' width."""
+    """Returns `drawn` as a PNG, 1,600 pixels wide."""
     from matplotlib import style
 
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""A library's time over ours by problem: of the best searched schedule, and of what answers in the end."""
+"""Plots a library's time over ours by problem: for the best searched schedule, and for the selected one."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# So many problems are named, each in a row of its own; of more, each operation has a row.
+# Up to this many problems have a row each. Otherwise each operation has a row.
 _NAMED = 22
-# Inches. A README shows ten of them in 838 pixels: the thinnest bar is a little more than one.
+# Inches. A README shows 10 inches as 838 pixels, so the thinnest bar is slightly more than one pixel.
 _NAME, _LINE, _GAP = 3.6, 0.19, 0.12
 _THINNEST, _STEP, _GAPLESS, _THICKEST = 0.0145, 0.0145, 0.05, 0.16
 _PAGE = 8.0
-# Points from the axes to the right ends of the columns beside them.
+# Points from the axes to the right edges of the columns of text.
 _COUNT_AT, _RATIO_AT = 50, 112
-# What is less than half as fast stands at the edge: one such would leave no room for the others.
+# Values below this are drawn at the edge, because a single one would leave no room for the others.
 _EDGE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """A library's time over another, of one record.
+    """A library's time over the times of our schedules, for one record.
 
     Attributes:
-      library: XLA, or the vendor's library where that ran and is faster: cuDNN.
-      searched: over that of the best searched schedule; None where none ran.
-      final: over that of the winner, which may be the library.
+      library: XLA, or the vendor's library (cuDNN) if it ran and is faster.
+      searched: The library's time over that of the best searched schedule; None if none ran.
+      final: The library's time over that of the winner, which may be the library.
     """
 
     library: str
@@ -51,12 +51,15 @@ class Gain:
 
     @property
     def beaten(self) -> bool:
-        """Whether the library answers though something else ran."""
+        """Whether the library was selected although a searched schedule ran."""
         return self.searched is not None and self.searched != self.final
 
     @classmethod
     def of(cls, record: Record) -> Gain | None:
-        """None where no library ran, or not each that takes part: XLA alone is not what a vendor's is compared with."""
+        """Returns the gain of a record; None if any of its libraries did not run.
+
+        If a vendor's library takes part, XLA alone is not a valid baseline.
+        """
         libraries = _libraries(record)
         library = record.best(frozenset(libraries))
         vendors = libraries.keys() & record.versions.keys() - {record.library}
@@ -74,7 +77,7 @@ class Gain:
 
 
 def _libraries(record: Record) -> dict[str, str]:
-    """By backend, what it is called: XLA's, and vendors', where the operation is here."""
+    """Returns library names by backend: XLA's, and the vendors' if the operation is available."""
     named = {record.library: "XLA"}
     try:
         kernels = load_known(record.key.operation).kernels
@@ -84,10 +87,12 @@ def _libraries(record: Record) -> dict[str, str]:
 
 
 def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
-    """Of records of one chip, by operation, the least gain first; those in which no library ran are left out.
+    """Plots the gains of records of one chip by operation, in ascending order.
+
+    Records without a library's time are left out.
 
     Raises:
-      NothingToDraw: none ran in any of them.
+      NothingToDraw: No record has a library's time.
     """
     found = [gain for gain in map(Gain.of, records) if gain is not None]
     if not found:
@@ -118,11 +123,11 @@ def gains(records: Sequence[Record], *, dark: bool = False) -> Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Problems under one name: those of an operation, or one.
+    """Problems under one name: all problems of an operation, or a single problem.
 
     Attributes:
-      name: in lines.
-      text: the mean of their gains.
+      name: The name, split into lines.
+      text: The geometric mean of their gains.
     """
 
     name: tuple[str, ...]
@@ -136,14 +141,14 @@ class Row:
 
 
 def _heights(rows: Sequence[Row]) -> list[float]:
-    """Inches of each row: room for its name, and for its bars side by side as long as the picture stays on a page."""
+    """Returns the height of each row in inches: room for its name, and for its bars if the plot fits on a page."""
     names = [_LINE * len(row.name) + _GAP for row in rows]
     step = min(_STEP, max(0.0, _PAGE - sum(names)) / sum(len(row.gains) for row in rows))
     return [max(name, step * len(row.gains) + _GAP) for name, row in zip(names, rows, strict=True)]
 
 
 def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme) -> None:
-    """Bars from 1x, the longest on top; rows from top to bottom, `y` in inches."""
+    """Draws bars from 1x, the longest on top, in rows from top to bottom. `y` is in inches."""
     low = max(_EDGE, min([0.97, *(g.searched / 1.03 for row in rows for g in row.gains if g.beaten and g.searched)]))
     high = max(max(g.final, g.searched if g.beaten and g.searched else 0) for row in rows for g in row.gains)
     low, high = min(low, *(gain.final / 1.03 for row in rows for gain in row.gains)), max(1.03, high**1.04)
@@ -153,7 +158,7 @@ def _rows(axes: Axes, rows: Sequence[Row], heights: Sequence[float], look: Theme
     for row, height in zip(rows, heights, strict=True):
         middles.append(top + height / 2)
         pitch = min(_THICKEST, (height - _GAP) / len(row.gains))
-        # Where there is no room for gaps, bars overlap: they make a surface.
+        # Without room for gaps, bars overlap and form an area.
         thick = 0.86 * pitch if pitch > _GAPLESS else max(_THINNEST, 1.2 * pitch)
         gains = sorted(row.gains, key=lambda gain: (-gain.final, -(gain.searched or 0.0)))
         places = middles[-1] + pitch * (np.arange(len(gains)) - (len(gains) - 1) / 2)

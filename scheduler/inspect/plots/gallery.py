@@ -1,4 +1,4 @@
-"""All pictures of a cache and of recorded sweeps, by name: those of the documentation are made of what is shipped."""
+"""Draws all plots of a cache and of recorded sweeps. The documentation's plots use the shipped records."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 def gallery(
     records: Sequence[Record], recordings: Sequence[Path], *, dark: bool = False
 ) -> Iterator[tuple[str, Figure | str]]:
-    """Each picture with its name, or what it needs: of all records of one chip, and of the problem that tells most.
+    """Yields the name of each plot with its figure, or with the reason why it cannot be drawn.
 
-    That is the recorded one of whose schedules the most were measured; without recordings, the tuned one with the most
-    schedules.
+    Plots of many problems use all records of one chip. Plots of one problem use the recorded problem with the most
+    measured schedules. Without recordings, they use the tuned problem with the most schedules.
     """
     known = [case for case in map(cases_of.of_record, records) if case is not None]
     swept = {path: cases_of.of_recording(path) for path in recordings}
@@ -79,7 +79,7 @@ def _replayed(path: Path | None) -> Case:
 
 
 def _largest(known: Sequence[Case]) -> Case | None:
-    """Of those won by a searched schedule, the one with the most schedules: no choice of it stands still."""
+    """Returns the case with the most schedules among those won by a searched schedule, so that all its choices vary."""
 
     def schedules(case: Case) -> int:
         libraries = {kernel.backend for kernel in case.operation.kernels if kernel.library or kernel.vendor}
@@ -89,7 +89,7 @@ def _largest(known: Sequence[Case]) -> Case | None:
 
 
 def _tuned(one: Case, records: Sequence[Record]) -> Case:
-    """A recorded problem as its record has it, where it has one: the best schedule is that of the run-off."""
+    """Returns the case with its record if one exists, to use the best schedule of the final comparison."""
     key = key_of(one.operation, one.problem, one.hardware)
     record = next((record for record in records if record.key == key), None)
     return one if record is None else Case(one.operation, one.problem, one.hardware, record)

@@ -1,4 +1,4 @@
-"""The best time over two choices, measured where that is known, and what was pruned by its reason."""
+"""Plots the best time over two choices, measured if known, and the reasons for pruned pairs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _HATCHES = ("///", "\\\\\\", "xxx", "---", "+++", "|||", "//", "xx")
-# Times above so many times the best have one colour; with more cells than this no numbers fit.
+# Times above this multiple of the best have one colour. Above this number of cells, numbers are omitted.
 _SCALE = 1.6
 _NUMBERED = 130
-# Inches of a line of a reason, and its size.
+# Width of a reason's line in inches, and its font size in points.
 _REASON, _SMALL = 2.1, 10.5
 
 
 def landscape(
     case: Case, *, over: tuple[str, str] | None = None, backend: str | None = None, dark: bool = False
 ) -> Figure:
-    """Over two choices of a backend; by default those that matter most, of the best searched schedule's.
+    """Plots the best times of a backend over two choices.
+
+    The default backend is that of the best searched schedule, and the default choices are the most important ones.
 
     Raises:
-      NothingToDraw: nothing of that backend is legal, or it has fewer than two choices.
-      ValueError: there is no such backend, or it has no such choices.
+      NothingToDraw: The backend has no legal schedule, or fewer than two choices.
+      ValueError: There is no such backend, or the backend has no such choices.
     """
     land = landscapes.landscape(case, over=over, backend=backend)
     scale, unit = time_unit(land.best_s)
@@ -58,7 +60,7 @@ def landscape(
 
 
 def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch]:
-    """Draws them; returns what stands for each reason."""
+    """Draws the cells, and returns the legend handle of each reason."""
     from matplotlib.patches import Patch, Rectangle
 
     shades = _shades(look)
@@ -92,7 +94,7 @@ def _cells(axes: Axes, land: Landscape, scale: float, look: Theme) -> list[Patch
 
 
 def _mark(axes: Axes, land: Landscape, look: Theme) -> None:
-    """A frame around the cell of the schedule that stands out."""
+    """Draws a frame around the cell of the highlighted schedule."""
     from matplotlib.patches import Rectangle
 
     if (place := land.place(land.best.schedule)) is not None:
@@ -101,14 +103,14 @@ def _mark(axes: Axes, land: Landscape, look: Theme) -> None:
 
 
 def _shades(look: Theme) -> LinearSegmentedColormap:
-    """From the best to the worst."""
+    """Returns the colour map, from the best to the worst."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("times", look.magnitude)
 
 
 def _bar(axes: Axes, look: Theme) -> None:
-    """What the colours stand for, in times of the best."""
+    """Adds a colour bar, in multiples of the best time."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
 

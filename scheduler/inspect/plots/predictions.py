@@ -1,4 +1,4 @@
-"""Predicted against measured times, coloured by what bounds each schedule."""
+"""Plots predicted against measured times, coloured by each schedule's bottleneck."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of more, every second or third is drawn: what is said of them is said of all.
+# Above this number, only every n-th schedule is drawn. The statistics include all of them.
 _DRAWN = 2500
 
 Array = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """Schedules of one kernel for one problem: times in seconds, and the group of terms that bounds each."""
+    """Schedules of one kernel for one problem: times in seconds, and the bottleneck of each."""
 
     predicted: Array
     measured: Array
@@ -39,10 +39,12 @@ class Compared:
 
 
 def predictions(cases: Sequence[Case], *, dark: bool = False) -> Figure:
-    """Of today's model, of all trials and entries of `cases` that today's kernels know; vendors' kernels left out.
+    """Plots predictions of the current model for all trials and entries of `cases`.
+
+    Schedules that the current kernels do not know, and vendors' kernels, are left out.
 
     Raises:
-      NothingToDraw: there is none.
+      NothingToDraw: There are no such schedules.
     """
     found = [compared for case in cases for compared in _of(case)]
     if not found:
@@ -94,7 +96,7 @@ def _draw(axes: Axes, predicted: Array, measured: Array, bound: npt.NDArray[np.s
 
 
 def _of(case: Case) -> Iterator[Compared]:
-    """Each kernel's."""
+    """Yields the comparison of each kernel."""
     for kernel in case.operation.kernels:
         if kernel.library or kernel.vendor or kernel.supports(case.problem, case.hardware.target):
             continue
@@ -104,7 +106,7 @@ def _of(case: Case) -> Iterator[Compared]:
             if (one.backend, one.version) == (kernel.backend, kernel.version):
                 try:
                     points.append(kernel.space(*space).decode(one.schedule))
-                except ValueError:  # no point of today's space
+                except ValueError:  # not in the current space
                     continue
                 seconds.append(median_s)
         if points:
@@ -118,7 +120,7 @@ def _of(case: Case) -> Iterator[Compared]:
 
 
 def _measured(case: Case) -> Iterator[tuple[Trial, float]]:
-    """Trials, and entries of the record, whose times stand for those of their trials."""
+    """Yields measured trials. An entry of the record replaces the trial of the same schedule."""
     entries = case.record.entries if case.record is not None else ()
     latest = {(trial.backend, str(sorted(trial.schedule.items()))): trial for trial in case.trials}
     for number, e in enumerate(entries):

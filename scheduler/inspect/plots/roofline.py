@@ -1,4 +1,4 @@
-"""The roofline of a chip with every tuned problem on it: its winner, and XLA."""
+"""Plots a chip's roofline with every tuned problem: the winner, and XLA."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What one of these marks, in the order of names.
+# The markers of operations, in the order of their names.
 _MARKERS = "osD^vPX<>*pHd8h"
-# Inches: the least that the left axes have, and a line of their texts.
+# Inches: minimum width and height of the left axes, and the height of a text line.
 _ACROSS, _DOWN, _LINE = 4.2, 3.2, 0.2
 
 
@@ -31,10 +31,10 @@ class Point:
     """One problem.
 
     Attributes:
-      intensity: FLOP/B, of its compulsory traffic.
-      rate, xla_rate: of its answer and of XLA, FLOP/s; None where XLA did not run.
-      roof: what the chip allows at that intensity, FLOP/s.
-      bound_s: the time that it allows.
+      intensity: FLOP/B of compulsory traffic.
+      rate, xla_rate: FLOP/s of the winner and of XLA; `xla_rate` is None if XLA did not run.
+      roof: FLOP/s that the chip allows at this intensity.
+      bound_s: Lower bound of the time by the roofline, in seconds.
     """
 
     operation: str
@@ -46,7 +46,7 @@ class Point:
 
     @classmethod
     def of(cls, case: Case) -> Point | None:
-        """None without a record, or where nothing is computed."""
+        """Returns the point of a case; None if it has no record or no FLOPs."""
         if case.record is None or not case.problem.flops:
             return None
         p, library_s = case.problem, case.library_s
@@ -62,11 +62,11 @@ class Point:
 
 
 def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
-    """Of cases of one chip; those without a record are left out.
+    """Plots the cases of one chip. Cases without a record are left out.
 
     Raises:
-      NothingToDraw: none has a record.
-      ValueError: they are of several chips.
+      NothingToDraw: No case has a record.
+      ValueError: The cases are of several chips.
     """
     points = [point for point in map(Point.of, cases) if point is not None]
     if not points:
@@ -104,14 +104,14 @@ def roofline(cases: Sequence[Case], *, dark: bool = False) -> Figure:
 
 
 def _roofs(axes: Axes, peaks: dict[str, float], bandwidth: float, points: Sequence[Point], look: Theme) -> None:
-    """The slope of the memory and the ceiling of each arithmetic, each named at its left, where no point can be."""
+    """Draws the memory slope and the ceiling of each arithmetic, labelled at the left, where no point can be."""
     ceilings = {
         peak: f"{', '.join(names)}: {digits(peak / 1e12)} TFLOP/s"
         for peak, names in itertools.groupby(peaks, lambda name: peaks[name])
     }
     top, every = max(ceilings), [p.intensity for p in points]
     low, high = min([*every, 0.3 * top / bandwidth]) / 2, max([*every, 3 * top / bandwidth]) * 1.6
-    for peak, name in ceilings.items():  # room for a name: the share of the axes left of where its ceiling begins
+    for peak, name in ceilings.items():  # room for the label left of where the ceiling begins
         share = min(0.75, (letters_width(name) + 0.3) / _ACROSS)
         low = min(low, high / (high * bandwidth / peak) ** (1 / (1 - share)))
     rates = [rate for p in points for rate in (p.rate, p.xla_rate) if rate is not None]
@@ -153,7 +153,7 @@ def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: The
 
         before, after = height([p.xla_rate for p in pairs], pairs), height([p.rate for p in pairs], pairs)
         x = along(pairs)
-        gap = [np.nan] * len(pairs)  # one line with gaps: a picture holds a style for each line
+        gap = [np.nan] * len(pairs)  # one line with gaps: an SVG stores the style of each line
         joined = (np.transpose(ends).ravel() for ends in ([x, x, gap], [before, after, gap]))
         axes.plot(*joined, color=look.faint, lw=1.2)
         axes.plot(x, before, marker, mfc="none", mec=look.xla, ms=5.5, mew=1.3, ls="none")
@@ -164,7 +164,7 @@ def _points(axes: Axes, points: Sequence[Point], names: Sequence[str], look: The
 
 
 def _legend(made: Figure, names: Sequence[str], look: Theme) -> None:
-    """Below both axes, where no point is."""
+    """Adds a legend below both axes."""
     from matplotlib.lines import Line2D
 
     handles = [

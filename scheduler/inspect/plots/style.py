@@ -1,4 +1,4 @@
-"""What pictures share: sizes, letters, colours on a light and on a dark ground."""
+"""Common style of all plots: sizes, fonts, and colours for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-    """Colours; those that tell things apart are Okabe and Ito's, which colour-blind readers tell apart, too.
+    """Colours of a plot. The colours of categories are Okabe and Ito's palette, suitable for colour-blind readers.
 
     Attributes:
-      ground, ink, faint, grid: of the paper, of words and lines, of what matters less, and of what matters least.
-      ours, xla, third, bad: the schedules that were searched, XLA's programs, something else, and what failed.
-      several: for what has many kinds, in the order of use.
-      magnitude: from the best, which stands out from the ground, to the worst.
+      ground, ink, faint, grid: Background, text and lines, less important elements, and grid lines.
+      ours, xla, third, bad: Searched schedules, XLA's programs, a third category, and failures.
+      several: Colours for many categories, in the order of use.
+      magnitude: Colours of a scale from the best value, which contrasts most with the background, to the worst.
     """
 
     ground: str
@@ -62,13 +62,13 @@ DARK = Theme(
     several=("#58b5ec", "#f0b32e", "#2fc79b", "#e08fbd", "#a0a0a0", "#ee7733", "#2f7fc1", "#a992dd"),
     magnitude=("#d2e3f3", "#8fc2de", "#2f7fbc", "#0a3a75"),
 )
-# Inches: a slide of 16 to 9, on which 12 points are read from the last row.
+# Inches: a 16:9 slide, on which 12-point text is legible from the last row.
 WIDTH, HEIGHT = 10.0, 5.625
 DPI = 160
 _TEXT = 12.0
-# The side margin of titles, and how much wider than here a viewer's own letters may be.
+# Side margin of titles in inches, and a factor for viewers with wider fonts than the one measured here.
 _MARGIN, _WIDER = 0.14, 1.04
-# Of one width as far as may be: a viewer without the first has the second, or a narrower one.
+# Fonts of similar width: a viewer without the first uses the second, or a narrower one.
 FONT: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Geneva", "Arial", "Helvetica", "sans-serif"],
@@ -77,12 +77,12 @@ FONT: dict[str, Any] = {
 
 
 def available() -> bool:
-    """Whether matplotlib is here."""
+    """Returns whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def require() -> None:
-    """Asks before anything is computed for a picture.
+    """Checks for matplotlib before any data for a plot is computed.
 
     Raises:
       MissingPackage: matplotlib is not installed.
@@ -96,7 +96,7 @@ def theme(dark: bool) -> Theme:
 
 
 def legible_on(colour: Sequence[float]) -> str:
-    """Black or white, whichever has the higher contrast on `colour`: red, green and blue of sRGB, 0 to 1."""
+    """Returns black or white, whichever has the higher contrast on `colour` (sRGB red, green and blue, 0 to 1)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
     luminance = sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     # The contrasts of WCAG 2 are equal where (luminance + 0.05)^2 is 0.05 x 1.05.
@@ -105,7 +105,7 @@ def legible_on(colour: Sequence[float]) -> str:
 
 @contextlib.contextmanager
 def drawing(dark: bool) -> Iterator[Theme]:
-    """Within, what is drawn looks as all pictures do; nothing of a program's own settings of matplotlib counts.
+    """Applies the common style within the context, and ignores the program's own matplotlib settings.
 
     Raises:
       MissingPackage: matplotlib is not installed.
@@ -148,7 +148,10 @@ def drawing(dark: bool) -> Iterator[Theme]:
 
 
 def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGHT) -> Figure:
-    """An empty one of the width of a slide, under its title and how to read it; a reader of screens says both."""
+    """Returns an empty figure as wide as a slide, with a title and a subtitle.
+
+    Its label for screen readers contains both.
+    """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -170,7 +173,7 @@ def figure(title: str, look: Theme, *, subtitle: str = "", height: float = HEIGH
 
 @functools.cache
 def letters_width(text: str, size: float = _TEXT - 1, *, bold: bool = False) -> float:
-    """Inches that one line of `text` takes in letters of `size` points."""
+    """Returns the width in inches of one line of `text` in a font of `size` points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -181,10 +184,10 @@ def letters_width(text: str, size: float = _TEXT - 1, *, bold: bool = False) -> 
 def fold(
     text: str, inches: float, size: float = _TEXT - 1, *, bold: bool = False, most: int | None = None
 ) -> list[str]:
-    """`text` in lines of at most `inches`, by the widths of its letters; longer words are broken.
+    """Wraps `text` to lines of at most `inches`, by the widths of its letters. Longer words are broken.
 
     Args:
-      most: of more lines, the last that is kept ends in an ellipsis.
+      most: Maximum number of lines. If there are more, the last line kept ends in an ellipsis.
     """
 
     def fits(line: str) -> bool:

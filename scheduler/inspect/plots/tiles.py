@@ -1,4 +1,4 @@
-"""How tiles lie on operands and result, and in which order blocks walk them."""
+"""Plots how tiles cover operands and result, and in which order blocks process them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Of longer axes the first so many tiles are drawn, that one of them can be seen.
+# Maximum number of tiles drawn along an axis, so that single tiles stay visible.
 _DRAWN = 64
-# Opacity of blocks that are loaded in later steps.
+# Opacity of blocks loaded in later steps.
 _LATER = 0.35
-# Inches of a line below the result, and below what is loaded for its rows.
+# Inches: text width below the result, and below the operands loaded for its rows.
 _RESULT_TEXT, _LEFT_TEXT = 4.4, 1.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The tiles of a launch, seen along two axes of its grid.
+    """The tiles of a launch, along two axes of its grid.
 
     Attributes:
-      rows, columns: those axes; `columns` is None where the grid has one long axis only.
-      extents: tiles along each axis of the grid.
-      order: ``[tile, axis]``, as they are walked.
-      at_once: tiles that run at the same time.
-      steps: of a tile.
+      rows, columns: The two axes; `columns` is None if the grid has only one long axis.
+      extents: Number of tiles along each axis of the grid.
+      order: ``[tile, axis]``, in the order of processing.
+      at_once: Number of concurrent tiles.
+      steps: Number of steps of a tile.
     """
 
     footprint: Footprint
@@ -53,11 +53,11 @@ class Plan:
 
 
 def tiles(case: Case, *, backend: str | None = None, dark: bool = False) -> Figure:
-    """Of the best schedule of a backend, by default the best searched one: what its footprint says of its grid.
+    """Plots the grid of the best schedule of a backend, by default the best searched one, from its footprint.
 
     Raises:
-      NothingToDraw: no kernel but the library's can do it.
-      ValueError: there is no such backend.
+      NothingToDraw: No kernel except the library's supports the problem.
+      ValueError: There is no such backend.
     """
     best = case.best_searched(backend)
     footprint = case.footprint(best)
@@ -92,7 +92,7 @@ def _plan(f: Footprint, case: Case) -> Plan:
 
 
 def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> None:
-    """The result with what is loaded for its rows at the left, and for its columns above."""
+    """Draws the result, with the operands for its rows to the left and those for its columns above."""
     left = [(n, load) for n, load in enumerate(loads) if _selects(load, plan.rows) and not _selects(load, plan.columns)]
     above = [
         (n, load) for n, load in enumerate(loads) if _selects(load, plan.columns) and not _selects(load, plan.rows)
@@ -115,7 +115,10 @@ def _draw(made: Figure, plan: Plan, loads: Sequence[Operand], look: Theme) -> No
 
 
 def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
-    """Tiles in the colour of their wave, and the way of the first; returns how many rows and columns are drawn."""
+    """Draws tiles in the colour of their wave, and the path of the first wave.
+
+    Returns the numbers of rows and columns drawn.
+    """
     across = plan.extents[plan.columns] if plan.columns is not None else 1
     down = plan.extents[plan.rows]
     rows, columns = min(down, _DRAWN), min(across, _DRAWN)
@@ -123,7 +126,7 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
     way: list[tuple[int, int]] = []
     for number, tile in enumerate(plan.order):
         other = [axis for axis in range(len(plan.extents)) if axis not in (plan.rows, plan.columns)]
-        if any(tile[axis] for axis in other):  # drawn are those of the first plane
+        if any(tile[axis] for axis in other):  # only the first plane is drawn
             continue
         j, i = int(tile[plan.rows]), int(tile[plan.columns]) if plan.columns is not None else 0
         if j < rows and i < columns:
@@ -140,7 +143,7 @@ def _result(axes: Axes, plan: Plan, look: Theme) -> tuple[int, int]:
         axes.axvline(edge, color=look.ground, lw=0.6)
     for edge in np.arange(0.5, rows - 0.5):
         axes.axhline(edge, color=look.ground, lw=0.6)
-    for colour, width in ((look.ground, 3.6), (look.ink, 1.4)):  # on any shade, one of them stands out
+    for colour, width in ((look.ground, 3.6), (look.ink, 1.4)):  # one of them is visible on any shade
         axes.plot(*zip(*way, strict=True), color=colour, lw=width)
     axes.plot(*way[0], "o", color=look.ink, ms=6)
     axes.plot(*way[-1], "s", color=look.ink, ms=5)
@@ -158,7 +161,7 @@ def _operand(
     axes: Axes, loads: Sequence[tuple[int, Operand]], plan: Plan, count: int, touched: set[int], look: Theme, *,
     upright: bool,
 ) -> None:  # fmt: skip
-    """Blocks of what is loaded along one axis, steps along the other; those that the first wave needs are filled."""
+    """Draws blocks of operands along one axis and steps along the other. Blocks of the first wave are filled."""
     steps = min(plan.steps, 16)
     pixels = np.zeros((count, steps, 4))
     colour = _shades(plan, look)[0]
@@ -202,7 +205,7 @@ def _legend(axes: Axes, plan: Plan, look: Theme) -> None:
 
 
 def _shades(plan: Plan, look: Theme) -> list[tuple[float, float, float, float]]:
-    """A colour for each wave, the last for all that follow."""
+    """Returns a colour for each wave. The last colour is for all later waves."""
     waves = min(6, math.ceil(len(plan.order) / plan.at_once))
     ours, ground = np.array(_rgb(look.ours)), np.array(_rgb(look.ground))
     mixed = [ours * share + ground * (1 - share) for share in np.linspace(1.0, 0.25, max(waves, 2))[:waves]]

@@ -1,4 +1,4 @@
-"""Where the time of one launch goes, by the model, beside what was measured."""
+"""Plots how one launch spends its time, by the model, next to the measured time."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Terms of less than this share of a launch are not shown by themselves.
+# Terms below this share of a launch are not shown separately.
 _SHOWN = 0.004
 
 
 def time_breakdown(case: Case, *, backend: str | None = None, dark: bool = False) -> Figure:
-    """Of the best schedule of a backend, by default the best searched one, or of the top prediction.
+    """Plots the best schedule of a backend, by default the best searched one, or the top prediction.
 
     Raises:
-      NothingToDraw: no kernel but the library's can do it.
-      ValueError: there is no such backend.
+      NothingToDraw: No kernel except the library's supports the problem.
+      ValueError: There is no such backend.
     """
     best = case.best_searched(backend)
     parts = case.model(best.kernel).breakdown(case.footprint(best))
@@ -45,7 +45,7 @@ def time_breakdown(case: Case, *, backend: str | None = None, dark: bool = False
             bars[case.took] = best.seconds
         if (library_s := case.library_s) is not None:
             bars["XLA"] = library_s
-        # What takes many times as long would leave no room for the rest: it ends at the edge.
+        # Bars of much longer times are cut at the edge, to leave room for the others.
         inner = max(total, bars.get(case.took, 0.0), *overlapped.values())
         upper.set_xlim(0, min(1.12 * max(inner, bars.get("XLA", 0.0)), 1.6 * inner) / scale)
         _stacked(upper, bars, _parts(overlapped, steps_s, serial, look), scale, look)
@@ -60,7 +60,7 @@ def _colours(look: Theme) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A piece of the prediction: those after each other add up to it."""
+    """A part of the predicted time. The parts add up to it."""
 
     name: str
     seconds: float
@@ -82,7 +82,7 @@ def _parts(overlapped: Mapping[str, float], steps_s: float, serial: Mapping[str,
 
 
 def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale: float, look: Theme) -> None:
-    """The prediction as its parts add up, and what was measured."""
+    """Draws the prediction as stacked parts, and the measured times."""
     from matplotlib.patches import Patch
 
     names, left, handles = list(bars)[::-1], 0.0, []
@@ -98,7 +98,7 @@ def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale
             axes.barh(names.index("model"), part.seconds / scale, left=left / scale, height=0.66, **how)
             handles.append(Patch(label=f"{part.name}, {digits(part.seconds / scale)}", fc=how.pop("color"), **how))
         left += part.seconds
-    for name in (name for name in bars if name != "model"):  # in their order: a picture is the same each time
+    for name in (name for name in bars if name != "model"):  # in a fixed order, so that plots are reproducible
         axes.barh(names.index(name), bars[name] / scale, height=0.66, color=look.xla if name == "XLA" else look.faint)
     edge = axes.get_xlim()[1]
     for name, seconds in bars.items():
@@ -119,7 +119,7 @@ def _stacked(axes: Axes, bars: Mapping[str, float], parts: Sequence[Part], scale
 
 
 def _steps(axes: Axes, overlapped: Mapping[str, float], steps_s: float, scale: float, look: Theme) -> None:
-    """What is at work at once in the steps, each as long as it would take alone."""
+    """Draws the overlapped terms of the steps, each with the time that it would take alone."""
     from matplotlib.patches import Patch
 
     colours = _colours(look)

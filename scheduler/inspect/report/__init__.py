@@ -1,1 +1,1 @@
-"""A cache as one HTML file that explains each of its records: `page.page` writes it, from what `gather` found."""
+"""Reports a cache as one HTML file that explains each record: `page.page` writes the data that `gather` collects."""

@@ -1,4 +1,4 @@
-"""One record of a report: why this schedule, how sure that is, and how it is tuned again."""
+"""The report's article on one record: why this schedule, how certain that is, and how to tune it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scheduler.inspect.wording import bases_of, compared, first_line
 
 
 def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -> Element:
-    """All that is told of one record; where there are no pictures, `missing` says why."""
+    """Returns the article on one record. `missing` explains why there are no plots, if any."""
     record = told.record
     made = element(
         "article",
@@ -52,7 +52,7 @@ def article(ident: str, told: Told, pictures: Sequence[Picture], missing: str) -
 
 
 def _figures(told: Told) -> Element:
-    """The few numbers that a reader looks for first."""
+    """Returns the key figures."""
     record, case, time_s = told.record, told.case, told.record.winner.measurement.median_s
     shown = {"estimated time" if record.estimated else "time": seconds_text(time_s), "against XLA": gain_text(record)}
     if shown["against XLA"] == "1.00x":
@@ -79,7 +79,7 @@ def _why(told: Told) -> Iterator[Element]:
 
 
 def _story(told: Told) -> Iterator[str]:
-    """From the whole space to the winner, in sentences."""
+    """Yields sentences that lead from the whole space to the winner."""
     record = told.record
     size = sum(account.size for account in told.accounts)
     legal = sum(len(account.ranks) for account in told.accounts)
@@ -107,7 +107,7 @@ def _sure(record: Record) -> Iterator[Element]:
 
 
 def _entries(told: Told) -> Iterator[Element]:
-    """The winner, the runner-up and the best of each other backend, side by side."""
+    """Yields a table of the winner, the runner-up and the best of each other backend."""
     record, case = told.record, told.case
     shown = [(entry.backend, entry.schedule) for entry in record.entries]
     choices = compared(shown)
@@ -147,7 +147,7 @@ def _entries(told: Told) -> Iterator[Element]:
 
 
 def _prediction(entry: Entry) -> tuple[str, str]:
-    """The predicted time, and how far off it is."""
+    """Returns the predicted time and its relative error."""
     ratio = entry.predicted_s / entry.measurement.median_s
     off = f"{'-' if ratio < 1 else '+'}{share_text(abs(ratio - 1))}" if ratio < 10 else ratio_text(ratio)
     return seconds_text(entry.predicted_s), off
@@ -174,7 +174,7 @@ def _accounts(told: Told) -> Iterator[Element]:
 
 
 def _funnel(account: Account, trials_kept: bool) -> Element:
-    """Every reason and what it left, as a bar on a logarithmic scale."""
+    """Returns a table of reasons and remaining schedules, with bars on a logarithmic scale."""
     left = account.size
     rows: list[tuple[Child, ...]] = [
         ("", f"schedules of {account.backend}, version {account.version}", *_left(left, left))
@@ -201,7 +201,7 @@ def _left(left: int, size: int) -> tuple[str, Element]:
 
 
 def _predictions(account: Account) -> Iterator[Element]:
-    """The top predictions and the winner, a column each, and what their times are made of; their schedules."""
+    """Yields a table of the terms of the top predictions and the winner, and a list of their schedules."""
     winner = [ranked for ranked in account.asked if ranked not in account.first]
     shown = [*account.first, *winner]
     names = [*_ordinals(len(account.first)), *(f"winner, {_place(account.rank(ranked.schedule))}" for ranked in winner)]
@@ -222,7 +222,7 @@ def _ordinals(count: int) -> list[str]:
 
 
 def _place(place: int | None) -> str:
-    """1st, 22nd, 113th."""
+    """Formats a rank: 1st, 22nd, 113th."""
     ends = {1: "st", 2: "nd", 3: "rd"}
     assert place is not None, "what is asked about and legal has a place"
     return f"{place:,}{'th' if place % 100 in (11, 12, 13) else ends.get(place % 10, 'th')}"

@@ -1,4 +1,4 @@
-"""HTML as a tree: what is put into it is text or an element, so no text of a record becomes markup."""
+"""Builds HTML as a tree of elements and text, so that no text of a record becomes markup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ Child = Element | str | None
 
 
 def element(tag: str, /, *children: Child, **attributes: str | bool | None) -> Element:
-    """An element with these children, None left out.
+    """Returns an element with these children. None is left out.
 
     Args:
-      attributes: `class_` is class, and `data_x` data-x; True is an attribute without a value, None and False are none.
+      attributes: `class_` becomes class, and `data_x` becomes data-x. True is an attribute without a value. None and
+        False are omitted.
     """
     made = Element(tag)
     for key, value in attributes.items():
@@ -25,7 +26,7 @@ def element(tag: str, /, *children: Child, **attributes: str | bool | None) -> E
 
 
 def extend(parent: Element, children: Iterable[Child]) -> None:
-    """Appends to what `parent` holds."""
+    """Appends children to `parent`."""
     last = parent[-1] if len(parent) else None
     for child in children:
         if isinstance(child, Element):
@@ -38,13 +39,13 @@ def extend(parent: Element, children: Iterable[Child]) -> None:
 
 
 def written(root: Element) -> str:
-    """The document, whose encoding is UTF-8; characters that it has none for are written as escapes."""
+    """Returns the document as UTF-8 text. Characters that cannot be encoded become escapes."""
     text = tostring(root, encoding="unicode", method="html")
     return "<!DOCTYPE html>\n" + text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def table(caption: str | None, columns: Iterable[str], rows: Iterable[Iterable[Child]], *, numbers: int) -> Element:
-    """A table whose last `numbers` columns are set flush right, and which scrolls by itself where it is too wide."""
+    """Returns a table with its last `numbers` columns right-aligned. It scrolls horizontally if it is too wide."""
     columns = list(columns)
 
     def cell(name: str, place: int, child: Child) -> Element:

@@ -1,4 +1,4 @@
-"""What a report tells of each record: where its schedules went, whether it holds, and how it is tuned again."""
+"""Collects the data of a report on each record: its schedules, whether it is valid, and how to tune it again."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from search_spaces.operation import Operation
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """One record, with all that can be said of it here.
+    """One record with all information available here.
 
     Attributes:
-      where: the store that keeps it.
-      trials: those of its search, empty where they are not kept.
-      case: None where its operation, problem or chip is not known here.
-      accounts: of each kernel, where its schedules went; empty where that is `unexplained`, in words.
-      held: the entry that a call gets, or why it gets none of this record.
-      command: how it is tuned again; None where only whoever tuned it knows.
+      where: The store that contains it.
+      trials: The trials of its search; empty if they are not stored.
+      case: None if its operation, problem or chip is unknown here.
+      accounts: One account of the schedules per kernel; empty if `unexplained` gives a reason.
+      held: The entry that a call uses, or why it uses none of this record.
+      command: The command that tunes it again; None if unknown, for a user's own operation.
     """
 
     where: str
@@ -43,25 +43,28 @@ class Told:
 
     @property
     def spelled(self) -> str:
-        """The problem as it is typed."""
+        """The problem in command line syntax."""
         return spelled(self.record.key.operation, self.record.key.problem)
 
     @property
     def dtype(self) -> str:
-        """Of the operands, "" where the problem names none."""
+        """The dtype of the operands; "" if the problem has none."""
         text = self.spelled if self.case is None else str(self.case.problem)
         return next((word.partition("=")[2] for word in text.split() if word.startswith("dtype=")), "")
 
     @property
     def roofline_s(self) -> float | None:
-        """What arithmetic and compulsory traffic take at best, seconds; None on a CPU: one row stands for all."""
+        """Lower bound by arithmetic and compulsory traffic, in seconds; None on a CPU.
+
+        One row of the table stands for all CPUs, so it gives no bound.
+        """
         if self.case is None or self.case.hardware.abilities.interpreted:
             return None
         return CostModel(self.case.hardware).lower_bound(self.case.problem)
 
     @property
     def bound(self) -> str:
-        """Which roof that is: "compute" or "memory", "" where there is none."""
+        """The roof that applies: "compute" or "memory", or "" if there is none."""
         roofline_s = self.roofline_s
         if self.case is None or roofline_s is None:
             return ""
@@ -70,7 +73,7 @@ class Told:
 
     @property
     def rank(self) -> tuple[int, int] | None:
-        """The winner's place in the model's order of its kernel's legal schedules, from 1, and how many these are."""
+        """The winner's rank in the model's order of its kernel's legal schedules, from 1, and their number."""
         winner = self.record.winner
         account = next((account for account in self.accounts if account.backend == winner.backend), None)
         place = None if account is None else account.rank(winner.schedule)
@@ -80,12 +83,12 @@ class Told:
 def gather(
     kept: Iterable[tuple[str, Record, Iterable[Trial]]], own: Iterable[Operation[Any]] = (), *, top: int = 3
 ) -> Iterator[Told]:
-    """Each record of these, in their order, with its account.
+    """Yields each record with its accounts, in order.
 
     Args:
-      kept: where it is kept, the record, and its trials.
-      own: operations beside those of this package, whose records are explained, too.
-      top: so many top predictions are told.
+      kept: The store's name, the record, and its trials.
+      own: Additional operations, besides the package's own, to explain records of.
+      top: Number of top predictions to include.
     """
     operations = {operation.name: operation for operation in own}
     for where, record, trials in kept:
@@ -106,7 +109,7 @@ def _told(told: Told, operation: Operation[Any] | None, top: int) -> Told:
         )
     try:
         problem = operation.problem.from_canonical(key.problem)
-    except ValueError as error:  # written by another version of the operation
+    except ValueError as error:  # from another version of the operation
         return unexplained(f"{key.operation} has no such problem today: {error}")
     told = dataclasses.replace(told, command=f"{hints.tune(operation, problem)} --force")
     chip = chips.identified(key.hardware)

@@ -1,4 +1,4 @@
-"""The first screen of a report: its records as a table that is filtered and sorted, and searches cut short."""
+"""The overview of a report: a table of records with filters and sorting, and a list of unfinished searches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler.inspect.report.gather import Told
 from scheduler.inspect.report.pictures import Pictures, shown
 from scheduler.inspect.verdict import against_library, gain_text
 
-# Of a column: what it is called, what its figures are, and the first order when it is sorted by.
+# For each column: its name, a description of its values, and its initial sort order.
 _COLUMNS = (
     ("operation", "", "ascending"),
     ("problem", "", "ascending"),
@@ -35,7 +35,7 @@ _FIGURES = ("time", "vs XLA", "TFLOP/s", "TB/s", "% of roofline")
 
 
 def outcome(told: Told) -> str:
-    """How the winner stands against XLA's programs, in a few words that a filter offers."""
+    """Returns the result of the winner against XLA as short text, used as a filter value."""
     record = told.record
     if record.library_entry is None:
         return "XLA did not run"
@@ -48,7 +48,7 @@ def outcome(told: Told) -> str:
 
 
 def gain(told: Told) -> float | None:
-    """XLA's time over the winner's, 1 where nothing is beyond doubt or XLA won; None where XLA did not run."""
+    """Returns XLA's time over the winner's, 1 if not significant or if XLA won; None if XLA did not run."""
     record = told.record
     if record.library_entry is None:
         return None
@@ -70,7 +70,7 @@ _FILTERS: Mapping[str, Callable[[Told], str]] = {
 def overview(
     records: Sequence[tuple[str, Told]], cut: Iterable[tuple[str, Key, Sequence[Trial]]], pictures: Pictures
 ) -> Element:
-    """The table of records, each by the id of its article, what filters them, and the searches that did not end."""
+    """Returns the table of records with links to their articles, its filters, and the unfinished searches."""
     told = [one for _, one in records]
     several = {name: len({pick(one) for one in told}) > 1 for name, pick in _FILTERS.items()}
     head = (
@@ -108,7 +108,7 @@ def overview(
 
 
 def _filters(told: Sequence[Told]) -> Element:
-    """A box for words, and a menu for each thing in which records differ; hidden where no script runs them."""
+    """Returns a search box, and a menu for each property in which records differ. They are hidden without a script."""
     fields = [
         element(
             "label",
@@ -154,7 +154,7 @@ def _row(ident: str, told: Told) -> Element:
     )
     for name, cell in cells.items():
         row.append(element("td", cell, class_=_class(name)))
-    row[1].set("data-operation", record.key.operation)  # shown there where a screen has no room for its column
+    row[1].set("data-operation", record.key.operation)  # shown there if the screen has no room for its column
     measured = row[-1]
     if stale(record):
         extend(measured, [" ", element("span", "stale", class_="badge", title=f"with jax {record.environment.jax}")])
@@ -168,7 +168,7 @@ def _times(record: Record) -> str:
 
 
 def figure(value: float | None, text: str) -> Element:
-    """A number as a person reads it, with the value that it is sorted by."""
+    """Returns a formatted number, with the value to sort by."""
     return element("data", text, value="" if value is None else repr(value))
 
 
@@ -177,6 +177,6 @@ def _rate(per_s: float | None) -> Element | None:
 
 
 def _class(name: str) -> str:
-    """What style sheet and script know a column by."""
+    """Returns the class of a column in the style sheet and the script."""
     own = {"vs XLA": "gain", "% of roofline": "share", "TFLOP/s": "flops", "TB/s": "bytes"}.get(name, name)
     return f"{own} figure" if name in _FIGURES else own

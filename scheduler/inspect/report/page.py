@@ -1,4 +1,4 @@
-"""The whole report: one HTML file that needs no network and lets nothing run but its own script."""
+"""Writes the whole report: one HTML file that needs no network and runs only its own script."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a report comes from.
+    """The sources of a report.
 
     Attributes:
-      stores: what was read.
-      versions: of this package and of what explains the records, by name.
+      stores: The stores that were read.
+      versions: Versions of this package and of the packages used for the explanations, by name.
       date: UTC, ISO 8601.
-      left_out: what is stored and not told of, a sentence each.
+      left_out: Sentences on stored data that is not in the report.
     """
 
     stores: Sequence[str]
@@ -40,11 +40,11 @@ class Origin:
 def page(
     records: Sequence[Told], cut: Iterable[tuple[str, Key, Sequence[Trial]]], origin: Origin, pictures: Pictures
 ) -> str:
-    """The report as text.
+    """Returns the report as HTML text.
 
     Args:
-      records: in the order in which they are shown.
-      cut: where it is kept, key and trials of each search that did not end.
+      records: Records in display order.
+      cut: Store, key and trials of each unfinished search.
     """
     named = list(zip(_idents(records), records, strict=True))
     style, script = ((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -76,7 +76,7 @@ def page(
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing is loaded, and nothing runs that is not ours, whatever a record holds."""
+    """Returns a content security policy that blocks loading and any script but ours, whatever a record contains."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -91,7 +91,7 @@ def _said_of(origin: Origin) -> list[Element]:
 
 
 def _idents(records: Iterable[Told]) -> list[str]:
-    """A name for each record's address, the same in each report of one cache."""
+    """Returns an HTML id for each record, stable across reports of one cache."""
     taken: dict[str, int] = {}
     names = []
     for told in records:

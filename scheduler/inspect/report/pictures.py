@@ -1,4 +1,4 @@
-"""The pictures of a report: drawn beside each other in processes, and packed for a page that shows them when asked."""
+"""Draws the plots of a report in parallel processes, and packs them for a page that unpacks them on demand."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from search_spaces.errors import DeclarationError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of one record. Each takes a quarter of a second, which is most of the time that a report takes.
+# Plots of one record. Each takes a quarter of a second, most of the time of a report.
 FEW = (plots.landscape, plots.best_so_far)
 ALL = (*FEW, plots.time_breakdown, plots.tiles, plots.block_sizes)
-# Those in which all that depends on the ground is of the theme's own colours, which the page exchanges for a dark one.
+# Plots with only theme colours in all parts that depend on the background. The page can replace these by dark ones.
 EXCHANGED = (*FEW, plots.gains, plots.roofline)
-# So few are drawn before another process has imported what it needs; each of those takes some 300 MB.
+# Up to this many records are drawn in this process, faster than another process imports its modules. Each process takes
+# about 300 MB.
 _AT_ONCE = 4
 _PROCESSES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture as a page holds it.
+    """A plot as stored in the page.
 
     Attributes:
-      packed: an SVG image on a light ground, gzipped, in base64.
-      label: what it shows, for those who do not see it.
-      exchanged: whether a page in dark colours exchanges its own for dark ones; else it stays on its light ground.
+      packed: An SVG image on a light background, gzipped, in base64.
+      label: The alternative text.
+      exchanged: Whether a dark page replaces its colours by dark ones; otherwise it keeps its light background.
     """
 
     packed: str
@@ -55,7 +56,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-    """Those of each record, in their order, and those of all records of a chip; `missing` says why there are none."""
+    """The plots of each record, in order, and of all records of a chip. `missing` explains why there are none."""
 
     of_record: Sequence[Sequence[Picture]]
     of_all: Sequence[Picture] = ()
@@ -63,20 +64,20 @@ class Pictures:
 
 
 def none(records: Sequence[Told], why: str) -> Pictures:
-    """No picture, for a reason."""
+    """Returns no plots, with the reason."""
     return Pictures([()] * len(records), missing=why)
 
 
 def drawn(
     records: Sequence[Told], count: Callable[[Iterable[Told]], Iterable[Told]], *, every: bool = False
 ) -> Pictures:
-    """Those of each record, in their order, and then those of all.
+    """Draws the plots of each record, in order, and the plots of all records.
 
-    Those of a user's own operations are drawn in this process, which alone has them.
+    Records of a user's own operations are drawn in this process, because other processes do not have these operations.
 
     Args:
-      count: passes records on, and is asked for the next one when the one before is drawn.
-      every: all that there are of a record, and not the few that tell most.
+      count: Iterates over the records. It is advanced once the previous record is drawn.
+      every: Whether to draw all plots of a record instead of the most informative ones.
 
     Raises:
       MissingPackage: matplotlib is not installed.
@@ -87,8 +88,8 @@ def drawn(
     with contextlib.ExitStack() as stack:
         mapped: Iterator[list[Picture]] = map(_of_record, jobs)
         if len(jobs) > _AT_ONCE and (workers := os.cpu_count() or 1) > 1:
-            context = multiprocessing.get_context("spawn")  # JAX has threads, and a fork of it may hang
-            # Ctrl-C reaches all of a terminal's processes: this one ends the others.
+            context = multiprocessing.get_context("spawn")  # JAX uses threads, so a fork may hang
+            # Ctrl-C reaches all processes of a terminal. The workers ignore it, and this process stops them.
             pool = concurrent.futures.ProcessPoolExecutor(
                 min(workers, _PROCESSES), context, signal.signal, (signal.SIGINT, signal.SIG_IGN)
             )
@@ -105,7 +106,7 @@ def drawn(
 
 
 def _of_record(job: tuple[Record, tuple[Trial, ...], bool]) -> list[Picture]:
-    """What a process does."""
+    """Draws the plots of one record in a worker process."""
     record, trials, every = job
     known = case.of_record(record, trials)
     return [] if known is None else list(_drawn(known, every=every))
@@ -113,12 +114,12 @@ def _of_record(job: tuple[Record, tuple[Trial, ...], bool]) -> list[Picture]:
 
 def _drawn(known: Case, *, every: bool) -> Iterator[Picture]:
     for draw in ALL if every else FEW:
-        with contextlib.suppress(NothingToDraw, DeclarationError):  # of what is not declared, the account says so
+        with contextlib.suppress(NothingToDraw, DeclarationError):  # reported in the account
             yield _packed(draw, known)
 
 
 def _of_all(records: Sequence[Told]) -> Iterator[Picture]:
-    """How records stand against XLA, and under the roofline, of each chip that is no CPU."""
+    """Yields the gains over XLA and the roofline plot of each chip that is not a CPU."""
     chips: dict[str, list[Case]] = {}
     for told in records:
         if told.case is not None and told.roofline_s is not None:
@@ -137,7 +138,7 @@ def _packed(draw: Callable[..., Figure], what: object) -> Picture:
 
 
 def shown(pictures: Iterable[Picture]) -> list[Element]:
-    """Each as an element, which is empty until the script unpacks it."""
+    """Returns an element for each plot. It is empty until the script unpacks the plot."""
     return [
         element(
             "figure",
@@ -148,9 +149,9 @@ def shown(pictures: Iterable[Picture]) -> list[Element]:
 
 
 def colours() -> str:
-    """JSON: each of the theme's colours on a light ground -> the same on a dark one.
+    """Returns JSON that maps each colour of the light theme to the same colour of the dark theme.
 
-    But for those of magnitudes, which are shades between several: a picture keeps them, as its scale does.
+    Colours of magnitudes are left out: a plot mixes shades of them, and keeps them like its scale.
     """
     pairs: dict[str, str] = {}
     for name, light in vars(LIGHT).items():
