@@ -1,7 +1,7 @@
-"""Old spellings of schedules and backends, which stores, records and sweeps still hold: read here, never written.
+"""Old names of schedules and backends, still present in stores, records and sweeps: read here, never written.
 
-Whatever reads one of these (`Space.decode`, `Operation.kernel`, the text of records and trials) asks here, so that all
-other code knows today's spelling alone.
+Code that reads such names (`Space.decode`, `Operation.kernel`, the text of records and trials) converts them here, so
+that all other code only knows the current names.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _BACKENDS: Mapping[str, str] = MappingProxyType({"portable": "interpret"})
 
 
 def backend(name: str) -> str:
-    """Today's name of a backend."""
+    """Returns the current name of a backend."""
     return _BACKENDS.get(name, name)
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Every name that a backend, by today's name, has had: today's first."""
+    """Returns every name that a backend has had, given its current name; the current name comes first."""
     return name, *(old for old, today in _BACKENDS.items() if today == name)
 
 
 @dataclasses.dataclass(frozen=True)
 class OldSchedule:
-    """A schedule as it was once spelled.
+    """An old format of schedules.
 
     Attributes:
-      fields: names that each schedule of this spelling has, and no other schedule has together.
-      today: its values, in today's spelling; fields that were left out at their defaults stay left out.
+      fields: field names that all schedules of this format have, and that no other schedule has together.
+      today: converts the values to the current format; fields left out at their defaults stay left out.
     """
 
     fields: frozenset[str]
@@ -41,7 +41,7 @@ class OldSchedule:
 
 
 def schedule(values: Mapping[str, Choice]) -> dict[str, Choice]:
-    """Today's spelling of a schedule; one that has it already is returned as it is."""
+    """Converts a schedule to the current format; a schedule already in that format is returned as it is."""
     for old in _SCHEDULES:
         if old.fields <= values.keys():
             return old.today(values)
@@ -81,7 +81,7 @@ _ROW_FIELDS = MappingProxyType(
     }
 )
 _RESIDENCIES: Mapping[Choice, Choice] = MappingProxyType({"onchip": "smem", "flow": "pipeline"})
-# Once written out, where a residency had no use for them; now the defaults, which are left out.
+# Formerly written out even where a residency did not use them; now the defaults, which are left out.
 _ROW_DEFAULTS: Mapping[str, Choice] = MappingProxyType(
     {"rows": 1, "accesses": 0, "stages": 0, "prefetch": 0, "register_chunks": 0, "cluster": 1}
 )
