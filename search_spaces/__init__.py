@@ -96,7 +96,7 @@ def load(name: str) -> Operation[Any]:
 
 
 def value_of(place: str) -> Any:
-    """Returns the object that ``package.module:NAME`` or ``path/to/file.py:NAME`` names; raises what the module raises."""
+    """Returns the object named by ``package.module:NAME`` or ``path/to/file.py:NAME``; raises what the module raises."""
     module_name, _, attribute = place.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     if not hasattr(module, attribute):
@@ -162,9 +162,7 @@ def spelled(operation: str, canonical: str) -> str:
 
 
 def locate(operation: Operation[Any]) -> str | None:
-    """Returns the name under which another process can `load` this operation, or None (if it was defined in a notebook,
-    say).
-    """
+    """Returns the name by which another process can `load` this operation, or None (if defined in a notebook, say)."""
     place = _places.get(operation)
     if place is None or run_by(place.value()) is not operation:
         place = _held(lambda value: value is operation) or _held(
@@ -214,8 +212,9 @@ _loading = contextvars.ContextVar("loading", default=False)
 
 
 class _EndOfLoad(BaseException):
-    """Ends the execution of a file that is loaded for its operation. Not an Exception, so that no handler in the file
-    catches it.
+    """Ends the execution of a file that is loaded for its operation.
+
+    It is not an Exception, so that no handler in the file catches it.
     """
 
 

@@ -28,7 +28,7 @@ def as_one_operation(function: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def is_expanded_by_jet(args: Sequence[Any]) -> bool:
-    """Returns whether `jax.experimental.jet` expands a call with these arguments: it fails on every `jax.custom_vjp`."""
+    """Returns whether `jax.experimental.jet` expands a call with these arguments: it fails on any `jax.custom_vjp`."""
     return any(isinstance(x, jet.JetTracer) for x in args)
 
 

@@ -25,8 +25,9 @@ _ARRAY = re.compile(r"\s*([\w.]+)\s*\[([\d,\s]*)\]\s*")
 
 
 def dtype_name(text: str) -> str:
-    """Returns the name of the dtype that `text` means, "bfloat16" for "bf16" and "torch.bfloat16"; other text is
-    unchanged.
+    """Returns the name of the dtype that `text` means: "bfloat16" for "bf16" and "torch.bfloat16".
+
+    Other text is returned unchanged.
     """
     short = text.strip().lower()
     package, _, last = short.rpartition(".")
@@ -37,7 +38,7 @@ def dtype_name(text: str) -> str:
 
 
 def array_type(text: str) -> tuple[str, str] | None:
-    """Returns the dtype name and the extents of an array type such as ``bf16[8, 128]``; None if `text` is no such type."""
+    """Returns the dtype name and the extents of an array type such as ``bf16[8, 128]``; None for other text."""
     found = _ARRAY.fullmatch(text)
     return None if found is None else (dtype_name(found[1]), found[2])
 

@@ -2,4 +2,4 @@
 
 
 class DeclarationError(TypeError):
-    """A kernel's declaration is invalid: the message names the kernel, rule or field, and says what to write instead."""
+    """A kernel's declaration is invalid: the message names the kernel, rule or field, and suggests a correction."""

@@ -204,8 +204,9 @@ def _aval(atom: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    """Returns the name of a type or function, with its package but not its module: a script's module is renamed in
-    workers.
+    """Returns the name of a type or function, with its package but not its module.
+
+    The module of a script has another name in a worker.
     """
     package = f"{_package(value)}." if is_of_tools(value) else ""
     return f"{package}{value.__qualname__}"

@@ -44,8 +44,9 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Resource demands of one block in one phase of its work. A `Column` has one entry per schedule; a scalar serves
-    all.
+    """Resource demands of one block in one phase of its work.
+
+    Every `Column` has one entry per schedule; a scalar serves all.
 
     Attributes:
       loads: the loads, by operand.

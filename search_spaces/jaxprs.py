@@ -24,8 +24,9 @@ def held(equation: Any) -> Iterator[Any]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr in order, each before the equations that it holds, including those inside
-    kernels.
+    """Yields the equations of a jaxpr in order, including those inside kernels.
+
+    Each equation precedes the equations that it holds.
     """
     for equation in opened(jaxpr).eqns:
         yield equation

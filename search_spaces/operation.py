@@ -1,4 +1,4 @@
-"""A named operation: its problems, the kernels that compete to solve them, and how users call and differentiate it."""
+"""Named operations: their problems, the kernels that compete to solve them, and how users call and differentiate them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from search_spaces.sharding import Sharding
 from search_spaces.space import meant, unknown
 
 P = TypeVar("P", bound=Problem)
-# What a kernel gets besides arrays, and changes no schedule: names and values.
+# Names and values that a kernel takes besides arrays, and that change no schedule.
 Params = tuple[tuple[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound(Generic[P]):
-    """A call as kernels take it.
+    """A call in the form that kernels take.
 
     Attributes:
-      problem: what the call poses.
+      problem: the problem of the call.
       operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one (`unfolded`).
-      restore: ``restore(*results)`` is what the caller gets; None is `Problem.pack`, the results as they are.
-      params: what reaches `Kernel.run` besides arrays.
+      restore: ``restore(*results)`` is the caller's result; None is `Problem.pack`, the results unchanged.
+      params: arguments of `Kernel.run` besides arrays.
     """
 
     problem: P
@@ -40,13 +40,13 @@ class Bound(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class Posed(Generic[P]):
-    """What an equation of a jaxpr poses, known by shapes alone.
+    """The problem that an equation of a jaxpr computes, known by shapes alone.
 
     Attributes:
-      problem: what it poses.
-      operands: ``operands(*inputs)`` are those of the problem, of the equation's own.
-      restore: ``restore(*results)`` are the equation's results, of the problem's.
-      params: of the call, such as the scale of logits.
+      problem: the problem.
+      operands: ``operands(*inputs)`` converts the equation's operands to the problem's.
+      restore: ``restore(*results)`` converts the problem's results to the equation's.
+      params: parameters of the call, such as the scale of logits.
     """
 
     problem: P
@@ -57,11 +57,11 @@ class Posed(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-    """A call that no problem describes, which only the library answers.
+    """A call that no problem describes, which falls back to the library.
 
     Attributes:
-      reason: why, in words.
-      answer: computes it by plain XLA; what JAX refuses is refused there, in JAX's words.
+      reason: the reason, as text.
+      answer: computes the call by plain XLA. Arguments that JAX rejects raise JAX's own error there.
     """
 
     reason: str
