@@ -96,7 +96,7 @@ def load(name: str) -> Operation[Any]:
 
 
 def value_of(place: str) -> Any:
-    """Returns the object named by ``package.module:NAME`` or ``path/to/file.py:NAME``; raises what the module raises."""
+    """Returns the object named ``package.module:NAME`` or ``path/to/file.py:NAME``; raises what the module raises."""
     module_name, _, attribute = place.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     if not hasattr(module, attribute):
