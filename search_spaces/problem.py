@@ -235,12 +235,12 @@ class Problem(abc.ABC):
 
     @property
     def row_axes(self) -> tuple[int, ...]:
-        """The axis of each result, from its end, along which the rows of `at_rows` lie; by default the second to last."""
+        """Axis of each result, from its end, along which the rows of `at_rows` lie; by default the second to last."""
         return (-2,) * len(self.results())
 
     def neighbour(self) -> Problem | None:
-        """Returns a slightly smaller problem whose extents no tile divides, for which a winning schedule must be
-        correct too.
+        """Returns a slightly smaller problem, with extents that no tile divides, for which a winner must be correct
+        too.
 
         It has the same dtypes and layouts. None, the default, if there is none or none is needed.
         """
@@ -290,15 +290,13 @@ class Problem(abc.ABC):
         return cls(**values)
 
     def __str__(self) -> str:
-        """Formats the problem as it is typed: fields without a default, `dtype`, and fields that differ from their
-        default.
-        """
+        """Formats the problem as it is typed: fields without a default, `dtype`, and fields not at their default."""
         always = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name == "dtype"}
         told = always | self.told()
         return " ".join(f"{field.name}={told[field.name]}" for field in dataclasses.fields(self) if field.name in told)
 
     def told(self) -> dict[str, int | bool | str]:
-        """Returns the fields that differ from their defaults, normalized: 1, a NumPy bool and True are the same value."""
+        """Returns the fields that differ from their defaults. 1, a NumPy bool and True become one value."""
         types = _types(type(self))
         told: dict[str, int | bool | str] = {}
         for field in dataclasses.fields(self):

@@ -167,8 +167,7 @@ class Space(Generic[S]):
         return points
 
     def legal(self) -> tuple[Columns, dict[str, int]]:
-        """Returns the points that satisfy all rules, in the order of `points`, and the number of points each rule
-        drops.
+        """Returns the points that satisfy all rules, in the order of `points`, and the number that each rule drops.
 
         The product is built field by field. A rule is evaluated as soon as the fields that it reads exist, so that only
         a small part of a large product is ever built. A point counts once, for the first rule it breaks. Rules that
