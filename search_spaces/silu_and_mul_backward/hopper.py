@@ -1,4 +1,4 @@
-"""The gradient of SiLU-and-mul on Hopper: one pass, where XLA writes both halves apart and joins them in another."""
+"""The gradient of SiLU-and-mul on Hopper: one pass, where XLA may write the halves separately and join them later."""
 
 from __future__ import annotations
 
