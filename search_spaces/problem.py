@@ -239,10 +239,10 @@ class Problem(abc.ABC):
         return (-2,) * len(self.results())
 
     def neighbour(self) -> Problem | None:
-        """Returns a slightly smaller problem, with extents that no tile divides, for which a winner must be correct
-        too.
+        """Returns a slightly smaller problem for which a winning schedule must be correct too.
 
-        It has the same dtypes and layouts. None, the default, if there is none or none is needed.
+        No tile divides its extents. It has the same dtypes and layouts. None, the default, if there is none or none is
+        needed.
         """
         return None
 

@@ -30,10 +30,10 @@ _RAN: dict[Any, Program] = {}
 
 @contextlib.contextmanager
 def shared_in(directory: str) -> Iterator[None]:
-    """Context in which programs compiled by one process are loaded by others that share `directory`; "" disables
-    sharing.
+    """Context in which programs compiled by one process are loaded by others that share `directory`.
 
-    The processes use the same version of JAX and the same kind of device. Only they can write to the directory.
+    "" disables sharing. The processes use the same version of JAX and the same kind of device. Only they can write to
+    the directory.
     """
     token = _DIRECTORY.set(Path(directory) if directory else None)
     try:

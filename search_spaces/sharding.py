@@ -263,7 +263,7 @@ class _Claims:
         return {letter: extent // self.parts(letter) for letter, extent in self.extents.items()}
 
     def scatter(self, summed: Sequence[str], arrays: Sequence[Sequence[Letters]], wanted: Sequence[Spec]) -> None:
-        """Divides results, as specified, over mesh axes of `summed` letters, along which the results are partial sums."""
+        """Divides results, as specified, over mesh axes of `summed` letters, along which they are partial sums."""
         for array, spec in zip(arrays, wanted, strict=False):
             for letters, axes in zip(array, spec, strict=True):
                 others = {axis for letter, own in self.of.items() if letter not in summed for axis in own}

@@ -131,7 +131,7 @@ class Unfolded(Sharding[P]):
 
 
 def _place(array: Sequence[Letters], name: str, gone: Sequence[str]) -> int | None:
-    """Returns the index of the axis of this name, after the axes in `gone` are removed; None if there is no such axis."""
+    """Returns the index of the axis of this name, once the axes in `gone` are removed; None if there is none."""
     left = [letters for letters in array if letters[0] not in gone]
     return left.index((name,)) if (name,) in left else None
 

@@ -16,8 +16,6 @@ def recognise(node: Node) -> Recognised | None:
         return None
     for each in added.inputs:
         of = as_of(each, found.result.dtype)
-        if (
-            of is None or of.shape != found.result.shape or source(of)[0].shape != of.shape
-        ):  # one row for all rows is a bias
+        if of is None or of.shape != found.result.shape or source(of)[0].shape != of.shape:  # one row for all is a bias
             return None
     return recognised(AddRmsNormProblem, found, [*added.inputs, found.weight], node, "tuned_rms_norm(residual=)")

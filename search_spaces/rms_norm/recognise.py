@@ -91,7 +91,7 @@ def _factors(value: Value) -> Iterator[tuple[Value, bool]]:
 
 
 def _mean_square(value: Value, inverse: bool) -> Value | None:
-    """Returns the array whose rows have `value` as the inverse root of their mean square (or the root, if a divisor)."""
+    """Returns the array whose rows have `value` as the inverse root of their mean square (the root, if `inverse`)."""
     base, where = source(value)
     if inverse:
         root = base.by("sqrt")

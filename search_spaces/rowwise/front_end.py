@@ -47,10 +47,9 @@ def bind(problem: type[RowProblem], *arrays: Any, **params: Any) -> Bound[Any] |
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
-    """Computes the formula in the dtype that `wide` returns. Rows have the dtype of the first array, if that is
-    inexact.
+    """Computes the formula in the dtype that `wide` returns.
 
-    A result that is a statistic of each row is not rounded.
+    Rows have the dtype of the first array, if that is inexact. A result that is a statistic of each row is not rounded.
     """
     arrays = tuple(jnp.asarray(x) for x in arrays)
     computed = wide(*arrays)

@@ -14,7 +14,7 @@ from search_spaces.silu_and_mul_backward.problem import slopes
 
 @dataclasses.dataclass(frozen=True)
 class SiluAndMulJvpProblem(RowProblem):
-    """The tangent of ``silu(gate) * up``, the halves of ``x[rows, 2 * columns]``, with tangents in the halves of `dx`."""
+    """The tangent of ``silu(gate) * up``: of the halves of ``x[rows, 2 * columns]``, with the tangents in `dx`."""
 
     row_operands: ClassVar[tuple[str, ...]] = ("x", "dx")
 

@@ -50,8 +50,9 @@ class SoftmaxWithLseProblem(RowProblem):
         return 5.0 * self.rows * self.columns
 
     def tolerance(self) -> tuple[Tolerance, Tolerance]:  # type: ignore[override]
-        """Returns the rows' tolerance for `p`; `lse` is off by its sum's relative error, absolutely, and by its
-        rounding.
+        """Returns the tolerances of `p` and of `lse`.
+
+        That of `p` is the rows' own. `lse` is off by the relative error of its sum, absolutely, and by its rounding.
         """
         rows = super().tolerance()
         return rows, Tolerance(absolute=2.0**-18, relative=2.0**-22)
