@@ -93,8 +93,9 @@ def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Call
 
 
 def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
-    """Issues ``acc + a b`` in Mosaic GPU's own terms, uncommitted, with `a` in registers, 16 rows of `b` per
-    instruction.
+    """Issues ``acc + a b`` in Mosaic GPU's own terms, uncommitted, with `a` in registers.
+
+    Each instruction covers 16 rows of `b`.
 
     Args:
       acc: ``float32[64, n]``, the accumulators.
@@ -240,7 +241,7 @@ def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.Shape
 
 
 def has_explicit_axes(args: Sequence[Any]) -> bool:
-    """Returns whether an argument's type names a mesh with explicit axes: operations on it must declare their sharding."""
+    """Returns whether an argument's type names a mesh with explicit axes: its operations must declare their sharding."""
     return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in args)
 
 
@@ -280,11 +281,11 @@ def cudnn_attention(
     window: int | None,
     with_lse: bool,
 ) -> tuple[jax.Array, Any]:
-    """Computes attention by cuDNN: ``[batch, q_len, heads, head_dim]`` and the log-sum-exp
-    ``float32[batch, heads, q_len]``.
+    """Computes attention by cuDNN, and its log-sum-exp.
 
-    Binds JAX's own primitive without the checks before it: these check the default device instead of the device that
-    the code is compiled for. It lowers only for an NVIDIA GPU.
+    The results are ``[batch, q_len, heads, head_dim]`` and ``float32[batch, heads, q_len]``. Binds JAX's own primitive
+    without the checks before it: these check the default device instead of the device that the code is compiled for. It
+    lowers only for an NVIDIA GPU.
 
     Args:
       lengths: none, or those of queries and of keys, ``int32[batch]`` each.

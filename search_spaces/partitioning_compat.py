@@ -75,10 +75,10 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def is_mapped_over_a_mesh() -> bool:
-    """Returns whether code is traced within a `jax.vmap` with an `spmd_axis_name`: the mapped axis is or will be
-    divided.
+    """Returns whether code is traced within a `jax.vmap` with an `spmd_axis_name`.
 
-    JAX then divides the mapped axis of every operand of a `jax.shard_map`, including operands that are not divided.
+    The mapped axis then is, or will be, divided: JAX divides the mapped axis of every operand of a `jax.shard_map`,
+    including operands that are not divided.
     """
     return bool(core.get_axis_env().spmd_axis_names)
 

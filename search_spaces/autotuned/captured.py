@@ -16,8 +16,7 @@ _LONGEST = 40
 
 
 def captured(function: Callable[..., Any], reference: Callable[..., Any], choices: Collection[str]) -> str:
-    """Formats the closure values of a function, its decorators and its reference, ``(scale=3.0)``; "" if there are
-    none.
+    """Formats the closure values of a function, its decorators and its reference: ``(scale=3.0)``, "" for none.
 
     A lambda, or a function defined within another, also captures the defaults of its static parameters, which may
     differ between instances.

@@ -158,8 +158,9 @@ def _of_configs(configs: Any, choices: Mapping[str, Any]) -> dict[str, tuple[Any
 
 
 def _belonging(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> dict[str, Asked]:
-    """Returns rules that keep only these combinations: one per choice, on it and those before it, so that few are
-    built.
+    """Returns rules that keep only these combinations.
+
+    There is one rule per choice, on it and those before it, so that few combinations are built.
     """
 
     def rule(known: Sequence[str]) -> Asked:

@@ -134,7 +134,7 @@ class ReferenceKernel(LibraryKernel[CallProblem]):
         return (Library.program, "plain") if _rounds(problem) else (Library.program,)
 
     def tolerance(self, problem: CallProblem, schedule: Library) -> Tolerance | tuple[Tolerance, ...]:
-        """Returns the problem's tolerance, or for "plain" one that allows rounding at each step, as users' code does."""
+        """Returns the problem's tolerance; for "plain", one that allows rounding at each step, as users' code does."""
         allowed = as_tuple(problem.tolerance())
         if schedule.program == Library.program:
             return problem.tolerance()

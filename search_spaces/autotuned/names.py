@@ -84,8 +84,9 @@ def _file(function: Callable[..., Any]) -> str:
 
 
 def module_of(function: Callable[..., Any]) -> str:
-    """Returns the module name for imports. For a script, or a file loaded by its path, it is derived from the file's
-    location.
+    """Returns the module name for imports.
+
+    For a script, or a file loaded by its path, it is derived from the file's location.
     """
     module, file = function.__module__, Path(function.__code__.co_filename)
     if module != "__main__" and not module.startswith(LOADED_FILE):

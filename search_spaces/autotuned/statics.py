@@ -37,7 +37,7 @@ def spelled(name: str, value: Any) -> str:
 
 
 def value_of(text: str) -> Static:
-    """Returns the inverse of `spelled`; also reads `true` and `(1,2)`. Text that is no literal is returned unchanged."""
+    """Returns the inverse of `spelled`; also reads `true` and `(1,2)`. Text that is no literal is unchanged."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

@@ -42,7 +42,7 @@ class XlaRows(LibraryKernel[P], Generic[P]):
         return (Library.program, "plain") if narrow and self.plain is not None else (Library.program,)
 
     def tolerance(self, problem: P, schedule: Library) -> Any:
-        """Returns the problem's tolerance, or for "plain" one that allows rounding at each step, as users' code does."""
+        """Returns the problem's tolerance; for "plain", one that allows rounding at each step, as users' code does."""
         return rounded_at_each_step(problem) if schedule.program == "plain" else problem.tolerance()
 
     def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The gradient of SiLU-and-mul on Hopper: one pass, where XLA may write the halves separately and join them later."""
+"""The gradient of SiLU-and-mul on Hopper in one pass; XLA writes both halves separately and joins them in another."""
 
 from __future__ import annotations
 

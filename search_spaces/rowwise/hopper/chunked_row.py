@@ -59,9 +59,7 @@ class Cta(Generic[Plan]):
     scratch: Scratch
 
     def copy(self, first: Any, stage: Any) -> None:
-        """Starts the TMA bulk copies of a chunk, starting at element `first` of the array, into a stage of each
-        operand.
-        """
+        """Starts the TMA bulk copies of a chunk into a stage of each operand; `first` is an element of the array."""
         for x, stages in zip(self.xs, self.scratch.stages, strict=True):
             plgpu.copy_gmem_to_smem(
                 x.at[pl.ds(first, self.plan.chunk)],
@@ -100,7 +98,7 @@ class Cta(Generic[Plan]):
                 self.plan.layout.store_flat(ref, first + at, fragment)
 
     def update(self, statistics: Statistics, fragments: Sequence[jax.Array], overlap: Any) -> Statistics:
-        """Adds this warpgroup's fragments of a chunk, without its first `overlap` elements, which another chunk counts."""
+        """Adds this warpgroup's fragments of a chunk, without its first `overlap` elements: another chunk counts them."""
         return self.reduction.update(statistics, self.plan.masked(self.reduction, self.starts, fragments, overlap))
 
     def arrive(self, statistics: Statistics, ends: list[End], row: Any, number: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Rows of two halves on Hopper: elements are independent, so a block computes a span of a few rows, without reductions."""
+"""Rows of two halves on Hopper: elements are independent, so a block computes a span of a few rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rows through a persistent pipeline: a CTA or a cluster takes row after row, and applies one while it reduces another.
 
-Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, and a prefetch distance of 1:
+Three successive rows r - 1, r and r + 1 of one CTA, with chunks c and a prefetch distance of 1:
 
     producer (a thread of warpgroup 0)   | consumers (all warpgroups)
     -------------------------------------|--------------------------------------------------------------
@@ -15,13 +15,12 @@ Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, a
     ...                                  |
     wait until all stages are empty      | apply the chunks of the last row
 
-So there is one row's worth of chunks in SMEM however far the two rows have come, loads and stores are under way all
-the time, and the stages beyond are for loads ahead. With a prefetch distance of 0 consumers wait as soon as they have
-arrived. No warp only produces: a dedicated producer warpgroup was no faster
-(docs/experiments.md).
+SMEM always holds one row's worth of chunks of the two rows, loads and stores are always in flight, and the additional
+stages are for loads ahead. With a prefetch distance of 0, consumers wait as soon as they have arrived. No warp is a
+dedicated producer: a producer warpgroup was no faster (docs/experiments.md).
 
-**Why not `plgpu.emit_pipeline_warp_specialized`.** It gives a block of an operand back after its step. A chunk here is
-read in two steps, a row apart: to be reduced, and when the whole row has been, to be applied from the same stage.
+**Why not `plgpu.emit_pipeline_warp_specialized`.** It releases a block of an operand after its step. Here a chunk is read
+in two steps, a row apart: it is reduced, and once the whole row is reduced, it is applied from the same stage.
 """
 
 from __future__ import annotations
@@ -224,7 +223,10 @@ def _produce(rows: _Rows, wave: Any, chunk: Any) -> None:
 
 
 def _reduce(rows: _Rows, wave: Any, chunk: Any, statistics: Statistics, overlap: Any) -> Statistics:
-    """Adds a chunk of a wave's row to the statistics, without its first `overlap` elements, which another chunk counts."""
+    """Adds a chunk of a wave's row to the statistics, without its first `overlap` elements.
+
+    Another chunk counts these elements.
+    """
     cta, stage = rows.cta, rows.stage(wave, chunk)
 
     @pl.when(wave < rows.waves)  # Beyond the last row nothing is loaded, and the statistics are not used.

@@ -181,10 +181,9 @@ class RowPartition(abc.ABC):
     def masked(
         self, reduction: Reduction, starts: Sequence[Any], fragments: Sequence[jax.Array], overlap: Any
     ) -> list[jax.Array]:
-        """Returns the fragments of a chunk with the identity in its first `overlap` elements, which another chunk
-        counts.
+        """Returns the fragments of a chunk with the identity in its first `overlap` elements.
 
-        If `overlap` is a Python 0, not traced, fragments are unchanged.
+        Another chunk counts these. If `overlap` is a Python 0, not traced, fragments are unchanged.
         """
         if isinstance(overlap, int) and overlap == 0:
             return list(fragments)

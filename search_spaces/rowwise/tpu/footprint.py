@@ -112,7 +112,7 @@ def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Tar
 
 
 def _buffers(blocks: Column, chunks: Column | int, target: Target) -> Column:
-    """Returns the buffers of a window: one if its block never changes, in a grid of one step or of one step per core."""
+    """Returns the buffers of a window: one if its block never changes, in a grid of one step, or of one per core."""
     return np.where((chunks == 1) & ((blocks == 1) | (blocks == target.cores)), 1, BUFFERS)
 
 

@@ -99,7 +99,7 @@ class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
 
 
 def _in_hbm(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Places arrays in HBM: XLA's copies for a kernel (of odd columns) may otherwise take VMEM that its windows need."""
+    """Places arrays in HBM: XLA's copies for a kernel (of odd columns) may otherwise take VMEM of its windows."""
     return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
 
 

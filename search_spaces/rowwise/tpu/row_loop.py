@@ -50,9 +50,7 @@ def over_rows(rows: int, step_rows: int, body: Callable[[Any], None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RowLoop:
-    """A pass over `columns` columns: steps of `fragments` fragments of `lanes` columns, the remaining ones, and the
-    tail.
-    """
+    """A pass over `columns` columns: steps of `fragments` fragments of `lanes` columns, the rest, and the tail."""
 
     columns: int
     lanes: int
