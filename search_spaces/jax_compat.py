@@ -241,7 +241,7 @@ def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.Shape
 
 
 def has_explicit_axes(args: Sequence[Any]) -> bool:
-    """Returns whether an argument's type names a mesh with explicit axes: its operations must declare their sharding."""
+    """Returns whether an argument's type names a mesh with explicit axes: its operations must declare a sharding."""
     return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in args)
 
 

@@ -180,7 +180,7 @@ class Library:
 
 
 class LibraryKernel(Kernel[P, Library]):
-    """The XLA implementation as a backend whose schedules are its programs."""
+    """The XLA implementation as a backend; its schedules are its programs."""
 
     backend = "xla"
     library = True

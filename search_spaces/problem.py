@@ -158,7 +158,7 @@ class Problem(abc.ABC):
 
     @property
     def arithmetic(self) -> str:
-        """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
+        """The type that determines the peak rate for this problem: a dtype name, or "tf32"."""
         return str(self.operands()[0].dtype)
 
     @property

@@ -21,7 +21,7 @@ Asked = Callable[[Mapping[str, Any]], Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Declaration:
-    """The declaration of a function whose choices are searched.
+    """The declaration of a function with choices to search.
 
     Attributes:
       function: the function.

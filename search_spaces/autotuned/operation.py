@@ -24,7 +24,7 @@ from search_spaces.operation import Bound, Operation, Unbound
 def operation_of(
     function: Callable[..., Any], choices: Mapping[str, Any], *, name: str | None = None, **told: Any
 ) -> Operation[CallProblem]:
-    """Returns the operation whose kernels are `function` and its reference.
+    """Returns the operation with `function` and its reference as kernels.
 
     Args:
       choices: keyword of the function -> the values that it may take.

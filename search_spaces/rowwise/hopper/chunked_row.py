@@ -98,7 +98,7 @@ class Cta(Generic[Plan]):
                 self.plan.layout.store_flat(ref, first + at, fragment)
 
     def update(self, statistics: Statistics, fragments: Sequence[jax.Array], overlap: Any) -> Statistics:
-        """Adds this warpgroup's fragments of a chunk, without its first `overlap` elements: another chunk counts them."""
+        """Adds this warpgroup's fragments of a chunk, except the first `overlap` elements, counted in another chunk."""
         return self.reduction.update(statistics, self.plan.masked(self.reduction, self.starts, fragments, overlap))
 
     def arrive(self, statistics: Statistics, ends: list[End], row: Any, number: Any) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ SMEM always holds one row's worth of chunks of the two rows, loads and stores ar
 stages are for loads ahead. With a prefetch distance of 0, consumers wait as soon as they have arrived. No warp is a
 dedicated producer: a producer warpgroup was no faster (docs/experiments.md).
 
-**Why not `plgpu.emit_pipeline_warp_specialized`.** It releases a block of an operand after its step. Here a chunk is read
-in two steps, a row apart: it is reduced, and once the whole row is reduced, it is applied from the same stage.
+**Why not `plgpu.emit_pipeline_warp_specialized`.** It releases a block of an operand after its step. Here a chunk is
+read in two steps, a row apart: it is reduced, and once the whole row is reduced, it is applied from the same stage.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ThreadLayout:
         return load(ref.at[self._window(row, column)], self.layout)
 
     def load_flat(self, ref: Any, start: Any) -> jax.Array:
-        """Loads the fragment whose rows are contiguous in the flat ``ref``, starting at `start`."""
+        """Loads a fragment with contiguous rows from the flat ``ref``, starting at `start`."""
         return self.load_flat_narrow(ref, start).astype(jnp.float32)
 
     def load_flat_narrow(self, ref: Any, start: Any) -> jax.Array:

@@ -83,7 +83,7 @@ def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int, t
 
 
 def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Target) -> Footprint:
-    """Returns the footprint of kernels on rows of halves, whose blocks have all columns."""
+    """Returns the footprint of kernels on rows of halves, in blocks of whole rows."""
     blocks = cdiv(p.rows, s.rows)
     arrays = (*p.operands(), *p.results())
     buffers = _buffers(blocks, 1, target)
