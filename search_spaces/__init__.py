@@ -1,4 +1,4 @@
-"""What could run: operations, their problems, and the kernels with their spaces of schedules."""
+"""Search spaces: operations, their problems, and their kernels with the schedules to search."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OPERATIONS = tuple(_OWN)
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when first used: records are read, listed and copied without the half second that JAX takes to import.
+    # Loaded on first use: reading, listing and copying records must not pay the half second that importing JAX takes.
     if name not in __all__:
         raise AttributeError(f"module 'search_spaces' has no attribute {name!r} (it has: {', '.join(__all__)})")
     places = {"Columns": "space", "Space": "space", "DeclarationError": "errors"}
@@ -74,19 +74,19 @@ def __getattr__(name: str) -> Any:
 
 
 def load(name: str) -> Operation[Any]:
-    """An operation by its own name ("matmul"), as ``package.module:NAME``, or as ``path/to/file.py:NAME``.
+    """Loads an operation by its own name ("matmul"), as ``package.module:NAME``, or as ``path/to/file.py:NAME``.
 
     NAME is an operation, or a function that runs one.
 
     Raises:
-      ValueError: there is none of that name; the message says what was looked for and names those shipped here.
+      ValueError: no such operation exists. The message contains the name and lists the operations of this package.
     """
     place = _OWN.get(name, name)
     if not place.rpartition(":")[0]:
         raise ValueError(f"no operation {_unknown(name)}; your own: package.module:NAME or file.py:NAME")
     try:
         operation = run_by(value := value_of(place))
-    except Exception as error:  # whatever a user's file raises; one bad problem of a job must not stop the others
+    except Exception as error:  # a user's file may raise anything; one bad problem of a job must not stop the others
         said = str(error).replace(_file_module(Path(place.rpartition(":")[0])), place.rpartition(":")[0])
         raise ValueError(f"cannot load operation {name!r}: {type(error).__name__}: {said}") from error
     if operation is None:
@@ -96,7 +96,7 @@ def load(name: str) -> Operation[Any]:
 
 
 def value_of(place: str) -> Any:
-    """What ``package.module:NAME`` or ``path/to/file.py:NAME`` names; raises what the module raises."""
+    """Returns the object named ``package.module:NAME`` or ``path/to/file.py:NAME``; raises what the module raises."""
     module_name, _, attribute = place.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     if not hasattr(module, attribute):
@@ -110,14 +110,14 @@ def value_of(place: str) -> Any:
 
 
 def _unknown(name: str) -> str:
-    """The end of a sentence about an operation that is none of these here."""
+    """Returns the end of an error message about an operation that this package does not have."""
     from search_spaces.space import unknown
 
     return unknown(name, _OWN)
 
 
 def run_by(value: Any) -> Operation[Any] | None:
-    """The operation that `value` is, or that it runs as a function; None where it has to do with none."""
+    """Returns the operation that `value` is or that the function `value` runs; None if there is none."""
     from search_spaces.operation import Operation
 
     found = vars(value).get("operation") if isinstance(value, types.FunctionType) else value
@@ -128,12 +128,12 @@ _loaded: dict[str, Operation[Any]] = {}
 
 
 def load_known(name: str) -> Operation[Any]:
-    """The operation that text which others wrote means by `name`: one of those here, or one that was loaded before.
+    """Loads an operation by a name from untrusted text: one of this package, or one that was loaded before.
 
-    A name as text has it runs no code; whoever gives a command names code there.
+    Such a name never runs code. Only a name given in a command may name code.
 
     Raises:
-      ValueError: it is neither.
+      ValueError: the name is neither.
     """
     if name in _OWN:
         return load(name)
@@ -145,10 +145,10 @@ def load_known(name: str) -> Operation[Any]:
 
 
 def spelled(operation: str, canonical: str) -> str:
-    """The problem of a key as it is typed, ``m=64 n=64 k=64 dtype=bfloat16``: the text that `Problem` itself gives.
+    """Formats the problem of a key as it is typed, ``m=64 n=64 k=64 dtype=bfloat16``, as `Problem` itself does.
 
-    Of an operation that is neither one of these here nor loaded, nobody knows the defaults: its text has the fields
-    that the key has. What is no problem at all stays as it is.
+    The defaults of an operation that is neither in this package nor loaded are unknown: its text has the fields of the
+    key. Text that is no problem is returned unchanged.
     """
     with contextlib.suppress(ValueError):
         known = load(operation) if operation in _OWN else _loaded.get(operation)
@@ -162,7 +162,7 @@ def spelled(operation: str, canonical: str) -> str:
 
 
 def locate(operation: Operation[Any]) -> str | None:
-    """The name under which another process can `load` this operation, or None (defined in a notebook, say)."""
+    """Returns the name by which another process can `load` this operation, or None (if defined in a notebook, say)."""
     place = _places.get(operation)
     if place is None or run_by(place.value()) is not operation:
         place = _held(lambda value: value is operation) or _held(
@@ -175,7 +175,7 @@ def locate(operation: Operation[Any]) -> str | None:
 
 
 class _Place(NamedTuple):
-    """An attribute of a module of this process, and the name by which another process loads what it holds."""
+    """An attribute of a module of this process, and the name by which another process loads its value."""
 
     module: str
     attribute: str
@@ -185,12 +185,12 @@ class _Place(NamedTuple):
         return getattr(sys.modules.get(self.module), self.attribute, None)
 
 
-# Where operations were found: runners ask of every candidate, and to look through all modules takes 10 ms.
+# Where operations were found. Runners look them up for every candidate, and a search of all modules takes 10 ms.
 _places: weakref.WeakKeyDictionary[Operation[Any], _Place] = weakref.WeakKeyDictionary()
 
 
 def _held(wanted: Callable[[Any], bool]) -> _Place | None:
-    """The first place that holds what is wanted; in a script only where no module does."""
+    """Returns the first place with a wanted value; a place in a script only if no module has one."""
     script: _Place | None = None
     for module_name, module in list(sys.modules.items()):
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
@@ -198,35 +198,39 @@ def _held(wanted: Callable[[Any], bool]) -> _Place | None:
                 file = getattr(module, "__file__", None)
                 if module_name not in SCRIPT and not module_name.startswith(LOADED_FILE):
                     return _Place(module_name, attribute, f"{module_name}:{attribute}")
-                # Only where no module holds it: loading a script runs it.
+                # Only if no module holds it: loading a script runs it.
                 name = f"{Path(file).resolve()}:{attribute}" if file and file.endswith(".py") else None
                 script = None if name is None else _Place(module_name, attribute, name)
     return script
 
 
-# How the script that a process runs is named: multiprocessing has a name of its own for it.
+# Module names of the script that a process runs: multiprocessing uses a name of its own.
 SCRIPT = ("__main__", "__mp_main__")
-# How the modules of files that were loaded by their paths are named.
+# Prefix of the names of modules that were loaded by their file paths.
 LOADED_FILE = "tile_scheduler_file_"
 _loading = contextvars.ContextVar("loading", default=False)
 
 
 class _EndOfLoad(BaseException):
-    """Ends the run of a file that is loaded for its operation; no error, so that nothing on the way handles it."""
+    """Ends the execution of a file that is loaded for its operation.
+
+    It is not an Exception, so that no handler in the file catches it.
+    """
 
 
 def end_load() -> None:
-    """Ends the run of a script that is being loaded, with what it has defined so far; else does nothing.
+    """Stops the execution of a script that is being loaded, keeping its definitions so far; does nothing otherwise.
 
-    Workers load the script that an operation is defined in, and one without a `__main__` guard goes on to the call that
-    started them; so does who gives the command that a miss tells. Whoever would search, or miss, asks here first.
+    Workers load the script that defines an operation. A script without a `__main__` guard would go on to the call that
+    started the workers. The same holds for the command that the message of a cache miss suggests. Code that would
+    search, or raise a cache miss, calls this function first.
     """
     if _loading.get():
         raise _EndOfLoad
 
 
 def _file_module(path: Path) -> str:
-    """How the module of a file that is loaded by its path is named."""
+    """Returns the module name of a file that is loaded by its path."""
     return f"{LOADED_FILE}{path.resolve().as_posix().replace('/', '_').replace('.', '_')}"
 
 

@@ -1,6 +1,6 @@
-"""The settings of JAX that code of this package is traced and run under, whatever the caller's settings are.
+"""JAX settings under which this package traces and runs code, independent of the caller's settings.
 
-JAX keeps the settings of a context by thread, so each thread that traces or runs enters a context itself.
+JAX keeps the settings of a context per thread, so each thread that traces or runs must enter a context itself.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import jax
 
 @contextlib.contextmanager
 def formulas() -> Iterator[None]:
-    """Within this context, formulas and kernels are traced as part of a caller's program.
+    """Context in which formulas and kernels are traced as part of a caller's program.
 
-    Ranks and dtypes of their arrays promote, and their constants may be transferred. The settings that decide what the
-    caller's program means stay the caller's: `jax_default_matmul_precision`, `jax_enable_x64`, and the debugging modes.
+    Ranks and dtypes of arrays promote, and constants may be transferred. Settings that decide what the caller's program
+    means keep the caller's values: `jax_default_matmul_precision`, `jax_enable_x64`, and the debugging modes.
     """
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), jax.transfer_guard("allow"):
         yield
@@ -24,10 +24,10 @@ def formulas() -> Iterator[None]:
 
 @contextlib.contextmanager
 def comparisons() -> Iterator[None]:
-    """Within this context, functions of a user are compiled, run, compared and timed.
+    """Context in which functions of a user are compiled, run, compared and timed.
 
-    JAX looks for no NaN or infinity, compiles what is jitted, and moves results to the host. What JAX traces functions
-    under stays the user's: what the user compiled before is not compiled again.
+    JAX does not check for NaN or infinity, compiles jitted functions, and may move results to the host. Settings that
+    affect tracing keep the user's values, so that what the user compiled before is not compiled again.
     """
     with (
         jax.debug_nans(False),
@@ -41,10 +41,10 @@ def comparisons() -> Iterator[None]:
 
 @contextlib.contextmanager
 def measurements() -> Iterator[None]:
-    """Within this context, programs of a search run: operands, references, candidates, their comparison and timing.
+    """Context in which the programs of a search run: operands, references, candidates, their comparison and timing.
 
-    They meet NaN on purpose, and are the same programs on the same operands under all of the caller's settings but
-    `jax_enable_x64` and `jax_default_matmul_precision`.
+    Some of these programs produce NaN on purpose. They are the same programs on the same operands under all of the
+    caller's settings except `jax_enable_x64` and `jax_default_matmul_precision`.
     """
     with (
         formulas(),

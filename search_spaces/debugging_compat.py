@@ -1,4 +1,4 @@
-"""JAX's private half of debugging modes, `checkify` and `jet`: how they see an application of a primitive."""
+"""Private JAX APIs for debugging modes, `checkify` and `jet`: how they handle an application of a primitive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax._src import api_util, checkify
 from jax.experimental import jet
 from jax.extend.core import Primitive
 
-# What JAX raises, where a compiled program's result is NaN or infinite, while a user looks for that.
+# Raised by JAX if a result of a compiled program is NaN or infinite while a debugging mode checks for that.
 InternalFloatingPointError: type[Exception] = api_util.InternalFloatingPointError
 
 
 def as_one_operation(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function`, jitted, as one operation for `jax.debug_nans` and `jax.debug_infs`.
+    """Jits `function` as a single operation for `jax.debug_nans` and `jax.debug_infs`.
 
-    Where a result is NaN, JAX computes jitted functions once more, equation by equation, to find the equation that made
-    it. What JAX knows as one operation raises `FloatingPointError` with its `name` instead.
+    If a result is NaN, JAX runs a jitted function again, equation by equation, to find the equation that produced it.
+    For a function that JAX treats as one operation, it raises `FloatingPointError` with `name` instead.
     """
     function.__name__ = function.__qualname__ = name
     function._apply_primitive = True  # type: ignore[attr-defined]
@@ -28,16 +28,16 @@ def as_one_operation(function: Callable[..., Any], name: str) -> Callable[..., A
 
 
 def is_expanded_by_jet(args: Sequence[Any]) -> bool:
-    """Whether `jax.experimental.jet` expands a call of these arguments: it fails on every `jax.custom_vjp`."""
+    """Returns whether `jax.experimental.jet` expands a call with these arguments: it fails on any `jax.custom_vjp`."""
     return any(isinstance(x, jet.JetTracer) for x in args)
 
 
 def let_checkify_see(primitive: Primitive, name: Callable[..., str]) -> None:
-    """Makes `checkify`'s float checks look for NaN in the results of `primitive`.
+    """Makes the float checks of `checkify` look for NaN in the results of `primitive`.
 
     Args:
-      primitive: has several results, as JAX has it.
-      name: of what made it, for the message, from an application's parameters.
+      primitive: a JAX primitive with multiple results.
+      name: from the parameters of an application to the name in the message.
     """
 
     def check(*args: Any, **params: Any) -> Any:
@@ -50,7 +50,7 @@ def let_checkify_see(primitive: Primitive, name: Callable[..., str]) -> None:
 def let_jet_see(primitive: Primitive, name: Callable[..., str], formula: Callable[..., Any]) -> None:
     """Makes `jax.experimental.jet` expand applications of `primitive` by ``formula(*args, **params)``.
 
-    Where JAX has no rule for an equation of the formula, it raises a `NotImplementedError` with the call's `name`.
+    If JAX has no rule for an equation of the formula, a `NotImplementedError` with the call's `name` is raised.
     """
 
     def expand(primals: Sequence[Any], series: Sequence[Any], **params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Dtypes as text: the short forms that people type, and the names that keys have."""
+"""Dtypes as text: the short forms that users type, and the names that keys contain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from search_spaces.space import meant
 
-# Numbers of bits by the letters of XLA, Triton and PyTorch, not by NumPy's codes, where i8 has eight bytes.
+# Letters with bit counts, as in XLA, Triton and PyTorch; in NumPy's codes i8 has eight bytes.
 _LONG = MappingProxyType(
     {
         **{f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("i", "int"), ("s", "int"), ("u", "uint"))
@@ -25,7 +25,10 @@ _ARRAY = re.compile(r"\s*([\w.]+)\s*\[([\d,\s]*)\]\s*")
 
 
 def dtype_name(text: str) -> str:
-    """The name of the dtype that `text` means: "bf16" and "torch.bfloat16" are "bfloat16"; other text is itself."""
+    """Returns the name of the dtype that `text` means: "bfloat16" for "bf16" and "torch.bfloat16".
+
+    Other text is returned unchanged.
+    """
     short = text.strip().lower()
     package, _, last = short.rpartition(".")
     if package in ("jnp", "np", "torch", "jax.numpy", "numpy", "ml_dtypes"):
@@ -35,19 +38,19 @@ def dtype_name(text: str) -> str:
 
 
 def array_type(text: str) -> tuple[str, str] | None:
-    """The dtype's name and the extents of the type of an array, ``bf16[8, 128]``; None where `text` is no such type."""
+    """Returns the dtype name and the extents of an array type such as ``bf16[8, 128]``; None for other text."""
     found = _ARRAY.fullmatch(text)
     return None if found is None else (dtype_name(found[1]), found[2])
 
 
 def canonical(text: str) -> str:
-    """A dtype, or the type of an array, as keys have it; other text is itself."""
+    """Returns a dtype or an array type as keys contain it; other text is returned unchanged."""
     if (found := array_type(text)) is None:
         return dtype_name(text)
     return f"{found[0]}[{','.join(found[1].replace(',', ' ').split())}]"
 
 
 def did_you_mean(text: str, known: Sequence[str] = NAMES) -> str:
-    """The end of a sentence about a dtype that is none of `known`; "" where none is close."""
+    """Returns the end of an error message about a dtype that is not among `known`; "" if none is close."""
     close = meant(dtype_name(text), known)
     return f"; did you mean {close!r}?" if close else ""

@@ -1,5 +1,5 @@
-"""What a kernel's author gets wrong, by name."""
+"""Errors in the declaration of a kernel."""
 
 
 class DeclarationError(TypeError):
-    """A kernel declares what cannot be meant: names the kernel, rule or field, and says what to write instead."""
+    """A kernel's declaration is invalid: the message names the kernel, rule or field, and suggests a correction."""

@@ -1,9 +1,9 @@
-"""A digest of what a function computes, read from its jaxpr: without names, line numbers or addresses.
+"""Digest of what a function computes, read from its jaxpr, without names, line numbers or addresses.
 
 Two functions with the same fingerprint run the same equations on the same constants. Everything that a trace depends on
-counts: globals, closures, decorators, environment variables, the content of arrays. What a trace does not show does not
-count: comments, names, and the derivative rules of the function. Host callbacks and inline Mosaic GPU code are Python
-functions in the jaxpr; they count by their bytecode and by what they refer to.
+counts: globals, closures, decorators, environment variables, the content of arrays. Anything that a trace does not show
+does not count: comments, names, and the derivative rules of the function. Host callbacks and inline Mosaic GPU code are
+Python functions in the jaxpr; they count by their bytecode and by the values they refer to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.extend import core
 from search_spaces import configuration
 from search_spaces.jaxprs import is_jaxpr, opened
 
-# Fields of equations, and of what they hold, that only say where something comes from, or how to differentiate it.
+# Fields of equations, and of their parameters, that only give an origin or a derivative rule.
 _SOURCE = frozenset({"name", "name_and_src_info", "origin", "debug_info", "source_info", "logging_record"})
 _DERIVATIVE = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "jvp", "fwd", "out_trees"})
 _UNSEEN = _SOURCE | _DERIVATIVE
@@ -36,10 +36,10 @@ _TOOLS = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functool
 
 
 def fingerprint(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> str:
-    """16 hexadecimal digits, the same in every process with this version of JAX.
+    """Returns 16 hexadecimal digits, the same in every process with this version of JAX.
 
-    It depends on JAX's configuration only where the function asks for it: flags that change every trace are set to
-    their defaults, and 64-bit types are on where an operand has one. Call it in a thread that traces nothing else.
+    The result depends on JAX's configuration only where the function reads it: flags that change every trace are set to
+    their defaults, and 64-bit types are enabled if an operand has one. Call it in a thread that traces nothing else.
 
     Raises whatever `function` raises while it is traced.
     """
@@ -54,22 +54,22 @@ def fingerprint(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeS
 
 
 def digest(value: Any) -> str:
-    """The fingerprint of a jaxpr, or of any value that a function may refer to."""
+    """Returns the fingerprint of a jaxpr, or of any value that a function may refer to."""
     found = hashlib.sha256()
     try:
         for part in _Reading().of(value):
             found.update(part.encode())
             found.update(b"\0")
-    except Exception:  # an equation holds what cannot be read so: its text says less, and is still better than nothing
+    except Exception:  # some parameter cannot be read: its text is less precise, but better than nothing
         found = hashlib.sha256(_ADDRESS.sub("", str(value)).encode())
     return found.hexdigest()[:16]
 
 
 class _Reading:
-    """What a jaxpr says, as a stream of text. Variables are numbered in the order in which they occur."""
+    """The content of a jaxpr as a stream of text. Variables are numbered in the order in which they occur."""
 
     def __init__(self) -> None:
-        self._within: list[Any] = []  # what is being read, so that a circle ends
+        self._within: list[Any] = []  # the values being read, so that cycles end
 
     def of(self, value: Any) -> Iterator[str]:
         match value:
@@ -140,7 +140,7 @@ class _Reading:
 
     def _equation(self, equation: Any) -> Iterator[str]:
         params = equation.params
-        if equation.primitive.name == "tuned_call":  # another operation, which has an identity of its own
+        if equation.primitive.name == "tuned_call":  # another operation, with an identity of its own
             yield f"{params['operation'].name} {params['problem'].canonical()}"
             params = {"params": params["params"]}
         for name in sorted(params.keys() - _UNSEEN):
@@ -184,7 +184,7 @@ class _Reading:
 
 
 def content(cell: types.CellType) -> Any:
-    """What a closure's cell holds; None where it is not bound yet."""
+    """Returns the content of a closure's cell; None if it is not bound yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -192,7 +192,7 @@ def content(cell: types.CellType) -> Any:
 
 
 def names(code: types.CodeType) -> Iterator[str]:
-    """Every name that a function, and the functions within it, read of globals and attributes."""
+    """Yields every global and attribute name that a function, and the functions within it, read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -204,13 +204,16 @@ def _aval(atom: Any) -> str:
 
 
 def _named(value: Any) -> str:
-    """A type or a function by its name; with its package, not its module: a script's has another name in a worker."""
+    """Returns the name of a type or function, with its package but not its module.
+
+    The module of a script has another name in a worker.
+    """
     package = f"{_package(value)}." if is_of_tools(value) else ""
     return f"{package}{value.__qualname__}"
 
 
 def is_of_tools(value: Any) -> bool:
-    """Whether a function or a type is of JAX, of NumPy or of this package, and counts by its name."""
+    """Returns whether a function or type belongs to JAX, NumPy or this package, and so counts by its name."""
     return _package(value) in _TOOLS
 
 

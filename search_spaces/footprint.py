@@ -1,4 +1,4 @@
-"""What one launch of each schedule demands of a chip: in each step, for each tile, and once; and what may overlap."""
+"""Resource demands of one launch of each schedule: per step, per tile and once, and which of them may overlap."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from search_spaces.space import Column
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What one block loads of one operand in one phase.
+    """The loads of one operand by one block in one phase.
 
     Attributes:
       bytes: bytes loaded, ragged edges averaged in.
-      axes: the axes of `Footprint.grid` that select the block: blocks that agree on them load the same bytes.
-      multicast: blocks of a cluster that one load serves (1 where each loads for itself).
-      filled_bytes: on-chip bytes that it fills, what lies beyond ragged edges included; 0 where these are `bytes`.
-      tma_row_bytes: width of the SMEM rows in which TMA delivers them, one row at a time; 0 where TMA does not.
-      fill_rows: of these rows, those in groups of eight that lie wholly beyond an edge of the array, which TMA fills
-        with zeros, on average.
-      start_bytes: the largest power of two at a multiple of which all of these rows start in device memory; 0 where
-        that is a line of its cache.
-      name: what a person calls it, "" where it has no name.
+      axes: the axes of `Footprint.grid` that select the block. Blocks that agree on these axes load the same bytes.
+      multicast: number of blocks of a cluster that one load serves (1 if each block loads for itself).
+      filled_bytes: on-chip bytes that the load fills, including parts beyond ragged edges; 0 if equal to `bytes`.
+      tma_row_bytes: width of the SMEM rows in which TMA delivers the data, one row at a time; 0 without TMA.
+      fill_rows: average number of these rows that lie in groups of eight wholly beyond an edge of the array, which TMA
+        fills with zeros.
+      start_bytes: the largest power of two such that all of these rows start at a multiple of it in device memory; 0 if
+        that is a cache line.
+      name: a readable name, "" if there is none.
     """
 
     bytes: Column | float
@@ -36,7 +36,7 @@ class Operand:
     name: str = ""
 
     def over(self, steps: Column | float) -> Operand:
-        """What one of so many steps loads of it on average."""
+        """Returns the average load of one of `steps` steps."""
         return dataclasses.replace(
             self, bytes=self.bytes / steps, filled_bytes=self.filled_bytes / steps, fill_rows=self.fill_rows / steps
         )
@@ -44,19 +44,21 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What one block demands in one phase of its work. Every `Column` has one entry per schedule; a scalar serves all.
+    """Resource demands of one block in one phase of its work.
+
+    Every `Column` has one entry per schedule; a scalar serves all.
 
     Attributes:
-      loads: what it loads, by operand.
-      flops: floating-point operations at the peak rate of `Footprint.arithmetic`, padding included: MMA, but for
-        "float32", which no tensor core computes.
+      loads: the loads, by operand.
+      flops: floating-point operations at the peak rate of `Footprint.arithmetic`, padding included. These are MMA,
+        except for "float32", which tensor cores do not compute.
       fp32_ops: plain operations of FP32 lanes.
-      mufu_ops: exponentials and the like.
-      onchip_bytes_read: on-chip bytes that matrix units read; 0 where unknown.
+      mufu_ops: exponentials and similar operations.
+      onchip_bytes_read: on-chip bytes that matrix units read; 0 if unknown.
       bytes_written: bytes stored to device memory, ragged edges averaged in.
-      transactions: accesses of warps to device memory, and bulk copies; 0 where unknown.
-      iterations: of the code's own loops, one after the other, each as long at least as its chain of dependent
-        instructions; 0 where other threads work meanwhile.
+      transactions: accesses of warps to device memory, and bulk copies; 0 if unknown.
+      iterations: iterations of the code's own loops, in sequence. Each takes at least as long as its chain of dependent
+        instructions. 0 if other threads work meanwhile.
     """
 
     loads: tuple[Operand, ...] = ()
@@ -71,53 +73,53 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one launch of each schedule demands. Every `Column` has one entry per schedule; a scalar serves all.
+    """Resource demands of one launch of each schedule. A `Column` has one entry per schedule; a scalar serves all.
 
-    A tile is what one block of the grid computes, in `steps` steps of a loop; a persistent block takes one tile after
-    another. What overlaps follows from this:
+    One block of the grid computes one tile, in a loop of `steps` steps. A persistent block computes several tiles in
+    turn. The following work overlaps:
 
-    - Loads overlap with all else as far as `stages` reach.
-    - FP32 lanes and MUFU work on the results of MMA, and MMA waits for them, unless there is another to issue MMA: the
-      other consumers (`ping_pong`), another block of the same core, or, within a tile, the same consumer
-      (`delay_release`). Where there is no MMA, they overlap with loads and with each other.
-    - A tile's own phase comes after its steps, and overlaps with steps of the next tile where blocks are persistent
-      and `ping_pong`.
+    - Loads overlap with all other work, as far ahead as `stages` allow.
+    - FP32 lanes and MUFU work on the results of MMA, and MMA waits for them, unless other code can issue MMA: the other
+      consumers (`ping_pong`), another block of the same core, or, within a tile, the same consumer (`delay_release`).
+      Without MMA, they overlap with loads and with each other.
+    - The tile phase follows the steps of the tile. It overlaps with steps of the next tile if blocks are persistent and
+      `ping_pong`.
 
     Attributes:
-      arithmetic: whose peak rate `flops` have: a dtype name, "tf32" (see `Problem.arithmetic`).
+      arithmetic: the type whose peak rate applies to `flops`: a dtype name, "tf32" (see `Problem.arithmetic`).
       grid: tiles along each axis; their product is the number of tiles.
-      step: what each step of a tile demands.
-      tile: what each tile demands beside its steps: operands loaded once, the epilogue, the result.
-      onchip_bytes: on-chip memory that one block asks for, exact to the byte.
-      spill_bytes: what the compiler takes beside them for registers that it spills, at the least.
-      onchip_limit_bytes: what the launch asks that a block may have of on-chip memory at most; 0 is the chip's default.
-      steps: steps of a tile; the mean over tiles where these differ.
-      step_range: steps of the shortest and of the longest tile where tiles differ (causal attention); else None.
-      minor: the axis of `grid` that advances first (the others follow from the last to the first)...
-      group: ...for so many tiles, before the next axis advances.
+      step: demands of each step of a tile.
+      tile: demands of each tile besides its steps: operands loaded once, the epilogue, the result.
+      onchip_bytes: on-chip memory that one block requests, exact to the byte.
+      spill_bytes: lower bound of the additional bytes that the compiler takes for spilled registers.
+      onchip_limit_bytes: limit of on-chip memory per block that the launch requests; 0 is the chip's default.
+      steps: steps of a tile; the mean over tiles if these differ.
+      step_range: steps of the shortest and of the longest tile if tiles differ (causal attention); else None.
+      minor: the axis of `grid` that advances first. The other axes follow from the last to the first.
+      group: number of tiles along `minor` before the next axis advances.
       snake: the next axis advances backwards in every other group.
-      axes: what a person calls the axes of `grid`; empty where they have no names.
+      axes: readable names of the axes of `grid`; empty if they have no names.
       stages: steps whose loads may be in flight at once.
-      consumers: consumer warpgroups that multiply a step between them, each a part of its own, and wait until matrix
-        units have done so; 0 where none does.
-      ping_pong: consumers take turns, by steps or by tiles: while lanes work on what one has multiplied, another
+      consumers: consumer warpgroups that split the MMA of a step and wait until the matrix units have finished; 0 if
+        there are none.
+      ping_pong: consumers alternate, by steps or by tiles: while lanes process the results of one consumer, another
         multiplies.
-      accumulators: of a tile of MMA, that its consumers round, store and zero before the next tile's MMA; 0 where that
-        is counted elsewhere, or nothing follows.
-      delay_release: steps whose MMA a consumer issues before those of the step before have ended.
+      accumulators: accumulators of an MMA tile that its consumers round, store and zero before the next tile's MMA; 0
+        if these are counted elsewhere, or nothing follows.
+      delay_release: steps whose MMA a consumer issues before the MMA of the previous steps has finished.
       threads: threads of one block that compute.
-      registers: 32-bit registers that one of these threads needs; above what hardware gives, they spill.
-      registers_per_block: registers of the whole block, producers included; 0 where unknown.
+      registers: 32-bit registers that one of these threads needs; above the hardware limit, they spill.
+      registers_per_block: registers of the whole block, producers included; 0 if unknown.
       cluster: blocks that start together, share loads, and reach each other's on-chip memory.
-      dsmem_bytes: what one block writes into the on-chip memory of the others of its cluster.
-      tail_parts: parts of its steps into which each tile of the last wave is split, a block for each...
-      tail_bytes: ...of which all but one leave so much in device memory, for that one to add.
-      persistent: blocks stay and take the next tile, so that one's end overlaps the next one's loads.
+      dsmem_bytes: bytes that one block writes into the on-chip memory of other blocks of its cluster.
+      tail_parts: parts into which the steps of each tile of the last wave are split, one block per part.
+      tail_bytes: bytes that each of these blocks except one leaves in device memory, for that one to add.
+      persistent: blocks stay and take the next tile, so that the end of one tile overlaps with loads of the next.
       copied_bytes: bytes moved by copies before or after the launch (padding, layout changes).
-      launches: device launches in all.
-      coalescing: share of what transactions move, in whole sectors of 32 bytes, that is wanted: 1 where nothing is in
-        vain.
-      access_bytes: bytes of one access of one thread, at a multiple of which it must start; 0 where unknown.
+      launches: number of device launches in all.
+      coalescing: fraction of the bytes moved by transactions, in whole sectors of 32 bytes, that is needed; 1 if none
+        is wasted.
+      access_bytes: bytes of one access of one thread, which must start at a multiple of them; 0 if unknown.
 
     Raises:
       DeclarationError: a load is selected by an axis that the grid does not have.
@@ -165,7 +167,7 @@ class Footprint:
 
     @functools.cached_property
     def mean_step(self) -> Phase:
-        """What a step demands on average with its part of what each tile demands; loads of steps come first."""
+        """Average demands of a step, including its share of the tile's demands; the loads of steps come first."""
         step, tile = self.step, self.tile
         amounts = [field.name for field in dataclasses.fields(Phase) if field.name != "loads"]
         return Phase(

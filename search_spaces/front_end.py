@@ -1,4 +1,4 @@
-"""Why no kernel can be asked of arrays, in words, whatever the operation."""
+"""Reasons why no kernel supports given arrays, common to all operations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import jax
 
 from search_spaces import jax_compat
 
-# The reason of who does not divide such a call, before why not.
+# The reason if a call on such a mesh is not sharded explicitly. The reason why it is not may follow.
 EXPLICIT_AXES = "an array is on a mesh with explicit axes (inside `jax.shard_map` kernels are asked)"
 _posing: ContextVar[bool] = ContextVar("posing", default=False)
 
 
 @contextmanager
 def posing_explicit() -> Iterator[None]:
-    """Within this context problems are posed of arrays on a mesh with explicit axes, too: of whole arrays."""
+    """Context in which arrays on a mesh with explicit axes pose problems, too: problems of the whole arrays."""
     before = _posing.set(True)
     try:
         yield
@@ -27,7 +27,7 @@ def posing_explicit() -> Iterator[None]:
 
 
 def unposed(arrays: Mapping[str, Any]) -> str | None:
-    """Why no operation poses a problem of these arrays, by the names that a caller knows them by; None where it can."""
+    """Returns why no operation supports these arrays, keyed by the caller's names; None if they are supported."""
     for name, x in arrays.items():
         if not isinstance(x, jax.Array):
             return f"{name} is no array but {type(x).__name__}"
@@ -39,13 +39,13 @@ def unposed(arrays: Mapping[str, Any]) -> str | None:
 
 
 def require_array(name: str, x: Any) -> None:
-    """Raises a TypeError where `x` is neither an array nor a number, as `jnp` does for a list."""
+    """Raises a TypeError if `x` is neither an array nor a number, as `jnp` does for a list."""
     if x is None or isinstance(x, list | tuple):
         raise TypeError(f"{name} must be an array, not {type(x).__name__}: give it as jnp.asarray({name})")
 
 
 def weakly_typed(*arrays: jax.Array) -> str | None:
-    """Why arrays have no dtype of their own to pose a problem by; None where they have."""
+    """Returns why arrays have no dtype of their own to define a problem by; None if they have."""
     if any(x.weak_type for x in arrays):
         return "an array is weakly typed, as Python's numbers are: give it a dtype with .astype"
     return None

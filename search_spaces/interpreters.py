@@ -1,4 +1,4 @@
-"""Pallas' interpreters of whole kernels on a CPU: a kernel whose chip is not here runs there, slowly."""
+"""Pallas interpreters of whole kernels on a CPU: a kernel runs there, slowly, without its chip."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from jax.experimental.pallas import tpu as pltpu
 
-# Platforms whose kernels are interpreted as they are, memory that nobody wrote being NaN.
+# Platforms whose kernels can be interpreted unchanged; uninitialized memory is NaN.
 PLATFORMS = frozenset({"tpu"})
 
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Within it, kernels of `PLATFORMS` that are traced are interpreted."""
+    """Context in which kernels of `PLATFORMS` are interpreted when traced."""
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
             yield
     finally:
-        pltpu.reset_tpu_interpret_mode_state()  # one that raised leaves its memory behind
+        pltpu.reset_tpu_interpret_mode_state()  # an interpreter that raised leaves its memory behind

@@ -1,4 +1,4 @@
-"""The one file that knows JAX versions apart: every name or behaviour that differs between 0.10.2 and the newest."""
+"""The only file that depends on JAX versions: names and behaviours that differ between 0.10.2 and the newest."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from search_spaces.configuration import formulas
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
-# Its annotations differ between versions and in part contradict its use; its names, as used here, do not.
+# Untyped: its annotations differ between versions and partly contradict its use; the names used here do not.
 plgpu: Any = mosaic_gpu
 
-# How a reason begins for which a newer JAX is the cure.
+# Prefix of a reason that a newer JAX resolves.
 NEEDS_JAX = "needs jax "
-# From which versions on JAX needs which Python, as its wheels say (Requires-Python), the newest first.
+# Minimum Python for each JAX version, from its wheels (Requires-Python), newest first.
 PYTHON_OF_JAX = (((0, 11), (3, 12)), ((0, 10), (3, 11)))
 
-# From here on JAX can run a whole Mosaic GPU kernel on a CPU: copies, barriers and races included.
+# From this version on, JAX can run a whole Mosaic GPU kernel on a CPU, including copies, barriers and races.
 HAS_GPU_INTERPRETER = JAX_VERSION >= (0, 11)
 
 
 def gpu_interpreter(*, detect_races: bool = False) -> AbstractContextManager[None]:
-    """Within this context Mosaic GPU kernels are interpreted on the CPU.
+    """Context in which Mosaic GPU kernels are interpreted on the CPU.
 
-    A race, where looked for, raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED".
+    With `detect_races`, a race raises from JAX 0.12 on; 0.11 only prints "RACE DETECTED".
 
     Raises:
       NotImplementedError: on JAX below 0.11 (see `HAS_GPU_INTERPRETER`).
@@ -66,25 +66,25 @@ def _interpreting(interpreter: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def interprets() -> bool:
-    """Whether GPU kernels that are traced now are for the interpreter."""
+    """Returns whether GPU kernels that are traced now are for the interpreter."""
     return _interprets.get()
 
 
-# From here on Mosaic multiplies float32 on a TPU by three passes of bfloat16, too, and not only by six or one.
+# From this version on, Mosaic can multiply float32 on a TPU in three passes of bfloat16, not only in six or one.
 HAS_TPU_BF16_3X = JAX_VERSION >= (0, 11)
 
-# From here on an array on chip may be swizzled without being laid out in tiles, and one warp of a warpgroup may wait
-# for barriers whose numbers it counts.
+# From this version on, an on-chip array may be swizzled without a tiled layout, and one warp of a warpgroup may wait
+# for barriers with computed indices.
 HAS_UNTILED_SWIZZLE = HAS_ONE_WARP = JAX_VERSION >= (0, 11)
 
-# From here on Mosaic GPU compiles for GPUs before Hopper: copies by cp.async, warp-level MMA.
+# From this version on, Mosaic GPU compiles for GPUs before Hopper: copies by cp.async, warp-level MMA.
 HAS_MMA = JAX_VERSION >= (0, 11, 2)
 
 
 def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates code for Mosaic GPU's own functions (see `plgpu.inline_mgpu` for the `types`).
+    """Decorates code that uses Mosaic GPU's own functions (see `plgpu.inline_mgpu` for the `types`).
 
-    `meaning` is the same in Pallas' operations, for the interpreter, which knows no other.
+    `meaning` is equivalent code in Pallas operations, the only ones that the interpreter supports.
     """
     if interprets():
         return lambda code: meaning
@@ -93,7 +93,9 @@ def mosaic_gpu_code(meaning: Callable[..., Any], **types: Any) -> Callable[[Call
 
 
 def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
-    """``acc + a b`` in Mosaic GPU's own terms, uncommitted, of `a` in registers, by instructions of 16 rows of `b`.
+    """Issues ``acc + a b`` in Mosaic GPU's own terms, uncommitted, with `a` in registers.
+
+    Each instruction covers 16 rows of `b`.
 
     Args:
       acc: ``float32[64, n]``, the accumulators.
@@ -134,7 +136,7 @@ def issue_wgmma_of_registers(acc: Any, a: Any, b: Any, swizzle: int) -> Any:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """All of a reference in a Mosaic GPU kernel, as an array of this layout in registers."""
+    """Loads a whole reference in a Mosaic GPU kernel into registers, with the given layout."""
     indices: tuple[Any, ...] = () if JAX_VERSION >= (0, 11) else ((),)
     loaded: jax.Array = plgpu.load(ref, *indices, layout=layout, optimized=False)
     return loaded
@@ -143,7 +145,7 @@ def load(ref: Any, layout: Any) -> jax.Array:
 def store(ref: Any, value: jax.Array) -> None:
     """Stores an array from registers to a reference in a Mosaic GPU kernel, however narrow or unaligned its rows are.
 
-    From 0.12 on ``ref[...] = value`` refuses what is not fast.
+    From 0.12 on, ``ref[...] = value`` rejects stores that are not fast.
     """
     if JAX_VERSION >= (0, 12):
         plgpu.store(ref, value, optimized=False)
@@ -152,15 +154,15 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def load_run(ref: Any, start: Any, shape: tuple[int, ...], layout: Any) -> jax.Array:
-    """What a flat reference in a Mosaic GPU kernel has from `start` on, as an array of this shape in registers."""
+    """Loads an array of this shape into registers from a flat reference in a Mosaic GPU kernel, starting at `start`."""
     run = ref.at[pl.ds(start, math.prod(shape))]
-    if interprets():  # It knows no reference of another shape than its memory's.
+    if interprets():  # The interpreter cannot reshape references.
         return load(run, None).reshape(shape)
     return load(run.reshape(shape), layout)
 
 
 def store_run(ref: Any, start: Any, value: jax.Array) -> None:
-    """Stores an array from registers to what a flat reference in a Mosaic GPU kernel has from `start` on."""
+    """Stores an array from registers to a flat reference in a Mosaic GPU kernel, starting at `start`."""
     run = ref.at[pl.ds(start, value.size)]
     if interprets():
         store(run, value.reshape(-1))
@@ -169,26 +171,26 @@ def store_run(ref: Any, start: Any, value: jax.Array) -> None:
 
 
 def writing_over(run: Callable[..., Any]) -> Any:
-    """`run`, jitted, as a function of a buffer for each result and of its own arguments: results take their places.
+    """Jits `run` with an additional first argument: donated buffers whose memory the results take.
 
-    The buffers come first, as one array or a tuple of them, as results are. What `run` leaves unwritten keeps the
-    buffer's content, provided that it writes its result directly: what it slices or casts afterwards was written
-    elsewhere. Buffers are donated although nothing reads them, which costs no time. JAX donates on CPUs, GPUs and TPUs;
-    on another platform it warns, and the results get memory of their own.
+    There is one buffer for each result: an array or a tuple of them, as the results are. Elements that `run` does not
+    write keep the buffer's content, provided that `run` writes its result directly: slices and casts afterwards are
+    written elsewhere. Buffers are donated although nothing reads them, which costs no time. JAX donates on CPUs, GPUs
+    and TPUs; on another platform it warns, and the results get memory of their own.
     """
     return jax.jit(lambda buffers, *args: run(*args), donate_argnums=0, keep_unused=True)
 
 
 def device_seconds(call: Callable[[], Any], repetitions: int) -> list[float]:
-    """Kernel time of each of `repetitions` calls in seconds, all of its kernels: see `device_kernels`."""
+    """Returns the kernel time in seconds of each of `repetitions` calls, summed over kernels: see `device_kernels`."""
     return [sum(seconds for _, seconds in kernels) for kernels in device_kernels(call, repetitions)]
 
 
 def device_kernels(call: Callable[[], Any], repetitions: int) -> list[list[tuple[str, float]]]:
-    """The kernels that each of `repetitions` calls runs, in their order, by name, and seconds of each, through CUPTI.
+    """Returns the name and time in seconds of each kernel that each of `repetitions` calls runs, in order, from CUPTI.
 
-    CUPTI stays attached between calls (attaching takes longer than measuring), so a process that uses this can use no
-    other profiler.
+    CUPTI stays attached between calls (attaching takes longer than measuring), so a process that uses this function can
+    use no other profiler.
 
     Raises:
       RuntimeError: no kernel was recorded, or calls differ in their number of kernels.
@@ -213,8 +215,8 @@ def device_kernels(call: Callable[[], Any], repetitions: int) -> list[list[tuple
 
 
 def cuda_wanted() -> bool:
-    """Whether JAX would use an NVIDIA GPU here if there is one, found out without starting any device."""
-    config: Any = jax.config  # its options are no attributes to a type checker in 0.10
+    """Returns whether JAX would use an NVIDIA GPU if there is one, without initializing any device."""
+    config: Any = jax.config  # type checkers do not know its options in 0.10
     platforms = config.jax_platforms or os.environ.get("JAX_PLATFORMS") or ""
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return False
@@ -222,7 +224,7 @@ def cuda_wanted() -> bool:
 
 
 def alike(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments, cast where needed so that all vary over the same manual mesh axes, as inside a `shard_map`."""
+    """Casts arguments so that all vary over the same manual mesh axes, as inside a `shard_map`."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in args]
     union = frozenset[Any]().union(*varying)
     return tuple(
@@ -232,19 +234,19 @@ def alike(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def result_aval(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.core.ShapedArray:
-    """An abstract value that varies over the same manual mesh axes as the abstract value `like`."""
+    """Returns an abstract value that varies over the same manual mesh axes as the abstract value `like`."""
     unsharded = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
     aval: jax.core.ShapedArray = like.update(shape=shape, dtype=dtype, weak_type=False, sharding=unsharded)
     return aval
 
 
 def has_explicit_axes(args: Sequence[Any]) -> bool:
-    """Whether the type of an argument names a mesh with explicit axes: its operations must say how they shard."""
+    """Returns whether an argument's type names a mesh with explicit axes: its operations must declare a sharding."""
     return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in args)
 
 
 def is_partitioned(axis_context: Any) -> bool:
-    """Whether XLA will divide the computation over devices by itself: only what it knows can stand in there."""
+    """Returns whether XLA will partition the computation itself, so that only operations known to XLA may be in it."""
     if (devices := getattr(axis_context, "num_devices", None)) is not None:  # jit
         return bool(devices != 1)
     manual = getattr(axis_context, "manual_axes", None)  # shard_map
@@ -254,7 +256,7 @@ def is_partitioned(axis_context: Any) -> bool:
 def lower(run: Callable[..., Sequence[jax.Array]], ctx: Any, args: Sequence[Any]) -> Any:
     """Lowers `run`, which returns all results, in place of a primitive with several.
 
-    `run` sees operands that vary over no manual axis, and no check of that: a kernel need not know of `shard_map`.
+    `run` gets operands that vary over no manual axis, with that check disabled: a kernel need not support `shard_map`.
     """
     from jax._src import config
 
@@ -279,14 +281,15 @@ def cudnn_attention(
     window: int | None,
     with_lse: bool,
 ) -> tuple[jax.Array, Any]:
-    """Attention by cuDNN: ``[batch, q_len, heads, head_dim]`` and the log-sum-exp ``float32[batch, heads, q_len]``.
+    """Computes attention by cuDNN, and its log-sum-exp.
 
-    By JAX's own primitive, without the checks before it, which ask the default device rather than the one that code is
-    made for. Only where that is an NVIDIA GPU does it lower.
+    The results are ``[batch, q_len, heads, head_dim]`` and ``float32[batch, heads, q_len]``. Binds JAX's own primitive
+    without the checks before it: these check the default device instead of the device that the code is compiled for. It
+    lowers only for an NVIDIA GPU.
 
     Args:
       lengths: none, or those of queries and of keys, ``int32[batch]`` each.
-      window: keys that a query sees with its own; None is all.
+      window: keys that a query attends to, its own included; None is all.
       with_lse: compute the log-sum-exp; else it is None.
     """
     operands = (q, k, v, *_cudnn_rest(q, lengths))
@@ -308,14 +311,14 @@ def cudnn_attention_backward(
     causal: bool,
     window: int | None,
 ) -> tuple[jax.Array, ...]:
-    """The gradients of q, k and v, of what `cudnn_attention` returned."""
+    """Computes the gradients of q, k and v, from the results of `cudnn_attention`."""
     operands = (q, k, v, *_cudnn_rest(q, ()), lse, out, d_out)
     gradients = cudnn._dot_product_attention_bwd_p.bind(*operands, **_cudnn_params(scale, causal, window, False))
     return tuple(gradients)
 
 
 def _cudnn_rest(q: jax.Array, lengths: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Bias, lengths, offsets and page tables, of which there are at most lengths."""
+    """Returns bias, lengths, offsets and page tables; all are unused except possibly the lengths."""
     unused = jnp.zeros(0, q.dtype)
     return unused, *(lengths or (unused, unused)), unused, unused, unused, unused
 
@@ -337,21 +340,22 @@ def _cudnn_params(scale: float, causal: bool, window: int | None, padding: bool)
 
 
 def let_policies_see(primitive: Primitive, product: Callable[..., tuple[Any, ...] | None]) -> None:
-    """Makes policies of `jax.checkpoint` take applications of `primitive` for the `dot_general` that they are.
+    """Makes policies of `jax.checkpoint` treat applications of `primitive` as the `dot_general` that they compute.
 
-    JAX's policies know dots by their primitive. So the rule by which `jax.checkpoint` divides an application asks the
-    policy about that one instead, and is JAX's own otherwise. A JAX without a table of such rules asks about
-    `primitive`, which no policy for dots saves: products are then computed once more, and nothing else changes.
+    JAX's policies recognise dots by their primitive. So the rule by which `jax.checkpoint` partitions an application
+    passes that `dot_general` to the policy, and otherwise equals JAX's own. A JAX without a table of such rules passes
+    `primitive`, which no policy for dots saves: products are then recomputed, and nothing else changes.
 
     Args:
-      primitive: has several results, as JAX has it, and no effects.
-      product: of an application's parameters: two operands' shapes and dtypes, and how they multiply; None for no dot.
+      primitive: a JAX primitive with multiple results and no effects.
+      product: from an application's parameters to two operands' shapes and dtypes, and dimension numbers; None for no
+        dot.
     """
     if (rules := getattr(partial_eval, "partial_eval_jaxpr_custom_rules", None)) is None:
         return
 
     def divide(policy: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Any) -> tuple[Any, ...]:
-        """What runs forwards, what backwards; which results are unknown, are there; what is kept in between."""
+        """Returns the forward and backward equations, which results are unknown or saved, and the residuals."""
         every, none = [True] * len(eqn.outvars), [False] * len(eqn.outvars)
         missing = [x for x, is_there in zip(eqn.invars, there, strict=True) if not is_there]
         if any(unknown):
@@ -373,7 +377,7 @@ def let_policies_see(primitive: Primitive, product: Callable[..., tuple[Any, ...
 
 
 def _moved(eqn: Any, to: Any) -> tuple[Any, Any, Any]:
-    """`eqn` with its results also in the memory that is named; the way back from there; and what is kept there."""
+    """Returns `eqn` with its results copied to the given memory; the copy back; and the copies to keep."""
     away, back = (jax.memory.Space.Host if "host" in kind else jax.memory.Space.Device for kind in (to.dst, to.src))
 
     def both(*args: Any) -> Any:
@@ -388,10 +392,10 @@ def _moved(eqn: Any, to: Any) -> tuple[Any, Any, Any]:
 
 
 def value_of_first_process(name: str, own: str, *, timeout_s: float = 60.0) -> str:
-    """What process 0 of this JAX job passes here as `own`; every process of the job has to ask.
+    """Returns the value of `own` in process 0 of this JAX job; every process of the job must call this.
 
     Raises:
-      RuntimeError: process 0 did not ask within `timeout_s` (seconds).
+      RuntimeError: process 0 did not call within `timeout_s` (seconds).
     """
     from jax._src import distributed
 

@@ -1,4 +1,4 @@
-"""The jaxprs that equations hold, of which JAX has one type or two."""
+"""Helpers for the jaxprs that equations hold; JAX has one or two types of these, depending on its version."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def opened(jaxpr: Any) -> Any:
-    """Without its constants, which newer versions of JAX keep in the same type."""
+    """Returns a jaxpr without its constants, which newer versions of JAX keep in the same type."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def held(equation: Any) -> Iterator[Any]:
-    """Those among the parameters of an equation, as they are there."""
+    """Yields the jaxprs among the parameters of an equation, unopened."""
     for value in equation.params.values():
         yield from filter(is_jaxpr, value if isinstance(value, tuple | list) else (value,))
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a jaxpr in order, each before all that it holds, inside of kernels, too."""
+    """Yields the equations of a jaxpr in order, including those inside kernels.
+
+    Each equation precedes the equations that it holds.
+    """
     for equation in opened(jaxpr).eqns:
         yield equation
         for inner in held(equation):

@@ -1,4 +1,4 @@
-"""What a tuner may ask of a kernel: what it supports, its space of schedules, what each demands, and to run one."""
+"""The interface of a kernel: what it supports, its space of schedules, their footprint, and how to run one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from search_spaces.footprint import Footprint, Operand, Phase
 from search_spaces.problem import Problem, Tolerance, as_tuple, nbytes
 from search_spaces.space import Column, Columns, Space, of_each, one_truth_value, round_up
 
-# Elements of an array that indices of 32 bits reach.
+# Number of array elements that 32-bit indices reach.
 INDICES_OF_32_BITS = 2**31 - 1
 
 P = TypeVar("P", bound=Problem)
@@ -25,13 +25,13 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The chip a kernel is asked about: what changes which code can run, and nothing about how much of it fits.
+    """The chip that a kernel is compiled for: the properties that decide which code can run, not how much of it fits.
 
     Attributes:
       platform: JAX's name of the backend: "cpu", "cuda", "tpu".
       kind: the device's own name, such as "NVIDIA H200".
-      architecture: "sm_90", "cpu": what machine code it runs.
-      cores: streaming multiprocessors, tensor cores: how many blocks a persistent grid starts.
+      architecture: the machine code that it runs: "sm_90", "cpu".
+      cores: streaming multiprocessors or tensor cores: the number of blocks that a persistent grid starts.
     """
 
     platform: str
@@ -44,18 +44,18 @@ class Kernel(abc.ABC, Generic[P, S]):
     """One operation on one backend.
 
     Attributes:
-      backend: what JAX calls it: "mosaic_gpu", "xla", ...
-      version: raise it when the code changes what it computes or how fast; older answers are then forgotten. 0 leaves
-        that to the program: a record keeps a fingerprint of each schedule's jaxpr and of the reference's, and answers
-        as long as both are the same (`search_spaces.fingerprint`).
-      library: this is the XLA implementation, the answer to beat: a program or two, nothing to prune.
-      taken_apart: within a function XLA may not fuse what it fuses alone, so that a tie goes to another kernel.
-      vendor: the library of the chip's vendor that this calls ("cuDNN"), "" for none: with XLA's, what "pallas" leaves
-        out.
-      most_elements: of the largest array (`largest_array`) that the kernel's indices reach, None without a bound: what
-        is larger it does not support.
-      verified_on: architectures on which this version has been checked on a device; elsewhere an answer that was
-        not measured is never taken from it (see `verified`).
+      backend: JAX's name of the backend: "mosaic_gpu", "xla", ...
+      version: increase it when the code changes its results or its speed; older records are then ignored. 0 derives it
+        from the program: a record keeps fingerprints of each schedule's jaxpr and of the reference's, and is used while
+        both are unchanged (`search_spaces.fingerprint`).
+      library: whether this is the XLA implementation, the baseline: one or two programs, nothing to prune.
+      taken_apart: XLA may not fuse this kernel within a function as it does alone, so a tie goes to another kernel.
+      vendor: the library of the chip's vendor that this kernel calls ("cuDNN"), "" for none. "pallas" excludes these
+        kernels, as it does XLA's.
+      most_elements: limit of the kernel's indices on the elements of the largest array (`largest_array`); None if there
+        is none. Problems with larger arrays are not supported.
+      verified_on: architectures on which this version has been checked on a device. Elsewhere the kernel is selected
+        only if it was measured (see `verified`).
     """
 
     backend: ClassVar[str]
@@ -74,53 +74,56 @@ class Kernel(abc.ABC, Generic[P, S]):
                 setattr(cls, name, checked(vars(cls)[name]))
 
     def supports(self, problem: P, target: Target) -> str | None:
-        """None, or the reason in words why this kernel cannot do `problem` on `target`.
+        """Returns None, or the reason why this kernel cannot run `problem` on `target`.
 
-        Whoever asks gets a `DeclarationError` where it is anything else. Arrays above `most_elements` need no reason of
-        a kernel's own.
+        Any other return value raises a `DeclarationError` in the caller. A kernel needs no check of its own for arrays
+        above `most_elements`.
         """
         return None
 
     def largest_array(self, problem: P) -> int:
-        """Elements of the largest array that any schedule reads or writes in device memory, padding included."""
+        """Returns the elements of the largest array that any schedule accesses in device memory, padding included."""
         return max(s.size for s in (*problem.operands(), *problem.results()))
 
     @abc.abstractmethod
     def space(self, problem: P, target: Target) -> Space[S]:
-        """The schedules worth considering. Names no capacity of a chip: what fits is the footprint's matter."""
+        """Returns the schedules worth considering.
+
+        The space does not depend on the capacity of a chip: the footprint decides what fits.
+        """
 
     @abc.abstractmethod
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint | None:
-        """What one launch of each of `schedules` demands.
+        """Returns the resource demands of one launch of each of `schedules`.
 
-        None where that is not known of any: nothing is then pruned by it, and the model ranks none before another.
+        None if they are not known for any: no schedule is then pruned by its footprint, and the model ranks none.
         """
 
     def verified(self, problem: P, schedules: Columns, target: Target) -> Column | bool:
-        """Which of `schedules` were among those checked on a device of this architecture; by default all or none.
+        """Returns which of `schedules` were checked on a device of this architecture; by default all or none.
 
-        A part of the space that is newer than the check is left out here: a search, which verifies each candidate
-        itself, tries it, and an answer that was not measured is not taken from it.
+        A part of the space that is newer than the check is excluded here. A search tries its schedules, because it
+        verifies each candidate itself. Without a measurement they are not selected.
         """
         return target.architecture in self.verified_on
 
     def tolerance(self, problem: P, schedule: S) -> Tolerance | tuple[Tolerance, ...]:
-        """How far from the reference the answer of `schedule` may be: the problem's tolerance, whoever computes it.
+        """Returns the allowed error of the result of `schedule`: by default the problem's tolerance.
 
-        A library kernel has a wider one for a program that users would otherwise run themselves.
+        A library kernel allows more for a program that users would otherwise run themselves.
         """
         return problem.tolerance()
 
     @abc.abstractmethod
     def run(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> Any:
-        """Compute: traceable, arguments as in `problem.operands()`. `schedule` is a legal point of `space`.
+        """Computes the result. Traceable; arguments as in `problem.operands()`. `schedule` is a legal point of `space`.
 
         Returns:
           An array, or a tuple of them, as in `problem.result()`.
         """
 
     def results(self, problem: P, schedule: S, target: Target, /, *args: Any, **params: Any) -> tuple[jax.Array, ...]:
-        """What `run` returns, always as a tuple."""
+        """Returns the results of `run`, always as a tuple."""
         return as_tuple(self.run(problem, schedule, target, *args, **params))
 
 
@@ -141,14 +144,14 @@ def _in_words(supports: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beyond(kernel: Kernel[Any, Any], problem: Problem, target: Target) -> str | None:
-    """Why an array is too large for the kernel's indices, or None."""
+    """Returns why an array is too large for the kernel's indices, or None."""
     if kernel.most_elements is None or (elements := kernel.largest_array(problem)) <= kernel.most_elements:
         return None
     return f"its indices reach {kernel.most_elements} elements of an array, not {elements}"
 
 
 def padded_elements(arrays: Iterable[jax.ShapeDtypeStruct], axis: int, multiple: int) -> int:
-    """Elements of the largest of arrays whose `axis` is padded to a multiple of so many."""
+    """Returns the elements of the largest array, with `axis` of each padded to a multiple of `multiple`."""
     return max(s.size // s.shape[axis] * round_up(s.shape[axis], multiple) for s in arrays)
 
 
@@ -166,23 +169,23 @@ class Library:
     """The schedule of a library kernel: which program XLA compiles.
 
     Attributes:
-      program: "float32", where accumulators and epilogue are rounded once; or "plain", what users write, in the dtype
-        of the operands.
+      program: "float32", which rounds accumulators and epilogue once; or "plain", the program that users write, in the
+        dtype of the operands.
     """
 
     program: str = "float32"
 
 
 class LibraryKernel(Kernel[P, Library]):
-    """The XLA implementation as one more backend, whose schedules are its programs."""
+    """The XLA implementation as a backend; its schedules are its programs."""
 
     backend = "xla"
     library = True
 
     def programs(self, problem: P) -> tuple[str, ...]:
-        """Those there are for `problem`; `Library`'s default, the first, answers where nothing was measured.
+        """Returns the programs for `problem`; the first, `Library`'s default, is used if nothing was measured.
 
-        A search tries them all before anything else.
+        A search tries them all before any other candidate.
         """
         return (Library.program,)
 
@@ -190,7 +193,7 @@ class LibraryKernel(Kernel[P, Library]):
         return Space(Library, {"program": self.programs(problem)})
 
     def footprint(self, problem: P, schedules: Columns, target: Target) -> Footprint:
-        """What is visible from outside: the whole problem as one block that moves only the compulsory bytes."""
+        """Returns the whole problem as one block that moves only the compulsory bytes."""
         one, written = np.ones(len(schedules)), sum(map(nbytes, problem.results()))
         return Footprint(
             arithmetic=problem.arithmetic,

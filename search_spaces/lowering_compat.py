@@ -1,4 +1,4 @@
-"""JAX's private half of a compiled call: what an equation is lowered to, and by what `jax.jit` tells calls apart."""
+"""Private JAX APIs of compiled calls: the lowering of an equation, and the context that `jax.jit` caches by."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax._src.pallas.pallas_call import pallas_call_p
 
 from search_spaces import jax_compat
 
-# (platform, whether XLA divides it over devices, the equation's inputs, its parameters) -> what computes its results
-# there; None leaves it to JAX.
+# (platform, whether XLA partitions it over devices, the equation's inputs, its parameters) -> a function that computes
+# its results; None leaves the equation to JAX.
 Answer = Callable[[str, bool, tuple[Any, ...], Mapping[str, Any]], Callable[..., tuple[jax.Array, ...]] | None]
 
 _JITTED: Any = type(jax.jit(lambda: None))
@@ -29,11 +29,11 @@ def lower(
     *,
     platforms: tuple[str, ...] | None = None,
 ) -> Any:
-    """``traced.lower(lowering_platforms=platforms)``, with equations of these primitives lowered to what answers give.
+    """Returns ``traced.lower(lowering_platforms=platforms)`` with equations of these primitives replaced by `answers`.
 
-    Wherever they are: by then scans, branches, remat, custom derivatives and batching are plain equations, so none is
-    lost, and other lowerings of the same function stay as they are. What an answer computes is lowered as JAX always
-    does it, and so is what equations of `untouched` and Pallas kernels hold.
+    Replacement works at any nesting: in lowering, scans, branches, remat, custom derivatives and batching are plain
+    equations, so none is lost. Other lowerings of the same function are unaffected. The replacement itself is lowered
+    by JAX's default rules, as are the contents of equations of `untouched` and of Pallas kernels.
     """
     rules: dict[Any, Any] = {primitive: functools.partial(_answered, answer) for primitive, answer in answers.items()}
     rules |= dict.fromkeys((pallas_call_p, *untouched), _plain)
@@ -42,14 +42,14 @@ def lower(
 
 
 def _as_wanted(rules: Mapping[Any, Any]) -> Any:
-    """As this version of JAX has it: pairs, or a mapping."""
+    """Returns the rules in the form that this version of JAX takes: pairs, or a mapping."""
     annotation = str(mlir.LoweringParameters.__dataclass_fields__["override_lowering_rules"].type)
     return dict(rules) if "apping" in annotation or "dict" in annotation else tuple(rules.items())
 
 
 def _answered(answer: Answer, ctx: Any, *args: Any, **params: Any) -> Any:
     platforms = ctx.platforms or ctx.module_context.platforms
-    elsewhere = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None)  # on the host of an accelerator, above all
+    elsewhere = getattr(ctx.jaxpr_eqn_ctx, "compute_type", None)  # for example the host of an accelerator
     if len(platforms) == 1 and elsewhere is None:
         partitioned = jax_compat.is_partitioned(ctx.module_context.axis_context)
         run = answer(platforms[0], partitioned, tuple(ctx.avals_in), params)
@@ -59,7 +59,7 @@ def _answered(answer: Answer, ctx: Any, *args: Any, **params: Any) -> Any:
 
 
 def _plain(ctx: Any, *args: Any, **params: Any) -> Any:
-    """What JAX lowers the equation to by itself."""
+    """Lowers the equation by JAX's own rule."""
     ctx = _unruled(ctx)
     platforms, default, _ = mlir._get_lowering_rules(ctx.module_context, ctx.primitive, ctx.jaxpr_eqn_ctx)
     described = str(ctx.primitive)
@@ -67,7 +67,7 @@ def _plain(ctx: Any, *args: Any, **params: Any) -> Any:
 
 
 def _unruled(ctx: Any) -> Any:
-    """The context without rules of ours, and without what was lowered by them."""
+    """Returns the context without these rules and without cached lowerings that used them."""
     parameters = mlir.LoweringParameters()
     module = ctx.module_context.replace(
         lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
@@ -76,39 +76,39 @@ def _unruled(ctx: Any) -> Any:
 
 
 def is_jitted(fn: Any) -> bool:
-    """Whether it is a function of `jax.jit`; those that a library jits in a way of its own are not."""
+    """Returns whether `fn` comes from `jax.jit`; functions with another library's own jit do not."""
     return isinstance(fn, _JITTED)
 
 
 def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The numbers and the names of a jitted function's static arguments."""
+    """Returns the positions and the names of a jitted function's static arguments."""
     known = jitted._jit_info
     return tuple(known.static_argnums or ()), tuple(known.static_argnames or ())
 
 
 def donated_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The numbers and the names of a jitted function's donated arguments."""
+    """Returns the positions and the names of a jitted function's donated arguments."""
     known = jitted._jit_info
     return tuple(known.donate_argnums or ()), tuple(known.donate_argnames or ())
 
 
 def runs_anywhere(jitted: Any) -> bool:
-    """Whether a jitted function was told neither a device nor a backend."""
+    """Returns whether a jitted function has neither a device nor a backend set."""
     known = jitted._jit_info
     return known.device is None and known.backend is None
 
 
 def trace_context() -> Any:
-    """What JAX traces anew for, beside arguments: a mesh, the default precision, `scheduler.target`."""
+    """Returns JAX's trace cache key besides the arguments: a mesh, the default precision, `scheduler.target`."""
     return config.trace_context()
 
 
 def infer_layouts_sooner() -> None:
-    """From here on, in this process, Mosaic GPU names each operation of a kernel once while it infers layouts.
+    """Makes Mosaic GPU, in this process, name each operation of a kernel only once while it infers layouts.
 
-    JAX 0.11 sorts what it solves for by the text of operations, and prints one, for which all of the kernel's values
-    are numbered anew, for each comparison: half of the time that attention takes to be lowered. What it infers is the
-    same. Other versions ask for no text.
+    JAX 0.11 sorts by the text of operations, and prints an operation for each comparison, which numbers all values of
+    the kernel anew. That is half of the lowering time of attention. The inferred layouts are the same. Other versions
+    need no text.
     """
     inference: Any = importlib.import_module("jax.experimental.mosaic.gpu.layout_inference")
     if jax_compat.JAX_VERSION[:2] != (0, 11) or hasattr(inference.infer_layout, "__wrapped__"):
@@ -116,7 +116,7 @@ def infer_layouts_sooner() -> None:
     infer, name_of = inference.infer_layout, inference.ValueSite.__str__
     numbering: Any = importlib.import_module("jaxlib.mlir.ir").AsmState
     names: dict[Any, str] = {}
-    numbered: list[Any] = []  # the values of the kernel whose layouts are inferred now
+    numbered: list[Any] = []  # value numberings of the kernel whose layouts are being inferred
 
     @functools.wraps(infer)
     def infer_layout(module: Any, **how: Any) -> Any:
@@ -140,7 +140,7 @@ def infer_layouts_sooner() -> None:
 
 
 def assume_architecture(major: int, minor: int) -> None:
-    """From here on, in this process, Mosaic GPU compiles for GPUs of this compute capability.
+    """Makes Mosaic GPU, in this process, compile for GPUs of this compute capability.
 
     For a GPU that JAX does not see, Mosaic GPU of JAX 0.12 assumes Hopper.
     """

@@ -1,4 +1,4 @@
-"""A named operation: its problems, the kernels that compete to solve them, and how users call and differentiate it."""
+"""Named operations: their problems, the competing kernels, and how users call and differentiate them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from search_spaces.sharding import Sharding
 from search_spaces.space import meant, unknown
 
 P = TypeVar("P", bound=Problem)
-# What a kernel gets besides arrays, and changes no schedule: names and values.
+# Names and values that a kernel takes besides arrays, and that change no schedule.
 Params = tuple[tuple[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound(Generic[P]):
-    """A call as kernels take it.
+    """A call in the form that kernels take.
 
     Attributes:
-      problem: what the call poses.
+      problem: the problem of the call.
       operands: arrays or tracers, shaped as ``problem.operands()``, or with several axes in place of one (`unfolded`).
-      restore: ``restore(*results)`` is what the caller gets; None is `Problem.pack`, the results as they are.
-      params: what reaches `Kernel.run` besides arrays.
+      restore: ``restore(*results)`` is the caller's result; None is `Problem.pack`, the results unchanged.
+      params: arguments of `Kernel.run` besides arrays.
     """
 
     problem: P
@@ -39,13 +39,13 @@ class Bound(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class Posed(Generic[P]):
-    """What an equation of a jaxpr poses, known by shapes alone.
+    """The problem that an equation of a jaxpr computes, known by shapes alone.
 
     Attributes:
-      problem: what it poses.
-      operands: ``operands(*inputs)`` are those of the problem, of the equation's own.
-      restore: ``restore(*results)`` are the equation's results, of the problem's.
-      params: of the call, such as the scale of logits.
+      problem: the problem.
+      operands: ``operands(*inputs)`` converts the equation's operands to the problem's.
+      restore: ``restore(*results)`` converts the problem's results to the equation's.
+      params: parameters of the call, such as the scale of logits.
     """
 
     problem: P
@@ -56,11 +56,11 @@ class Posed(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class Unbound:
-    """A call that no problem describes, which only the library answers.
+    """A call that no problem describes, which falls back to the library.
 
     Attributes:
-      reason: why, in words.
-      answer: computes it by plain XLA; what JAX refuses is refused there, in JAX's words.
+      reason: the reason, as text.
+      answer: computes the call by plain XLA. Arguments that JAX rejects raise JAX's own error there.
     """
 
     reason: str
@@ -71,40 +71,41 @@ class Unbound:
 class Operation(Generic[P]):
     """A named operation: its problems, and the kernels that compete to solve them.
 
-    The rules that follow are in terms of `call`, which makes a tuned call: ``call(problem, *args)`` of this operation,
-    ``call(operation, problem, *args, **params)`` of another, tuned and cached under that one's name. What belongs to
-    the results (they themselves, tangents, cotangents) is one array, or a tuple where `Problem.result` is a tuple.
-    A tangent or cotangent that is zero is None, given or returned. ``call.params`` are the params of the call by their
-    names, for a formula of the rule's own or another operation. Where a front end or `batch` leaves several axes in
-    place of one that `shard` names (`unfolded`), all rules get such arrays, and results are such.
+    The rules below use `call`, which makes a tuned call: ``call(problem, *args)`` of this operation,
+    ``call(operation, problem, *args, **params)`` of another operation, tuned and cached under the other's name. Values
+    that correspond to results (results, tangents, cotangents) are one array, or a tuple if `Problem.result` is a tuple.
+    A zero tangent or cotangent is None, as an argument and as a result. ``call.params`` are the call's params by name,
+    for a formula in the rule or another operation. If a front end or `batch` passes several axes in place of one that
+    `shard` names (`unfolded`), all rules get arrays with these axes, and results have them.
 
     Attributes:
-      name: as a cache and a command line spell it.
+      name: the name in a cache and on a command line.
       problem: the type of its problems.
       kernels: one per backend, exactly one of them a library kernel.
-      params: names of what `Kernel.run` takes besides arrays and changes no schedule (an epsilon, a scale).
+      params: names of arguments of `Kernel.run` that are not arrays and change no schedule (an epsilon, a scale).
       jvp: ``jvp(call, problem, primals, tangents) -> (result, tangent)``. Default: the library kernel's derivative.
-      transpose: ``transpose(call, problem, cotangent, args) -> cotangents``: where the operation is linear in the
+      transpose: ``transpose(call, problem, cotangent, args) -> cotangents``, if the operation is linear in the
         arguments given as None. Default: not transposable (its `jvp` then must not need it).
-      vjp_params: names of what only `vjp_fwd` and `vjp_bwd` take besides arrays: no kernel gets it.
-      batch: ``batch(call, problem, args, dims) -> (result, dim)``: one call for a vmapped one; a dim that is None is
-        not batched. None in place of both, where one call will not do, is the default: one for each element of the
-        batch, in sequence.
+      vjp_params: names of arguments that are not arrays and that only `vjp_fwd` and `vjp_bwd` take; no kernel gets
+        them.
+      batch: ``batch(call, problem, args, dims) -> (result, dim)``: one call that replaces a vmapped one; an argument
+        whose dim is None is not batched. Returns None if one call cannot do it. Default, and fallback: one call for
+        each element of the batch, in sequence.
       vjp_fwd: ``vjp_fwd(call, problem, args) -> (result, residuals)``: the result, and any pytree of arrays that the
-        backward pass needs. With `vjp_bwd`, and in place of `jvp` and `transpose`.
-      vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. These two are
-        a `jax.custom_vjp`: forward mode raises that one's TypeError, zero cotangents are given as arrays of zeros, and
-        what `vjp_fwd` calls of its own operation has the library kernel's derivative (for a Hessian).
-        ``call.params`` has `vjp_params`, too.
+        backward pass needs. Used with `vjp_bwd`, in place of `jvp` and `transpose`.
+      vjp_bwd: ``vjp_bwd(call, problem, residuals, cotangent) -> cotangents``, one for each argument. `vjp_fwd` and
+        `vjp_bwd` form a `jax.custom_vjp`: forward mode raises its TypeError, and zero cotangents are arrays of zeros.
+        Calls of the same operation within `vjp_fwd` have the library kernel's derivative (for a Hessian).
+        ``call.params`` includes `vjp_params`.
       front_end: ``front_end(*args, **options)`` -> `Bound` or `Unbound`: a call as users write it; options are
         keyword-only. Default: see `bind`.
-      equations: JAX's primitives whose equations the operation can answer: ``posed(*inputs, stored=None, **params)`` ->
-        `Posed`, or why it cannot, in words. `inputs` have shapes and dtypes; `stored` has, of each input and of the
-        result, the order in which its axes lie in memory, None where that is their own.
-      recognise: ``recognise(node)`` -> `Recognised` where an equation of a graph (`search_spaces.recognise`) is the
-        last of several that compute what the operation does, else None. What is not there must not be recognised.
-      shard: ``shard(problem)`` -> `Sharding`, what of it the devices of a mesh may divide; None where nothing may be.
-        Default: nothing, of any problem: the library answers there, which XLA divides by itself.
+      equations: JAX primitives whose equations the operation can replace: ``posed(*inputs, stored=None, **params)`` ->
+        `Posed`, or the reason why not. `inputs` have shapes and dtypes. `stored` has, for each input and for the
+        result, the order of its axes in memory; None if it is the axes' own order.
+      recognise: ``recognise(node)`` -> `Recognised` if an equation of a graph (`search_spaces.recognise`) is the last
+        of several that compute this operation, else None. It must not recognise other computations.
+      shard: ``shard(problem)`` -> `Sharding`: how the devices of a mesh may divide the problem; None if they may not.
+        Default: None for any problem; the library, which XLA partitions itself, is then used.
 
     Raises:
       ValueError: no library kernel or two, two kernels of one backend, or rules that exclude each other.
@@ -151,7 +152,7 @@ class Operation(Generic[P]):
         """Returns the kernel of `backend`.
 
         Raises:
-          ValueError: there is none; the message names those there are.
+          ValueError: there is none; the message lists the backends.
         """
         for kernel in self.kernels:
             if kernel.backend == backend:
@@ -161,17 +162,17 @@ class Operation(Generic[P]):
         raise ValueError(f"{self.name} has no backend {backend!r}{hint} (it has: {', '.join(self.backends)})")
 
     def sharding(self, problem: P) -> Sharding[P] | None:
-        """What of `problem` the devices of a mesh may divide; None where nothing may be."""
+        """Returns how the devices of a mesh may divide `problem`; None if they may not."""
         return None if self.shard is None else self.shard(problem)
 
     def bind(self, *args: Any, **options: Any) -> Bound[P] | Unbound:
-        """A call as users write it: the problem that it poses, its operands, and how the result is restored.
+        """Converts a call as users write it to a problem, its operands, and a function that restores the result.
 
-        By `front_end`, or without one: `args` are the operands as `Problem.operands` has them, and `options` are
-        fields of the problem that shapes do not tell, and `params`.
+        This is `front_end` if there is one. Otherwise `args` are the operands in the order of `Problem.operands`, and
+        `options` are `params` and those fields of the problem that shapes do not determine.
 
         Raises:
-          TypeError, ValueError: what a JAX user expects of wrong arguments, in one sentence.
+          TypeError, ValueError: wrong arguments, with a one-sentence message as JAX users expect.
         """
         if (wrong := next((name for name in options if name not in self.options), None)) is not None:
             raise TypeError(f"{self.name} has no parameter {unknown(wrong, self.options)}")
@@ -184,7 +185,7 @@ class Operation(Generic[P]):
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
-        """What `bind` takes by name."""
+        """Names of the keyword arguments of `bind`."""
         if self.front_end is None:
             return *(field.name for field in dataclasses.fields(self.problem)), *self.params
         parameters = inspect.signature(self.front_end).parameters.values()

@@ -1,4 +1,4 @@
-"""JAX's private half of a call that XLA divides over devices: it asks what each of them computes, while it compiles."""
+"""Private JAX APIs of calls that XLA partitions: while it compiles, XLA calls back for each device's computation."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from search_spaces.sharding import Sharding, Spec, as_spec
 
-# By this name XLA knows who divides such a call. JAX's own, CustomSPMDPartitioning, has the address of a Python object
-# in the module, by which no two processes share an entry of JAX's compilation cache.
+# XLA's name of this partitioner. JAX's own, CustomSPMDPartitioning, puts the address of a Python object into the
+# module, so that no two processes share an entry of JAX's compilation cache.
 _TARGET = "TileSchedulerDivided"
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What each device computes of a call, ``run(*operands) -> results``, and how arrays are divided for that."""
+    """The computation of each device, ``run(*operands) -> results``, and the sharding of the arrays."""
 
     run: Callable[..., Sequence[jax.Array]]
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
 
 
-# (devices along each axis of a mesh, specs of operands, specs of results) -> what each device computes.
+# (devices along each axis of a mesh, specs of operands, specs of results) -> the computation of each device.
 Divide = Callable[[Mapping[str, int], Sequence[Spec], Sequence[Spec]], Parts]
 
 
 @dataclasses.dataclass
 class DividedCall:
-    """One call as XLA asks about it.
+    """A call for which XLA requests the computation of each device.
 
     Attributes:
-      meant: calls that are equal in this are divided alike.
-      divide: what each device computes.
-      within: a context to trace and lower that in.
+      meant: calls with an equal value are divided alike.
+      divide: returns the computation of each device.
+      within: a context for tracing and lowering that computation.
     """
 
     meant: Hashable
@@ -59,31 +59,32 @@ class DividedCall:
     platforms: tuple[str, ...] = ()
 
 
-# Asked by XLA as long as a module that holds them may be compiled.
+# XLA may look these up as long as a module that contains them may be compiled.
 _calls: weakref.WeakValueDictionary[str, DividedCall] = weakref.WeakValueDictionary()
 _guard = threading.Lock()
-# What was raised while XLA asked, on whatever thread, by the text that it passes on.
+# Exceptions raised in XLA's callback, on any thread, by the text that XLA reports.
 _raised: dict[str, Exception] = {}
 _MOST_RAISED = 64
-# What JAX raises of arrays that are divided as an operation cannot take them.
+# Raised by JAX if arrays are sharded in a way that an operation does not support.
 ShardingTypeError: type[Exception] = core.ShardingTypeError
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """As JAX takes it."""
+    """Converts a spec to JAX's type."""
     return PartitionSpec(*(axes or None for axes in spec))
 
 
 def is_mapped_over_a_mesh() -> bool:
-    """Whether code is traced within a `jax.vmap` with an `spmd_axis_name`: what is mapped is divided, or will be.
+    """Returns whether code is traced within a `jax.vmap` with an `spmd_axis_name`.
 
-    JAX then divides the mapped axis of each operand of a `jax.shard_map`, of operands that are not divided, too.
+    The mapped axis then is, or will be, divided: JAX divides the mapped axis of every operand of a `jax.shard_map`,
+    including operands that are not divided.
     """
     return bool(core.get_axis_env().spmd_axis_names)
 
 
 def why_whole(ctx: Any) -> str | None:
-    """Why XLA cannot ask about a call that is lowered here, in words; None where it can."""
+    """Returns why XLA cannot call back for a call that is lowered here; None if it can."""
     if ctx.module_context.lowering_parameters.for_export:
         return "`jax.export` keeps no call that XLA asks about while it compiles"
     if "tpu" in (ctx.platforms or ctx.module_context.platforms):
@@ -96,10 +97,10 @@ def why_whole(ctx: Any) -> str | None:
 
 
 def lower_divided(ctx: Any, args: Sequence[Any], sharding: Sharding[Any], call: DividedCall, digest: str) -> Any:
-    """Lowers a call in place of an equation with several results; XLA asks `call` what each device computes.
+    """Lowers a call in place of an equation with several results; XLA gets each device's computation from `call`.
 
     Args:
-      digest: of all that decides what `call` answers, in whatever process.
+      digest: digest of everything that the result of `call` depends on, the same in every process.
     """
     call.platforms = tuple(ctx.platforms or ctx.module_context.platforms)
     key = _registered(call, f"{digest}-{'-'.join(call.platforms)}", ctx)
@@ -120,14 +121,14 @@ def lower_divided(ctx: Any, args: Sequence[Any], sharding: Sharding[Any], call: 
 
 
 def _registered(call: DividedCall, digest: str, ctx: Any) -> str:
-    """The key by which XLA asks. Equal calls share one, or the end of one module would end another's."""
+    """Returns the key for XLA's lookup. Equal calls share a key: their entry must outlive any one of their modules."""
     with _guard:
         for number in itertools.count():
             key = f"{digest}-{number}" if number else digest
             known = _calls.get(key)
             if known is None or known.meant == call.meant:
                 known = known or call
-                known.within = call.within  # that of who lowered it last, and compiles it next
+                known.within = call.within  # the context of the latest lowering, which is compiled next
                 _calls[key] = known
                 ctx.module_context.add_keepalive(known)
                 return key
@@ -144,7 +145,7 @@ def _rule(sharding: Sharding[Any], operands: Sequence[Any], results: Sequence[An
     rule = str_to_sdy_sharding_rule(
         sharding.rule,
         reduction_factors=tuple(x for x in sharding.letters if x in sharding.summed and x not in in_results),
-        # In the order in which the rule has them, or its verifier refuses.
+        # In the order of the rule, as its verifier requires.
         need_replication_factors=tuple(
             x for x in sharding.letters if x not in sharding.divided and x not in sharding.summed
         ),
@@ -154,10 +155,10 @@ def _rule(sharding: Sharding[Any], operands: Sequence[Any], results: Sequence[An
 
 
 def _partition(operands: Any, given: Any, result: Any, wanted: Any, key: bytes) -> Any:
-    """XLA's question: the module of one device, and how operands and results are divided for it.
+    """XLA's callback: returns the module of one device, and the sharding of its operands and results.
 
-    An exception that leaves it would end the process: jaxlib 0.10 lets go of it without the GIL. So what is raised
-    becomes a module that no XLA compiles, and of which it says the name.
+    An exception that leaves it would end the process: jaxlib 0.10 releases it without the GIL. So an exception becomes
+    a module that XLA cannot compile, and whose name XLA reports.
     """
     call = _calls.get(key.decode()) or DividedCall(None, _unknown, contextlib.nullcontext, ("cpu",))
     try:
@@ -188,7 +189,7 @@ def _answer(operands: Any, given: Any, result: Any, wanted: Any, call: DividedCa
     wanted = wanted.tuple_elements() if several else (wanted,)
     shapes = [x.dimensions() for x in (*operands, *results)]
     mesh, specs = _as_specs([*given, *wanted], [len(shape) for shape in shapes])
-    # What a user's mesh context is does not matter to one device.
+    # The user's mesh context does not affect one device.
     with _empty_mesh(), call.within():
         parts = call.divide(dict(mesh.shape), specs[: len(operands)], specs[len(operands) :])
         of_operands, of_results = (
@@ -225,9 +226,10 @@ def _empty_mesh() -> Iterator[None]:
 
 
 def _as_specs(shardings: Sequence[Any], ranks: Sequence[int]) -> tuple[AbstractMesh, list[Spec]]:
-    """What XLA says of arrays, as specs on a mesh of our own, whose axes are as short as can be.
+    """Converts XLA's shardings to specs on a mesh of our own, with prime axis sizes.
 
-    That tells meshes of any shape, and several in one program. What it cannot tell is whole on each device.
+    This represents meshes of any shape, and several in one program. An array whose sharding cannot be represented is
+    whole on each device.
     """
     devices = next((math.prod(s.tile_assignment_dimensions()) for s in shardings if s is not None and s.is_tiled()), 1)
     best: tuple[int, AbstractMesh, list[Spec]] | None = None
@@ -254,7 +256,7 @@ def _spec(sharding: Any, rank: int, mesh: AbstractMesh) -> Spec | None:
 
 
 def _primes(n: int) -> tuple[int, ...]:
-    """Its prime factors, in ascending order: none of 1."""
+    """Returns the prime factors of n in ascending order; none for 1."""
     for divisor in range(2, math.isqrt(n) + 1):
         if n % divisor == 0:
             return divisor, *_primes(n // divisor)
@@ -262,7 +264,7 @@ def _primes(n: int) -> tuple[int, ...]:
 
 
 def raised_by(error: Exception) -> Exception:
-    """What was raised while XLA asked, where that is why `error` was; else `error`."""
+    """Returns the exception raised in XLA's callback that caused `error`; else `error`."""
     text = str(error)
     with _guard:
         return next((_raised.pop(why) for why in list(_raised) if why in text), error)

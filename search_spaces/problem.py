@@ -1,4 +1,4 @@
-"""One instance of an operation: its shapes and dtypes, its operands and results, and what a right answer is."""
+"""One instance of an operation: its shapes and dtypes, operands and results, reference and tolerance."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from search_spaces.space import unknown
 
 P = TypeVar("P", bound="Problem")
 T = TypeVar("T")
-# How the operands of part of a problem are taken from those of all of it.
+# Takes the operands of part of a problem from those of the whole problem.
 TakeRows = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]
 # One array where an operation has one result, a tuple of them where it has several.
 Arrays = jax.Array | tuple[jax.Array, ...]
-# Operands above so many elements are drawn in slabs: random bits and float32 numbers take six times a narrow operand.
+# Operands with more elements are drawn in slabs: random bits and float32 values take six times a narrow operand's
+# memory.
 SLAB = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """An element is right if ``|actual - expected| <= absolute + relative * |expected|``.
+    """An element is correct if ``|actual - expected| <= absolute + relative * |expected|``.
 
     Attributes:
-      scale: `absolute` is multiplied by the largest right element that is finite, but by no less and no more than
-        these. So an error that is small beside elements of 1 does not hide a result whose elements are all smaller.
-        Errors of integers are never scaled.
+      scale: lower and upper bound of a factor of `absolute`. The factor is the largest finite element of the reference,
+        clipped to these bounds. So an error that is small compared to 1 does not hide a result whose elements are all
+        smaller. Errors of integers are never scaled.
     """
 
     absolute: float
@@ -46,22 +47,22 @@ class Tolerance:
     scale: tuple[float, float] = (1.0, 1.0)
 
     def wider(self, times: float) -> Tolerance:
-        """So many times as much."""
+        """Returns this tolerance multiplied by `times`."""
         return dataclasses.replace(self, absolute=times * self.absolute, relative=times * self.relative)
 
     def times(self, other: Tolerance) -> float:
-        """How many times as much as `other` this allows, at least once."""
+        """Returns the ratio of this tolerance to `other`, at least 1."""
         pairs = (self.absolute, other.absolute), (self.relative, other.relative)
         return max([1.0, *(mine / theirs for mine, theirs in pairs if theirs)])
 
 
-# Errors are known for right elements of 1, or for the largest one where all are smaller.
+# Errors are known for reference elements of 1; if all are smaller, they scale with the largest.
 DOWN = (0.0, 1.0)
-# Errors are known for right elements of 1, and in proportion for the largest one, whatever it is.
+# Errors are known for reference elements of 1, and always scale with the largest element.
 PROPORTIONAL = (0.0, math.inf)
 
 
-# Extents below this make no array that could be too large to count its bytes.
+# With all extents below this, no array can be too large for its bytes to be counted.
 _SMALL = 2**20
 
 
@@ -69,14 +70,14 @@ _SMALL = 2**20
 class Problem(abc.ABC):
     """One instance of an operation: everything that changes which schedule is best, and nothing else.
 
-    A subclass is a frozen dataclass whose fields are int, bool or str. What changes no schedule (an epsilon, a scale)
-    is a parameter of the call instead.
+    A subclass is a frozen dataclass with fields of type int, bool or str. A value that changes no schedule (an epsilon,
+    a scale) is a parameter of the call instead.
 
     Raises:
-      ValueError: an array would have 2^63 bytes or more. A subclass with a `__post_init__` calls this one's last.
+      ValueError: an array would have 2^63 bytes or more. A `__post_init__` of a subclass must call this one last.
     """
 
-    # Names of fields that have a dtype, beside `dtype` and what ends in `_dtype`.
+    # Names of fields that hold a dtype, besides `dtype` and those that end in `_dtype`.
     _dtype_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -90,13 +91,13 @@ class Problem(abc.ABC):
                 raise ValueError(f"{array.dtype}[{shape}] would be {gib} GiB, which no memory holds")
 
     def _spell_dtypes(self) -> None:
-        """Gives dtypes the names that keys have, where they were given in short: "bf16"."""
+        """Replaces short names of dtypes ("bf16") by the names that keys contain."""
         for name, value in vars(self).items():
             if isinstance(value, str) and (name.endswith("dtype") or name in self._dtype_fields):
                 object.__setattr__(self, name, dtype_name(value))
 
     def _require(self, name: str, known: Sequence[str], end: str = "") -> None:
-        """Raises a ValueError where a field, which may be a dtype, has none of these values."""
+        """Raises a ValueError if the value of a field, which may be a dtype, is not in `known`."""
         if (value := getattr(self, name)) not in known:
             words = ", ".join(map(str, filter(None, known)))
             raise ValueError(f"{name}={value!r} is not one of {words}{end}{did_you_mean(str(value), known)}")
@@ -104,40 +105,40 @@ class Problem(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of(cls: type[P], *args: Any, **params: Any) -> P:
-        """The problem that a call poses: reads shapes and dtypes only, so arrays and tracers alike.
+        """Returns the problem of a call. Reads shapes and dtypes only, so arrays and tracers both work.
 
         Raises:
-          TypeError, ValueError: what a JAX user expects of wrong operands, in one sentence.
+          TypeError, ValueError: wrong operands, with a one-sentence message as JAX users expect.
         """
 
     @abc.abstractmethod
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the arrays that a kernel's `run` gets."""
+        """Returns shapes and dtypes of the arrays that a kernel's `run` takes."""
 
     @abc.abstractmethod
     def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of what a kernel's `run` returns; a tuple of them where it returns several arrays."""
+        """Returns shape and dtype of the result of a kernel's `run`; a tuple of them if it returns several arrays."""
 
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of all results: `result`, always as a tuple."""
+        """Returns shapes and dtypes of all results: `result`, always as a tuple."""
         return as_tuple(self.result())
 
     def pack(self, results: Sequence[T]) -> T | tuple[T, ...]:
-        """What belongs to each result, as `result` has it: in a tuple, or by itself where it is no tuple."""
+        """Packs one value per result in the form of `result`: a tuple, or a single value if it is no tuple."""
         return tuple(results) if isinstance(self.result(), tuple) else results[0]
 
     @abc.abstractmethod
     def reference(self, *args: jax.Array) -> Arrays:
-        """The right answer by plain XLA at its highest precision; a tuple where `result` is.
+        """Computes the expected result by plain XLA at its highest precision; a tuple if `result` is one.
 
-        In float32 or better, and in float64 where the result is; of the result's own dtype where that is of integers.
-        It may be NaN or infinite: then right answers are, too.
+        The dtype is float32 or wider, float64 if the result's is, and the result's own if that is an integer type. If
+        the reference is NaN or infinite, a correct result is, too.
         """
 
     @property
     @abc.abstractmethod
     def flops(self) -> float:
-        """Floating-point operations that the answer needs, padding not counted."""
+        """Floating-point operations that the result needs, without padding."""
 
     @property
     def bytes_moved(self) -> float:
@@ -147,58 +148,58 @@ class Problem(abc.ABC):
 
     @property
     def library_bytes_moved(self) -> float:
-        """Traffic of XLA's implementation, in bytes: what it writes between its kernels and reads again included."""
+        """Traffic of XLA's implementation in bytes, including intermediate arrays between its kernels."""
         return self.bytes_moved
 
     @property
     def library_bytes_unsure(self) -> float:
-        """What XLA's implementation moves besides or does not, in bytes: nobody can tell before it was compiled."""
+        """Uncertainty of `library_bytes_moved` in bytes: traffic that is only known after compilation."""
         return 0.0
 
     @property
     def arithmetic(self) -> str:
-        """The type whose peak rate bounds this problem: a dtype name, or "tf32"."""
+        """The type that determines the peak rate for this problem: a dtype name, or "tf32"."""
         return str(self.operands()[0].dtype)
 
     @property
     def dimension_numbers(self) -> lax.DotDimensionNumbers | None:
-        """As `jax.lax.dot_general` wants them, where this is a product of its first two operands; None elsewhere.
+        """Dimension numbers of `jax.lax.dot_general` if this is a product of the first two operands; None otherwise.
 
-        What is one, policies of `jax.checkpoint` take for a dot: `dots_saveable` saves it, and so on.
+        Policies of `jax.checkpoint` treat such a problem as a dot: `dots_saveable` saves it, for example.
         """
         return None
 
     def tolerance(self) -> Tolerance | tuple[Tolerance, ...]:
-        """How far from `reference` a right answer may be to operands of `inputs`: by dtype and length of reductions.
+        """Returns the allowed distance from `reference` for operands of `inputs`, by dtype and length of reductions.
 
-        One for each result where there are several; a single one holds for all of them. By default 8 eps of its dtype,
-        and nothing for integers.
+        One for each result, or a single one for all of them. Default: 8 eps of the result's dtype, and zero for
+        integers.
         """
         allowed = [8 * float(jnp.finfo(s.dtype).eps) if _inexact(s) else 0.0 for s in self.results()]
         return self.pack([Tolerance(absolute=x, relative=x, scale=DOWN) for x in allowed])
 
     def for_each(self, allowed: Tolerance | tuple[Tolerance, ...]) -> tuple[Tolerance, ...]:
-        """A tolerance, as `tolerance` says it, of each result."""
+        """Expands a tolerance in the form of `tolerance` to one for each result."""
         return allowed if isinstance(allowed, tuple) else (allowed,) * len(self.results())
 
     def special(self) -> tuple[str, ...]:
-        """Kinds of special operands (`special_values.KINDS`) that answers must be right for, too.
+        """Returns the kinds of special operands (`special_values.KINDS`) for which results must be correct, too.
 
-        By default all that there are of the operands' dtypes; none where `inputs` is not that of `Problem`, as other
-        operands may then be excluded.
+        Default: all kinds that apply to the operands' dtypes. None if `inputs` is overridden, because other operands
+        may then be excluded.
         """
         if type(self).inputs is not Problem.inputs:
             return ()
         return special_values.kinds_of([s.dtype for s in self.operands()])
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Operands of a kind of `special`: those of `inputs`, with other values."""
+        """Returns operands of a kind of `special`: those of `inputs` with other values."""
         return special_values.altered(self.inputs(seed), kind)
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        """How far off a right answer may be to `special_inputs` of this kind, for each result.
+        """Returns the allowed error for `special_inputs` of this kind, for each result.
 
-        By default what `tolerance` allows, and as a share of the largest right element.
+        Default: that of `tolerance`, and the same fraction of the largest element of the reference.
         """
         each = self.for_each(self.tolerance())
         return tuple(
@@ -209,10 +210,10 @@ class Problem(abc.ABC):
         )
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Operands drawn from a normal distribution: zeros and small integers run faster than real data.
+        """Draws operands from a normal distribution: zeros and small integers run faster than real data.
 
-        Both parts of complex numbers are. Integers have a quarter of their dtype's range for a standard deviation, and
-        each of their bits counts; half of the truth values hold.
+        Both parts of complex numbers are drawn so. The standard deviation of integers is a quarter of their dtype's
+        range, and all of their bits vary. Half of the booleans are true.
         """
         keys = jax.random.split(jax.random.key(seed), len(self.operands()))
         each = list(zip(keys, self.operands(), strict=True))
@@ -222,34 +223,35 @@ class Problem(abc.ABC):
             return tuple(_operand(key, s) for key, s in each)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[Problem, TakeRows] | None:
-        """The problem whose results are these rows of this one's, and what takes its operands from these.
+        """Returns the problem whose results are these rows of this one's, and a function that takes its operands.
 
-        So that a result of gigabytes is compared with a reference of some of its rows. None, the default, where rows of
+        With it, a result of gigabytes is compared with a reference of some of its rows. None, the default, if rows of
         the result do not follow from part of the operands: the reference is then as large as the result.
 
         Args:
-          rows: which, along `row_axes`, in ascending order.
+          rows: indices along `row_axes`, in ascending order.
         """
         return None
 
     @property
     def row_axes(self) -> tuple[int, ...]:
-        """The axis of each result, from its end, along which the rows of `at_rows` lie: by default the last but one."""
+        """Axis of each result, from its end, along which the rows of `at_rows` lie; by default the second to last."""
         return (-2,) * len(self.results())
 
     def neighbour(self) -> Problem | None:
-        """A slightly smaller problem whose extents no tile divides, on which a schedule that wins must be right too.
+        """Returns a slightly smaller problem for which a winning schedule must be correct too.
 
-        Of the same dtypes and layouts. None, the default, where there is none, or none is wanted.
+        No tile divides its extents. It has the same dtypes and layouts. None, the default, if there is none or none is
+        needed.
         """
         return None
 
     def coordinates(self) -> Mapping[str, int | bool | str]:
-        """By what problems are compared: near are those that differ in a few of these numbers, and in nothing else."""
+        """Returns the values by which problems are compared: near problems differ in a few of these numbers only."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def canonical(self) -> str:
-        """The problem as JSON with sorted names, fields at their defaults left out: what a cache is keyed by."""
+        """Returns the cache key: JSON with sorted names, without fields at their defaults."""
         return json.dumps(self.told(), sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -270,10 +272,10 @@ class Problem(abc.ABC):
 
     @classmethod
     def parse(cls: type[P], texts: Mapping[str, str]) -> P:
-        """The problem with fields given as text, as on a command line: ``{"m": "4096", "dtype": "bfloat16"}``.
+        """Returns the problem with fields given as text, as on a command line: ``{"m": "4096", "dtype": "bfloat16"}``.
 
         Raises:
-          ValueError: an unknown, missing or malformed field, with the right names in the message.
+          ValueError: an unknown, missing or malformed field; the message lists the correct names.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         types = _types(cls)
@@ -288,13 +290,13 @@ class Problem(abc.ABC):
         return cls(**values)
 
     def __str__(self) -> str:
-        """As it is typed: fields without a default, `dtype`, and what else is not at its default, in their order."""
+        """Formats the problem as it is typed: fields without a default, `dtype`, and fields not at their default."""
         always = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name == "dtype"}
         told = always | self.told()
         return " ".join(f"{field.name}={told[field.name]}" for field in dataclasses.fields(self) if field.name in told)
 
     def told(self) -> dict[str, int | bool | str]:
-        """The fields that differ from their defaults; one problem has one spelling, whether 1, a NumPy bool or True."""
+        """Returns the fields that differ from their defaults. 1, a NumPy bool and True become one value."""
         types = _types(type(self))
         told: dict[str, int | bool | str] = {}
         for field in dataclasses.fields(self):
@@ -305,7 +307,7 @@ class Problem(abc.ABC):
 
 
 def as_tuple(arrays: T | Sequence[T]) -> tuple[T, ...]:
-    """Several arrays as a tuple, and a single one as a tuple of one."""
+    """Returns several arrays as a tuple, and a single one as a tuple of one."""
     return tuple(arrays) if isinstance(arrays, tuple | list) else (cast("T", arrays),)
 
 
@@ -323,7 +325,7 @@ def _operand(key: jax.Array, s: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
-    """An operand that was drawn, times `factor`, in its dtype."""
+    """Multiplies a drawn operand by `factor`, in its dtype."""
     product: jax.Array = reference_programs.run(_scaled, x, factor=factor)
     return product
 
@@ -335,7 +337,7 @@ def _scaled(x: jax.Array, *, factor: float) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _in_slabs(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """`_drawn` with the temporary memory of one slab at a time."""
+    """Computes `_drawn` with temporary memory for one slab at a time."""
     if math.prod(shape) <= SLAB:
         return _drawn(key, shape, dtype)
     count = math.prod(shape)
@@ -345,9 +347,9 @@ def _in_slabs(key: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 
 
 def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.complexfloating):  # of a standard deviation of 1 in each part, as real numbers
+    if jnp.issubdtype(dtype, jnp.complexfloating):  # a standard deviation of 1 in each part, as for real numbers
         return (jax.random.normal(key, shape, dtype) * math.sqrt(2.0)).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 4:  # in float32 their last bits would be 0
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 4:  # in float32 the last bits would be 0
         return jax.random.normal(key, shape, dtype)
     normal = jax.random.normal(key, shape, jnp.float32)
     if jnp.issubdtype(dtype, jnp.bool_):
@@ -355,12 +357,12 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if not jnp.issubdtype(dtype, jnp.integer):
         return normal.astype(dtype)
     info = jnp.iinfo(dtype)
-    # In float32 the largest integer of 32 bits and more rounds to one beyond.
+    # In float32 the largest integer of 32 or more bits rounds up, out of range.
     most = float(np.nextafter(np.float32(info.max), np.float32(0))) if info.bits >= 32 else info.max
     drawn = jnp.clip(jnp.round(normal * (info.max / 4)), info.min, most).astype(dtype)
     if info.bits < 32:
         return drawn
-    # What float32 has no bits for, in which answers differ as well.
+    # The low bits, which float32 cannot hold, must vary as well: results differ in them, too.
     last = jax.random.bits(jax.random.fold_in(key, 1), shape, f"uint{info.bits}") >> np.array(16, f"uint{info.bits}")
     return drawn ^ last.astype(dtype)
 
@@ -384,5 +386,5 @@ def _parse_value(name: str, text: str, kind: type) -> int | bool | str:
 
 
 def nbytes(array: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array of this shape and dtype."""
+    """Returns the bytes of an array of this shape and dtype."""
     return array.size * array.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Programs that only check kernels: compiled without autotuning, and once for all processes that share a directory."""
+"""Programs that only check kernels: compiled without autotuning, once for all processes that share a directory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _RAN: dict[Any, Program] = {}
 
 @contextlib.contextmanager
 def shared_in(directory: str) -> Iterator[None]:
-    """Within it, what one process has compiled, the others that share `directory` load; "" shares nothing.
+    """Context in which programs compiled by one process are loaded by others that share `directory`.
 
-    They are of one version of JAX and have devices of one kind, and nobody else can write there.
+    "" disables sharing. The processes use the same version of JAX and the same kind of device. Only they can write to
+    the directory.
     """
     token = _DIRECTORY.set(Path(directory) if directory else None)
     try:
@@ -43,7 +44,7 @@ def shared_in(directory: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_turns(turn: Turn) -> Iterator[None]:
-    """Within it `run` enters a `turn` for each run on the device, which others are timing on, and for nothing else.
+    """Context in which `run` enters a `turn` for each run on a device that others use for timing, and for nothing else.
 
     It may be entered within another one.
     """
@@ -56,7 +57,7 @@ def in_turns(turn: Turn) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiled_for(device: jax.Device) -> Iterator[None]:
-    """Within this context, programs are compiled for a device that need not be here, stored, and not run.
+    """Context in which programs are compiled and stored for a device that need not be present, and are not run.
 
     Results of `run` are then arrays without content (`jax.ShapeDtypeStruct`).
     """
@@ -68,12 +69,12 @@ def compiled_for(device: jax.Device) -> Iterator[None]:
 
 
 def turn() -> contextlib.AbstractContextManager[None]:
-    """One for several runs, of programs that are compiled."""
+    """Returns one turn for several runs of compiled programs."""
     return _TURN.get()()
 
 
 def run(function: Any, *args: jax.Array, **statics: Any) -> Any:
-    """`function` of these, jitted and with `statics` by name, once it is ready: so operands are drawn."""
+    """Runs `function`, jitted with `statics` by name, and waits for the result; used to draw operands."""
     run = program(function, *args, **statics)
     if _ELSEWHERE.get() is not None:
         return jax.eval_shape(functools.partial(function, **statics), *args)
@@ -82,10 +83,10 @@ def run(function: Any, *args: jax.Array, **statics: Any) -> Any:
 
 
 def program(function: Any, *args: Any, **statics: Any) -> Program:
-    """`function`, jitted and with `statics` by name, for such arrays as `args`.
+    """Returns `function`, jitted with `statics` by name, for arguments with the shapes of `args`.
 
-    In a process that shares programs it is compiled when this returns, and is one of them: by the function's name, so
-    that it is traced and lowered, which takes longer than to load it, by the process that compiles it alone.
+    In a process that shares programs, the returned program is already compiled and shared by the function's name. So
+    only the process that compiles it traces and lowers it, which takes longer than loading it.
     """
     if _DIRECTORY.get() is None:
         return functools.partial(function, **statics)
@@ -99,21 +100,21 @@ def program(function: Any, *args: Any, **statics: Any) -> Program:
 
 
 def _placed(x: Any) -> Any:
-    """An argument of a program that is compiled for another device."""
+    """Returns an argument of a program that is compiled for another device."""
     if not hasattr(x, "dtype"):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_ELSEWHERE.get())
 
 
 def _shape_of(x: Any) -> Any:
-    """What a program is compiled for of an argument: an array, a number or None."""
+    """Returns the properties of an argument for which a program is compiled: an array, a number or None."""
     return (x.shape, str(x.dtype)) if hasattr(x, "dtype") else type(x).__name__
 
 
 def compiled(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct]) -> Program:
-    """`function` for such operands. XLA takes the first algorithm that is right: it tries none on a GPU.
+    """Compiles `function` for operands of these shapes. On a GPU, XLA takes the first correct algorithm and tries none.
 
-    The gradients of attention in float32 take XLA 5 s on an H200's host, and loading takes a hundredth.
+    On an H200's host, XLA takes 5 s for the gradients of attention in float32; loading takes a hundredth of that.
     """
     traced = jax.jit(function).trace(*(operands if _ELSEWHERE.get() is None else map(_placed, operands)))
     if _DIRECTORY.get() is None:
@@ -122,15 +123,15 @@ def compiled(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStru
 
 
 def _shared(name: str, lower: Callable[[], Any]) -> Program:
-    """The program of that name: of what `lower` returns, where no process has compiled it."""
+    """Returns the program of that name: loaded, or compiled from the result of `lower` if no process has done so."""
     directory = _DIRECTORY.get()
     assert directory is not None
     path = directory / hashlib.sha256(name.encode()).hexdigest()
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)  # who comes second waits for the first, and then loads
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX)  # a second process waits for the first, and then loads
         if not path.exists():
             program = _compile(lower())
-            # Not every backend of XLA can: then each process compiles for itself.
+            # Not every backend of XLA can serialize programs: then each process compiles for itself.
             with contextlib.suppress(Exception):
                 written = path.with_suffix(".part")
                 written.write_bytes(pickle.dumps(serialize_executable.serialize(program)))

@@ -1,4 +1,4 @@
-"""How a problem divides over the devices of a mesh: the problem that each of them then has, and what is summed."""
+"""Sharding of a problem over the devices of a mesh: the local problem of each device, and the sums over devices."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from typing import Any, Generic, TypeVar
 from search_spaces.problem import Problem, as_tuple
 
 P = TypeVar("P", bound=Problem)
-# Mesh axes over which one axis of an array is divided, the major one first.
+# Mesh axes over which one axis of an array is divided, major first.
 MeshAxes = tuple[str, ...]
-# Those of each axis of an array.
+# The mesh axes of each axis of an array.
 Spec = tuple[MeshAxes, ...]
-# The letters of one axis of an array: several where it is made of several, the major one first.
+# The letters of one axis of an array: several if the axis is a product of several, major first.
 Letters = tuple[str, ...]
 
 
 def with_extents(problem: P, extents: Mapping[str, int]) -> P:
-    """`problem` with those of its fields that letters name."""
+    """Returns `problem` with those of its fields replaced that letters name."""
     fields = {field.name for field in dataclasses.fields(problem)}
     return dataclasses.replace(problem, **{name: extent for name, extent in extents.items() if name in fields})
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding(Generic[P]):
-    """What of a problem may be divided: named letters for the axes of its arrays, as in an einsum.
+    """How a problem may be divided: named letters for the axes of its arrays, as in an einsum.
 
     Attributes:
-      rule: letters of each operand and result, ``"m k, k n -> m n"``; an axis that is made of two is ``(heads group)``.
-      divided: letters that may be divided. A letter in neither of these two is whole on each device.
-      summed: letters that may be divided, too, in favour of which results without them are sums over devices.
-      local: ``local(problem, extents) -> problem`` of one device, by its extent of each letter. Default: letters are
+      rule: letters of each operand and result, ``"m k, k n -> m n"``; an axis that is a product of two is
+        ``(heads group)``.
+      divided: letters that may be divided. A letter in neither `divided` nor `summed` is whole on each device.
+      summed: further letters that may be divided. Results without such a letter are then sums over devices.
+      local: ``local(problem, extents) -> problem`` of one device, given its extent of each letter. Default: letters are
         names of fields.
-      partial: ``partial(problem)`` is what each device computes, of the first of its operands, where results are to be
-        summed. Default: the problem itself.
-      finish: ``finish(problem, sums, args) -> result`` of one device, after that. Default: the sums.
+      partial: ``partial(problem)`` is the problem that each device computes, from the first operands, if results are to
+        be summed. Default: the problem itself.
+      finish: ``finish(problem, sums, args) -> result`` of one device, after the sum. Default: the sums.
     """
 
     rule: str
@@ -57,27 +58,27 @@ class Sharding(Generic[P]):
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """All of them, in the order in which the rule has them."""
+        """All letters, in the order of the rule."""
         operands, results = self.arrays
         return tuple(dict.fromkeys(letter for array in (*operands, *results) for axis in array for letter in axis))
 
     def extents(self, problem: P) -> dict[str, int]:
-        """Of each letter.
+        """Returns the extent of each letter.
 
         Raises:
-          ValueError: the problem's arrays are not as the rule has them.
+          ValueError: the problem's arrays do not match the rule.
         """
         return self.extents_of([s.shape for s in (*problem.operands(), *problem.results())])
 
     def extents_of(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
-        """The same of operands and results of these shapes."""
+        """Returns the extent of each letter, given the shapes of operands and results."""
         operands, results = self.arrays
         arrays = (*operands, *results)
         if [len(shape) for shape in shapes] != [len(array) for array in arrays]:
             raise ValueError(f"the sharding {self.rule!r} is not one of arrays of the shapes {shapes}")
         axes = [each for array, shape in zip(arrays, shapes, strict=True) for each in zip(array, shape, strict=True)]
         found: dict[str, int] = {}
-        for letters, extent in sorted(axes, key=lambda axis: len(axis[0])):  # those of one letter tell it
+        for letters, extent in sorted(axes, key=lambda axis: len(axis[0])):  # axes of one letter determine its extent
             known = math.prod(found.get(letter, 1) for letter in letters)
             unknown = [letter for letter in letters if letter not in found]
             if len(unknown) > 1 or extent % known or (not unknown and extent != known):
@@ -91,15 +92,15 @@ class Divided(Generic[P]):
     """A problem divided over the devices of a mesh.
 
     Attributes:
-      problem: what each device asks a kernel for.
-      local: what each device computes: another one where `problem` is only what is summed of it.
-      finished: what is left of that for each device where sums are scattered; else it is `local`.
-      operands, results: specs that arrays then have.
-      shapes: of results on one device.
-      summed_shapes: theirs before they are scattered.
-      sums: mesh axes over which results of `problem` are summed, of each.
-      scattered: those of them over which the sums are then divided, of each axis of each result.
-      gathered: in words, what of the operands was divided, is not any more, and why.
+      problem: the problem for which each device selects a kernel.
+      local: the problem that each device computes; differs from `problem` if that is only the summed part of it.
+      finished: the part of `local` that each device finishes if sums are scattered; else `local`.
+      operands, results: specs that the arrays then have.
+      shapes: shapes of results on one device.
+      summed_shapes: these shapes before results are scattered.
+      sums: for each result of `problem`, the mesh axes over which it is summed.
+      scattered: for each axis of each result, the mesh axes among `sums` over which the sum is then divided.
+      gathered: the operands that were divided and are no longer, and why, as text.
     """
 
     problem: P
@@ -117,7 +118,7 @@ class Divided(Generic[P]):
 
     @property
     def scatters(self) -> bool:
-        """Whether sums are divided, not whole on each device."""
+        """Whether sums are divided rather than whole on each device."""
         return any(itertools.chain(*self.scattered))
 
     def compute(
@@ -127,16 +128,16 @@ class Divided(Generic[P]):
         total: Callable[[Any, MeshAxes], Any],
         scatter: Callable[[Any, MeshAxes, int], Any],
     ) -> tuple[Any, ...]:
-        """The results of one device.
+        """Computes the results of one device.
 
         Args:
           call: ``call(problem, *args)`` makes a tuned call.
-          args: what the device has of the operands.
+          args: the device's shards of the operands.
           total: ``total(x, axes)`` is the sum of x over the devices along these mesh axes.
           scatter: ``scatter(x, axes, dim)`` is this device's part of that sum, divided along an axis of x.
         """
         asked = self.problem.operands()
-        # An axis of extent 1 may be one that the local problem does not have.
+        # The local problem may lack an axis of extent 1.
         wanted = (*asked, *self.finished.operands()[len(asked) :])
         args = [x.reshape(s.shape) for x, s in zip(args, wanted, strict=True)]
         results: Sequence[Any] = as_tuple(call(self.problem, *args[: len(asked)]))
@@ -160,7 +161,7 @@ class Divided(Generic[P]):
 
 
 def as_spec(given: Sequence[Any], rank: int) -> Spec:
-    """A partition spec as `PartitionSpec` takes it, with an entry for each of so many axes, each a tuple."""
+    """Converts a partition spec, as `PartitionSpec` takes it, to one tuple for each of `rank` axes."""
     entries = [() if each is None else (each,) if isinstance(each, str) else tuple(each) for each in given]
     return (*entries, *[()] * (rank - len(entries)))
 
@@ -172,19 +173,20 @@ def divide(
     operands: Sequence[Sequence[Any]],
     results: Sequence[Sequence[Any]] = (),
 ) -> Divided[P]:
-    """What each device computes of `problem`, whose arrays are divided so: pure, and without any device.
+    """Returns the computation of each device for `problem` with arrays sharded as given. Pure; needs no device.
 
-    Each mesh axis divides one letter. First those that no result has: where all operands are divided alike along them,
-    and nowhere else. Then others as results are divided, then as operands are. So XLA divides a `dot_general`. An
-    extent that is no multiple is not divided. What is summed is scattered where results are wanted divided over those
-    axes, and operands that are not summed come divided alike.
+    Each mesh axis divides at most one letter. Letters that no result has come first: they are divided only along mesh
+    axes that divide all of their operands alike. Other letters follow, first as results are divided, then as operands
+    are. XLA divides a `dot_general` in the same way. An extent that is no multiple is not divided. A sum is scattered
+    if its result is wanted divided over those axes; operands that are not summed are then divided alike.
 
     Args:
-      mesh: how many devices lie along each of its axes.
-      operands, results: partition specs, of some or all of the axes of each array (None: of no array).
+      mesh: number of devices along each mesh axis.
+      operands, results: partition specs of some or all axes of each array (no specs of results by default).
 
     Raises:
-      ValueError: a spec is longer than its array has axes, names an axis that the mesh has not, or one twice.
+      ValueError: a spec has more entries than its array has axes, names an axis that the mesh lacks, or names one
+        twice.
     """
     claims = _Claims(sharding, sharding.extents(problem), dict(mesh))
     of_operands, of_results = sharding.arrays
@@ -213,7 +215,7 @@ def divide(
         for array in of_results
     )
     partial = sharding.partial(local) if any(sums) and sharding.partial is not None else local
-    if partial is not local:  # all that is summed is in what it returns
+    if partial is not local:  # all of its results are summed
         sums = (tuple(dict.fromkeys(itertools.chain(*sums))),) * len(partial.results())
     summed_shapes = tuple(shape_of(array, extents) for array in of_results)
     specs = [claims.spec(array) for array in of_operands]
@@ -244,12 +246,12 @@ def divide(
 
 
 def shape_of(array: Sequence[Letters], extents: Mapping[str, int]) -> tuple[int, ...]:
-    """Of an array with axes of these letters."""
+    """Returns the shape of an array with axes of these letters."""
     return tuple(math.prod(extents[x] for x in letters) for letters in array)
 
 
 class _Claims:
-    """Which mesh axes divide which letter, as far as that is settled."""
+    """The assignment of mesh axes to letters so far."""
 
     def __init__(self, sharding: Sharding[Any], extents: Mapping[str, int], mesh: Mapping[str, int]) -> None:
         self.divisible = {*sharding.divided, *sharding.summed}
@@ -257,11 +259,11 @@ class _Claims:
         self.of: dict[str, MeshAxes] = dict.fromkeys(extents, ())
 
     def local_extents(self) -> dict[str, int]:
-        """Of each letter on one device."""
+        """Returns the extent of each letter on one device."""
         return {letter: extent // self.parts(letter) for letter, extent in self.extents.items()}
 
     def scatter(self, summed: Sequence[str], arrays: Sequence[Sequence[Letters]], wanted: Sequence[Spec]) -> None:
-        """Divides results, as they are wanted, over axes along which they are sums of parts: those letters' own."""
+        """Divides results, as specified, over mesh axes of `summed` letters, along which they are partial sums."""
         for array, spec in zip(arrays, wanted, strict=False):
             for letters, axes in zip(array, spec, strict=True):
                 others = {axis for letter, own in self.of.items() if letter not in summed for axis in own}
@@ -273,9 +275,9 @@ class _Claims:
         return math.prod(self.mesh[axis] for axis in self.of[letter])
 
     def add(self, letters: Letters, axes: MeshAxes, free: Container[str] = ()) -> None:
-        """Divides an axis of these letters over `axes`, or over the first of them, as far as that can be.
+        """Divides an axis of these letters over `axes`, or over as many of the first as possible.
 
-        Those that are `free` may divide another letter already.
+        Mesh axes in `free` may divide another letter already.
         """
         before = self.along(letters)
         if axes[: len(before)] != before:
@@ -287,7 +289,7 @@ class _Claims:
             self.of[letter] += (axis,)
 
     def _next(self, letters: Letters, axis: str) -> str | None:
-        """The letter that this axis divides next: a minor one where nothing is left of the major ones."""
+        """Returns the letter that this mesh axis divides next: a minor one if the major ones are fully divided."""
         for letter in letters:
             left = self.extents[letter] // self.parts(letter)
             if left % self.mesh[axis] == 0 and letter in self.divisible:
@@ -297,18 +299,18 @@ class _Claims:
         return None
 
     def owner(self, axis: str) -> str | None:
-        """The letter that `axis` divides."""
+        """Returns the letter that `axis` divides."""
         return next((letter for letter, axes in self.of.items() if axis in axes), None)
 
     def along(self, letters: Letters) -> MeshAxes:
-        """What divides an axis of these letters."""
+        """Returns the mesh axes that divide an axis of these letters."""
         return tuple(itertools.chain(*(self.of[letter] for letter in letters)))
 
     def spec(self, array: Sequence[Letters]) -> Spec:
         return tuple(map(self.along, array))
 
     def why_not(self, letters: Letters, axes: MeshAxes) -> str:
-        """Why an axis of these letters is not divided over all of `axes`."""
+        """Returns why an axis of these letters is not divided over all of `axes`."""
         name, owners = " ".join(letters), {axis: self.owner(axis) for axis in axes}
         for axis, owner in owners.items():
             if owner is not None and owner not in letters:
@@ -337,12 +339,12 @@ def _gathered(
 
 
 def _letters(array: str) -> tuple[Letters, ...]:
-    """Of each axis: ``"b q (h g)"`` are ``(("b",), ("q",), ("h", "g"))``."""
+    """Parses the letters of each axis: ``"b q (h g)"`` becomes ``(("b",), ("q",), ("h", "g"))``."""
     return tuple(tuple((axis[1] or axis[0]).split()) for axis in re.finditer(r"\(([^()]*)\)|[^\s()]+", array))
 
 
 def _spec(given: Sequence[Any], array: Sequence[Letters], mesh: Mapping[str, int]) -> Spec:
-    """A partition spec with an entry for each axis, each a tuple."""
+    """Returns a partition spec with one tuple for each axis, checked against the mesh."""
     entries = as_spec(given, len(array))
     if len(entries) > len(array):
         raise ValueError(f"the spec {tuple(given)} is of more axes than an array of {len(array)} has")
@@ -355,6 +357,6 @@ def _spec(given: Sequence[Any], array: Sequence[Letters], mesh: Mapping[str, int
 
 
 def _common(specs: Sequence[MeshAxes]) -> MeshAxes:
-    """The first mesh axes that all of these begin with."""
+    """Returns the longest common prefix of mesh axes."""
     alike = itertools.takewhile(lambda axes: len(set(axes)) == 1, zip(*specs, strict=False))
     return tuple(axes[0] for axes in alike)

@@ -1,4 +1,4 @@
-"""A space of schedules: named choices, and named rules that a legal combination obeys."""
+"""Spaces of schedules: named choices, and named rules that legal combinations satisfy."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import numpy.typing as npt
 
 from search_spaces.errors import DeclarationError
 
-# A tuple is of choices, too.
+# A tuple contains choices, too.
 Choice = int | bool | float | str | tuple[Any, ...] | None
 Column = npt.NDArray[Any]
 S = TypeVar("S")
 
 
 class NoColumn(AttributeError):
-    """A column was asked for that is not there."""
+    """The requested column does not exist."""
 
 
 class OneByOne(Exception):
-    """What no column of numbers holds, a tuple or None, was asked of many schedules at once."""
+    """Many schedules were evaluated at once on a choice that no numeric column holds: a tuple or None."""
 
 
 class Columns:
-    """Many schedules at once: one NumPy array per choice, read as attributes; of a single one a tuple or None as it is.
+    """Many schedules at once: one NumPy array per choice, read as attributes.
 
-    ``p.m % s.tile_m == 0`` reads the same whether ``s`` is one schedule or a ``Columns`` of thousands, so rules,
-    footprints and costs are written once and evaluated on whole spaces in milliseconds.
+    ``p.m % s.tile_m == 0`` works both if ``s`` is one schedule and if it is a ``Columns`` of thousands. So rules,
+    footprints and costs are written once and evaluated on whole spaces in milliseconds. In a ``Columns`` of a single
+    schedule, a tuple or None is returned as it is.
     """
 
     __slots__ = ("_arrays", "_length")
@@ -63,24 +64,24 @@ class Columns:
         return Columns, (self._arrays, self._length)
 
     def take(self, which: Column) -> Columns:
-        """The rows that a boolean mask or an index array selects."""
+        """Returns the rows selected by a boolean mask or an index array."""
         rows = np.arange(self._length)[which]
         return Columns({name: array[rows] for name, array in self._arrays.items()}, len(rows))
 
     def row(self, index: int) -> dict[str, Choice]:
-        """Row `index` as plain Python values, by name."""
+        """Returns row `index` as plain Python values, by name."""
         return {
             name: array[index] if array.dtype == object else array[index].item() for name, array in self._arrays.items()
         }
 
     def each(self) -> Iterator[Columns]:
-        """The rows, one by one."""
+        """Yields the rows one by one."""
         for index in range(self._length):
             yield Columns({name: array[index : index + 1] for name, array in self._arrays.items()}, 1)
 
     @classmethod
     def of(cls, schedules: Sequence[Any]) -> Columns:
-        """Columns of dataclass instances of one type."""
+        """Returns columns of dataclass instances of one type."""
         if not schedules:
             raise ValueError("at least one schedule is needed to know the columns")
         names = [field.name for field in dataclasses.fields(schedules[0])]
@@ -88,7 +89,7 @@ class Columns:
 
 
 def of_each(function: Callable[[Columns], Any], points: Columns) -> Any:
-    """What `function` says of all points: asked of all at once, or of one by one where it looks at tuples or None."""
+    """Evaluates `function` on all points at once, or one by one if it reads tuples or None."""
     try:
         return function(points)
     except OneByOne:
@@ -96,7 +97,7 @@ def of_each(function: Callable[[Columns], Any], points: Columns) -> Any:
 
 
 def _stacked(answers: Sequence[Any]) -> Any:
-    """Answers of single points as one of many; what is the same in all of them stays as it is."""
+    """Stacks results of single points; a value that is the same in all of them stays as it is."""
     if not answers:
         return np.zeros(0)
     first = answers[0]
@@ -111,7 +112,7 @@ def _stacked(answers: Sequence[Any]) -> Any:
 
 
 Rule = Callable[[Any], Any]
-# Combinations of some choices that are looked at, before and after rules: as many bytes for each, and more.
+# Limit on combinations of choices, before and after rules; each takes at least one byte per combination.
 MOST_POINTS = 20_000_000
 
 
@@ -120,15 +121,15 @@ class Space(Generic[S]):
     """The schedules of one kernel for one problem.
 
     Attributes:
-      schedule: the frozen dataclass that a point becomes; its field names are the names of `choices`. A field that came
-        later than stored schedules has a default: the value with which these ran, so it never changes.
-      choices: field -> the values it may take, in the order they are to be tried when all else is equal.
-      rules: the reason in words -> a test that holds for legal points. A test gets one schedule or a `Columns` and is
-        written so that both work (`&`, `|`, `np.where`; no `and`, `or`, `if`).
+      schedule: the frozen dataclass of a point; its field names are the names of `choices`. A field added after
+        schedules were stored has a default: the value with which the stored ones ran. That default never changes.
+      choices: field -> the values it may take, in the order in which they are tried if all else is equal.
+      rules: reason, as text -> a predicate that holds for legal points. It gets one schedule or a `Columns`, and must
+        work for both (`&`, `|`, `np.where`; no `and`, `or`, `if`).
 
     Raises:
-      DeclarationError: choices that are no tuple of int, bool, float, str, None or tuples; while it is asked about its
-        points, a rule that wants one truth value of many, or says nothing, or too many points.
+      DeclarationError: choices are no tuple of int, bool, float, str, None or tuples. Methods raise it for a rule that
+        needs the truth value of an array or returns None, and for too many points.
     """
 
     schedule: type[S]
@@ -158,18 +159,18 @@ class Space(Generic[S]):
         return math.prod(len(values) for values in self.choices.values())
 
     def points(self) -> Columns:
-        """The whole product of the choices, the last choice varying fastest."""
+        """Returns the full product of the choices, the last choice varying fastest."""
         points = Columns({}, length=1)
         for name, values in self.choices.items():
             points = _times(points, name, values)
         return points
 
     def legal(self) -> tuple[Columns, dict[str, int]]:
-        """The points that break no rule, in the order of `points`, and how many the others lost to each rule.
+        """Returns the points that satisfy all rules, in the order of `points`, and the number that each rule drops.
 
-        The product is built field by field, and a rule is asked as soon as the fields that it looks at are there: few
-        of a large product are ever made. A point counts once, for the first rule that its fields so far break; rules
-        that some lost to are in the order in which they were asked.
+        The product is built field by field. A rule is evaluated as soon as the fields that it reads exist, so that only
+        a small part of a large product is ever built. A point counts once, for the first rule it breaks. Rules that
+        drop points are in the order of evaluation.
         """
         points = Columns({}, length=1)
         waiting = dict(self.rules)
@@ -196,7 +197,7 @@ class Space(Generic[S]):
             yield self.schedule(**points.row(index))
 
     def broken(self, schedule: S) -> str | None:
-        """Why `schedule` is no legal point of this space, in words, or None where it is one."""
+        """Returns why `schedule` is not a legal point of this space, or None if it is one."""
         for name, values in self.choices.items():
             value = getattr(schedule, name)
             # (1,) equals (True,).
@@ -220,10 +221,10 @@ class Space(Generic[S]):
         return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
     def decode(self, values: Mapping[str, Choice]) -> S:
-        """The schedule with these field values, those with a default where they are left out: undoes `encode`.
+        """Returns the schedule with these field values, with defaults for fields left out: the inverse of `encode`.
 
         Raises:
-          ValueError: a field is missing, unknown or of another type, with the right names in the message.
+          ValueError: a field is missing, unknown or of another type; the message lists the correct names.
         """
         fields = [field.name for field in dataclasses.fields(self.schedule)]  # type: ignore[arg-type]
         for name in values:
@@ -241,7 +242,7 @@ class Space(Generic[S]):
 
 
 def choice_text(value: Choice) -> str:
-    """A choice as a person reads it, without spaces: ``(64,128)``."""
+    """Formats a choice for display, without spaces: ``(64,128)``."""
     if not isinstance(value, tuple):
         return str(value)
     items = [repr(item) if isinstance(item, str) else choice_text(item) for item in value]
@@ -249,7 +250,7 @@ def choice_text(value: Choice) -> str:
 
 
 def as_choice(value: Any) -> Any:
-    """`value` with tuples for lists, which JSON has in their place."""
+    """Returns `value` with lists, which JSON uses in place of tuples, converted to tuples."""
     return tuple(map(as_choice, value)) if isinstance(value, list | tuple) else value
 
 
@@ -258,7 +259,7 @@ def _kind(value: Choice) -> str:
 
 
 def _no_choice(value: Any) -> str | None:
-    """Why `value` is none that is stored and read again as it is, as the end of a sentence; None where it is one."""
+    """Returns why `value` cannot be stored and read back unchanged, as the end of a sentence; None if it can."""
     if isinstance(value, tuple):
         wrong = next((wrong for item in value if (wrong := _no_choice(item))), None)
         return wrong and f"has an item that {wrong}"
@@ -274,7 +275,7 @@ def _no_choice(value: Any) -> str | None:
 
 
 def _column(values: Any) -> Column:
-    """One value of each schedule as an array; of objects, where there is a tuple or None among them."""
+    """Returns the values of all schedules as an array; of objects if a tuple or None is among them."""
     if isinstance(values, np.ndarray):
         return values
     if not {tuple, type(None)}.isdisjoint(map(type, values)):
@@ -285,16 +286,16 @@ def _column(values: Any) -> Column:
 
 
 def _encodable(text: str) -> bool:
-    """Whether `text` has no half of a surrogate pair, which no database takes."""
+    """Returns whether `text` has no unpaired surrogate, which databases reject."""
     return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 @contextlib.contextmanager
 def one_truth_value(who: str) -> Iterator[None]:
-    """Says, for what is asked about many schedules at once, how to write what NumPy refuses.
+    """Adds instructions to NumPy's error about the truth value of an array, in code evaluated on many schedules.
 
     Raises:
-      DeclarationError: `who` wants the truth value of a whole column.
+      DeclarationError: `who` needs the truth value of a whole column.
     """
     try:
         yield
@@ -308,12 +309,12 @@ def one_truth_value(who: str) -> Iterator[None]:
 
 
 def wants_one_truth_value(error: Exception) -> bool:
-    """Whether NumPy refuses the truth value of many."""
+    """Returns whether this is NumPy's error about the truth value of an array."""
     return isinstance(error, ValueError) and "truth value of an" in str(error)
 
 
 def _holds(reason: str, rule: Rule, points: Columns) -> npt.NDArray[np.bool_]:
-    """For which points a rule holds."""
+    """Returns for which points a rule holds."""
     with one_truth_value(f"the rule {reason!r}"):
         if (answer := of_each(rule, points)) is None:
             raise DeclarationError(f"the rule {reason!r} returns None: it says whether it holds")
@@ -321,7 +322,7 @@ def _holds(reason: str, rule: Rule, points: Columns) -> npt.NDArray[np.bool_]:
 
 
 def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
-    """Every point with every value of a further field `name`, which varies fastest."""
+    """Returns every point combined with every value of a further field `name`, which varies fastest."""
     count = len(points) * len(values)
     if count > MOST_POINTS:
         raise DeclarationError(
@@ -333,14 +334,14 @@ def _times(points: Columns, name: str, values: Sequence[Choice]) -> Columns:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is none of `known`: it, the one that was meant, and all others."""
+    """Returns the end of a message about an unknown name: the name, the closest known name, and all known names."""
     known = list(known)
     close = meant(name, known)
     hint = f"; did you mean {close!r}?" if close else ""
     return f"{name!r}{hint} (there are: {', '.join(known) or 'none'})"
 
 
-# What other libraries call it.
+# Names that other libraries use.
 _ELSEWHERE = MappingProxyType(
     {
         "dim": "axis", "epsilon": "eps", "sm_scale": "scale", "softmax_scale": "scale", "gamma": "weight",
@@ -354,7 +355,7 @@ _ELSEWHERE = MappingProxyType(
 
 
 def meant(name: str, known: Iterable[str]) -> str | None:
-    """Which of `known` was meant by `name`: in any case, by what other libraries call it, or by its letters."""
+    """Returns which of `known` `name` refers to, ignoring case: by other libraries' names, or by similar spelling."""
     lower = {each.lower(): each for each in known}
     word = name.lower()
     if (elsewhere := _ELSEWHERE.get(word)) in lower:
@@ -366,10 +367,10 @@ def meant(name: str, known: Iterable[str]) -> str | None:
 
 
 def cdiv(a: Any, b: Any) -> Any:
-    """``a / b`` rounded up, of integers or columns of them."""
+    """Returns ``a / b`` rounded up, for integers or columns."""
     return -(-a // b)
 
 
 def round_up(a: Any, b: Any) -> Any:
-    """The least multiple of `b` that is not below `a`."""
+    """Returns the least multiple of `b` that is not below `a`."""
     return cdiv(a, b) * b

@@ -1,4 +1,4 @@
-"""Operands of values that typical ones leave out: magnitudes, ties, NaN, infinities, and the extremes of integers."""
+"""Operands with values that typical ones lack: magnitudes, ties, NaN, infinities, and the extremes of integers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax import lax
 
 from search_spaces import reference_programs
 
-# What becomes of typical operands. Floating-point numbers: up to 2^20 times as large (as far as the dtype holds their
+# The changes to typical operands. Floating-point numbers: up to 2^20 times as large (as far as the dtype holds their
 # squares), or 2^30 times as small, with zeros of both signs; small multiples of 1/2 with rows of equal elements and of
-# zeros; one NaN in every fourth row; one infinity there, and in every eighth row nothing else. Integers: the extremes
-# of their dtype; -1, 0 and 1; small ones. Complex numbers have no infinities, whose products are written in many ways.
+# zeros; one NaN in every fourth row; one infinity in every fourth row, and every eighth row all infinite. Integers: the
+# extremes of their dtype; -1, 0 and 1; small ones. Complex numbers have no infinities, because there are several
+# definitions of their products.
 FINITE = ("large", "tiny", "halves")
 KINDS = (*FINITE, "nan", "inf", "-inf")
 
@@ -25,7 +26,7 @@ LARGE, TINY = 20, 30
 
 
 def kinds_of(dtypes: Sequence[Any]) -> tuple[str, ...]:
-    """The kinds that change operands of these dtypes."""
+    """Returns the kinds that change operands of these dtypes."""
     if any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         return KINDS
     if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
@@ -34,18 +35,18 @@ def kinds_of(dtypes: Sequence[Any]) -> tuple[str, ...]:
 
 
 def altered(operands: Sequence[jax.Array], kind: str, *, integers: bool = True) -> tuple[jax.Array, ...]:
-    """Typical operands as ones of this kind.
+    """Changes typical operands to special ones of this kind.
 
     Args:
       kind: one of `KINDS`.
-      integers: whether these are altered, too: they may be lengths or indices.
+      integers: whether integers are changed, too: they may be lengths or indices.
     """
     made, first = [], True
     for x in operands:
         floats = jnp.issubdtype(x.dtype, jnp.inexact)
         if floats or (integers and jnp.issubdtype(x.dtype, jnp.integer)):
             x = reference_programs.run(_altered, x, jnp.int32(KINDS.index(kind)), first=first)
-        # One NaN in each row of a product's second factor would leave no number in the result.
+        # With a NaN in each row of a product's second factor, all results would be NaN.
         first = first and not floats
         made.append(x)
     return tuple(made)
@@ -85,7 +86,7 @@ def _floats(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, f
     info = jnp.finfo(x.dtype)
     wide = jnp.promote_types(x.dtype, jnp.float32) if info.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
     real = jnp.finfo(wide).dtype
-    # Of what is squared the dtype still holds the result, or float32 does.
+    # Squares still fit the dtype, or float32.
     up = min(LARGE, math.floor(math.log2(float(info.max)) / 2))
     down = min(TINY, math.floor(-math.log2(float(info.smallest_subnormal)) / 2))
     values = x.astype(wide)
@@ -129,14 +130,14 @@ def _floats(x: jax.Array, row: jax.Array, column: jax.Array, drawn: jax.Array, f
 
 
 def _with_equal_rows(values: jax.Array, row: jax.Array, equal: float) -> jax.Array:
-    """Every eighth row of elements that are equal, and every eighth of zeros."""
+    """Sets every eighth row to equal elements, and another eighth to zeros."""
     which = row % np.uint32(8)
     some = jnp.where(which == np.uint32(3), jnp.asarray(equal, values.dtype), values)
     return jnp.where(which == np.uint32(5), jnp.zeros_like(values), some)
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """Bits in which each of the given ones counts (Chris Wellons, "Prospecting for Hash Functions", lowbias32)."""
+    """Mixes bits so that each input bit counts (Chris Wellons, "Prospecting for Hash Functions", lowbias32)."""
     bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D)
     bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
     return bits ^ (bits >> np.uint32(16))

@@ -1,8 +1,8 @@
-"""Arrays with several axes where their problem has one: leading axes that a mesh may divide each on its own.
+"""Arrays with several axes in place of one axis of their problem: leading axes that a mesh may divide separately.
 
-``[batch, length, columns]`` whose batch and length are divided has no rows that are: those of one device do not lie
-together. So a call takes such arrays as they are, and its results are such; only what one device has of them is folded.
-Of which axes a letter of the sharding consists, the shapes tell.
+If batch and length of ``[batch, length, columns]`` are divided, the folded rows are not: the rows of one device are not
+contiguous. So a call takes and returns such arrays unfolded, and only the shards of a device are folded. The shapes
+determine the axes of each letter of the sharding.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Shape = tuple[int, ...]
 
 
 def lead(shape: Shape) -> Shape:
-    """Leading axes as a call takes them in place of one: without those of extent 1, and one of 1 where none is left."""
+    """Returns leading axes in the form that a call takes: without axes of extent 1, but at least one axis."""
     return tuple(extent for extent in shape if extent > 1) or (1,)
 
 
 def in_front(x: Any, dim: int | None, size: int) -> jax.Array:
-    """An operand of a mapped call with the mapped axis in front; repeated along it where it is not mapped."""
+    """Moves the mapped axis of an operand to the front; repeats the operand along it if it is not mapped."""
     return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
 def axes_of(sharding: Sharding[P], problem: P, shapes: Sequence[Shape | None]) -> dict[str, Shape]:
-    """Of each letter that has several in arrays of these shapes, their extents, the major one first.
+    """Returns, for each letter that has several axes in arrays of these shapes, their extents, major first.
 
     Args:
-      shapes: of operands, and then of results, of some or all; None of what is not known. Axes of extent 1 among
-        several are the last of them.
+      shapes: shapes of operands and then of results, all or the first ones; None if unknown. In a group of several
+        axes, those of extent 1 come last.
 
     Raises:
       ValueError: the problem has no such arrays.
@@ -59,7 +59,7 @@ def axes_of(sharding: Sharding[P], problem: P, shapes: Sequence[Shape | None]) -
 
 
 def _grouped(wanted: Sequence[int], shape: Shape) -> list[Shape]:
-    """The axes that come to each of these extents, one after the other."""
+    """Groups consecutive axes so that the product of each group is the wanted extent."""
     groups, rest = [], shape
     for after, extent in zip(reversed(range(len(wanted))), wanted, strict=True):
         count = 1
@@ -74,11 +74,11 @@ def _grouped(wanted: Sequence[int], shape: Shape) -> list[Shape]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unfolded(Sharding[P]):
-    """A sharding of arrays some of whose letters have several axes: each is a letter of its own.
+    """A sharding of arrays in which some letters have several axes: each axis is a letter of its own.
 
     Attributes:
-      folded: that of the problem's own arrays.
-      axes: of each such letter, the extents of its axes.
+      folded: the sharding of the problem's own arrays.
+      axes: for each such letter, the extents of its axes.
     """
 
     folded: Sharding[P]
@@ -92,20 +92,21 @@ class Unfolded(Sharding[P]):
         return found
 
     def shapes(self, problem: P) -> list[Shape]:
-        """Of operands, and then of results."""
+        """Returns the shapes of operands, and then of results."""
         extents = self.extents(problem)
         return [shape_of(array, extents) for array in itertools.chain(*self.arrays)]
 
     def at_once(self, problem: P, run: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> tuple[jax.Array, ...]:
-        """The results of ``run(problem, *args)``, which takes the problem's own arrays, folded."""
+        """Returns the results of ``run(problem, *args)``, where `run` takes the problem's own, folded arrays."""
         found = run(problem, *(x.reshape(s.shape) for x, s in zip(args, problem.operands(), strict=True)))
         shapes = self.shapes(problem)[len(args) :]
         return tuple(x.reshape(shape) for x, shape in zip(found, shapes, strict=True))
 
     def each(self, problem: P, run: Callable[..., Sequence[jax.Array]], *args: jax.Array) -> tuple[jax.Array, ...]:
-        """The results of ``run(problem, *args)``, which takes the problem's own arrays, mapped over axes.
+        """Returns the results of ``run(problem, *args)``, mapped over axes, where `run` takes the problem's own arrays.
 
-        So XLA divides a program of many by each of these axes, as it does one that has them. What is summed is folded.
+        XLA then partitions the mapped program along each of these axes, as it does a program that has them. Summed
+        letters are folded.
         """
         extents = self.extents(problem)
         outer = [
@@ -130,7 +131,7 @@ class Unfolded(Sharding[P]):
 
 
 def _place(array: Sequence[Letters], name: str, gone: Sequence[str]) -> int | None:
-    """Of the axis of this name in an array that has these no more; None where it has no such axis."""
+    """Returns the index of the axis of this name, once the axes in `gone` are removed; None if there is none."""
     left = [letters for letters in array if letters[0] not in gone]
     return left.index((name,)) if (name,) in left else None
 
@@ -140,7 +141,7 @@ def _names(letter: str, axes: Shape) -> tuple[str, ...]:
 
 
 def unfold(sharding: Sharding[P], problem: P, shapes: Sequence[Shape]) -> Unfolded[P]:
-    """The sharding of operands of these shapes; raises as `axes_of`."""
+    """Returns the sharding of operands of these shapes; raises as `axes_of` does."""
     axes = axes_of(sharding, problem, shapes)
     names = {letter: _names(letter, extents) for letter, extents in axes.items()}
 

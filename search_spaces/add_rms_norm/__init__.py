@@ -1,4 +1,4 @@
-"""The root-mean-square norm of a sum, and the sum: ``ADD_RMS_NORM``, its problem and its kernels."""
+"""The root-mean-square norm of a sum, together with the sum: ``ADD_RMS_NORM``, its problem and its kernels."""
 
 from search_spaces.add_rms_norm import front_end, recognise, rules
 from search_spaces.add_rms_norm.hopper import HopperAddRmsNorm
@@ -9,7 +9,7 @@ from search_spaces.rowwise import rules as of_rows
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
 
-# As of an RMS norm alone, what users write is the formula: one program.
+# As for an RMS norm alone, users write the formula itself: there is only one program.
 ADD_RMS_NORM = Operation[AddRmsNormProblem](
     name="add_rms_norm",
     problem=AddRmsNormProblem,

@@ -1,4 +1,4 @@
-"""The root-mean-square norm of a sum as a reduction: the sum is the row that is reduced, and a result."""
+"""The root-mean-square norm of a sum as a reduction: the sum is the reduced row, and a result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from search_spaces.rms_norm.formula import RmsNorm
 
 
 class AddRmsNorm(RmsNorm):
-    """That of ``x + residual``, rounded to their dtype."""
+    """The norm of ``x + residual``, with the sum rounded to their dtype."""
 
     def prologue(self, *operands: jax.Array) -> jax.Array:
         x, residual = operands

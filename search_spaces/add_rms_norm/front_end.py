@@ -15,12 +15,12 @@ from search_spaces.rowwise import front_end
 
 
 def bind(x: Any, residual: Any, weight: Any, *, eps: float = EPS) -> Bound[AddRmsNormProblem] | Unbound:
-    """A call of `scheduler.tuned_rms_norm` with a residual."""
+    """Binds a call of `scheduler.tuned_rms_norm` with a residual."""
     require_weight(x, weight)
     require_array("residual", residual)
     if jnp.shape(residual) != jnp.shape(x):
         raise ValueError(f"residual has shape {jnp.shape(residual)}; x {jnp.shape(x)} needs one of its own shape")
     if jnp.iscomplexobj(residual) and not jnp.iscomplexobj(x):
         raise TypeError(f"residual is {jnp.result_type(residual)}, which a result of {jnp.result_type(x)} cannot hold")
-    jnp.result_type(x, residual)  # refused where `jax.numpy_dtype_promotion` forbids their sum
+    jnp.result_type(x, residual)  # raises if `jax.numpy_dtype_promotion` forbids their sum
     return front_end.bind(AddRmsNormProblem, x, residual, weight, eps=eps)

@@ -1,4 +1,4 @@
-"""A residual added, and the root-mean-square norm of the sum, as a problem: two operands of rows, and two results."""
+"""The sum with a residual and its root-mean-square norm as a problem: two row operands, and two results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from search_spaces.rowwise.weighted import WeightedRowProblem
 class AddRmsNormProblem(WeightedRowProblem):
     """``total = x + residual`` and ``out[row] = total[row] / sqrt(mean(total[row]^2) + eps) * weight``.
 
-    Results are `out` and `total`. The sum is rounded to the dtype of `x`, and the norm is that of the rounded sum, in
-    float32: so residual streams are written in JAX and PyTorch, and so vLLM's ``fused_add_rms_norm`` has it.
+    Results are `out` and `total`. The sum is rounded to the dtype of `x`, and the norm of the rounded sum is computed
+    in float32. Residual streams in JAX and PyTorch are written this way, as is vLLM's ``fused_add_rms_norm``.
     """
 
     row_operands: ClassVar[tuple[str, ...]] = ("x", "residual")
@@ -46,10 +46,10 @@ class AddRmsNormProblem(WeightedRowProblem):
         return 5.0 * self.rows * self.columns
 
     def tolerance(self) -> tuple[Tolerance, Tolerance]:  # type: ignore[override]
-        """Of the sum that of one rounding; the norm may also be that of the sum before it is rounded.
+        """Returns one rounding error for the sum; the norm may also be that of the sum before it is rounded.
 
-        XLA leaves that rounding out where it fuses both (``xla_allow_excess_precision``), in the reference, too. It
-        moves an element by half of eps, and the root of the mean by as much at most.
+        XLA omits that rounding if it fuses both (``xla_allow_excess_precision``), in the reference, too. It changes an
+        element by half of eps, and the root of the mean by at most as much.
         """
         total = super().tolerance()
         half = float(jnp.finfo(jnp.dtype(self.dtype)).eps) / 2

@@ -1,4 +1,4 @@
-"""A root-mean-square norm of the sum of two arrays in a jaxpr."""
+"""Recognition of a root-mean-square norm of the sum of two arrays in a jaxpr."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from search_spaces.rms_norm.recognise import norm, recognised
 
 
 def recognise(node: Node) -> Recognised | None:
-    """A norm of ``x + residual``, where the sum is rounded to the dtype of the result."""
+    """Recognises a norm of ``x + residual`` if the sum is rounded to the dtype of the result."""
     found = norm(node)
     added = None if found is None else strip(found.x).by("add")
     if found is None or added is None or strip(found.x).dtype != found.result.dtype:
         return None
     for each in added.inputs:
         of = as_of(each, found.result.dtype)
-        if of is None or of.shape != found.result.shape or source(of)[0].shape != of.shape:  # a row for all is a bias
+        if of is None or of.shape != found.result.shape or source(of)[0].shape != of.shape:  # one row for all is a bias
             return None
     return recognised(AddRmsNormProblem, found, [*added.inputs, found.weight], node, "tuned_rms_norm(residual=)")

@@ -1,4 +1,4 @@
-"""How a norm of a sum differentiates: the sum is kept for the backward pass, and nothing else that is as large."""
+"""Derivative of a norm of a sum: the backward pass saves the sum, and nothing else of that size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from search_spaces.rms_norm.problem import EPS
 
 
 def jvp(call: Any, p: AddRmsNormProblem, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The tangent of the sum is the sum of tangents; that of the norm is by XLA, at the sum.
+    """Returns results and tangents: that of the sum is the sum of tangents; that of the norm is XLA's, at the sum.
 
-    A backward pass keeps the sum and the weight, and computes the scales of rows again: it reads those rows anyway, and
-    what JAX would keep of the formula is as large, twice over, and in float32.
+    The backward pass saves the sum and the weight, and computes the scales of rows again. It reads those rows anyway,
+    while JAX would save two arrays of the same size, in float32.
     """
     *_, weight = primals
     dx, dresidual, dweight = tangents
@@ -25,15 +25,16 @@ def jvp(call: Any, p: AddRmsNormProblem, primals: Any, tangents: Any) -> tuple[A
     moving = [tangent for tangent in (dx, dresidual) if tangent is not None]
     dtotal = sum(moving[1:], moving[0]) if moving else None
     dout = functools.partial(_dout, eps=call.params.get("eps", EPS))
-    # Nothing before it computes the same, so there is nothing to keep XLA from.
+    # No earlier computation is the same, so common subexpressions need no protection.
     return (out, total), (jax.checkpoint(dout, prevent_cse=False)(total, weight, dtotal, dweight), dtotal)
 
 
 def _dout(total: jax.Array, weight: jax.Array, dtotal: Any, dweight: Any, *, eps: float) -> jax.Array:
-    """The tangent of the norm.
+    """Returns the tangent of the norm.
 
-    Scales are factored out of what is summed: transposed, both sums along a row are then of operands alone, and XLA
-    takes them in one pass over the rows. In JAX's own derivative one has scales in it, which then take a pass before.
+    Scales are factored out of the sums. After transposition, both sums along a row then only depend on operands, and
+    XLA computes them in one pass over the rows. In JAX's own derivative one sum contains scales, which take a pass
+    before it.
     """
     wide, w = total.astype(jnp.float32), weight.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

@@ -1,4 +1,4 @@
-"""Operations of plain functions: what `scheduler.autotune` makes of one."""
+"""Operations made of plain functions by `scheduler.autotune`."""
 
 from __future__ import annotations
 

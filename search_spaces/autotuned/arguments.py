@@ -1,4 +1,4 @@
-"""What a function takes (arrays by place; static parameters and choices by name), and functions that name these."""
+"""Parameters of a function (arrays by position; static parameters and choices by name), and functions of these."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from search_spaces.errors import DeclarationError
 from search_spaces.problem import Problem
 from search_spaces.space import one_truth_value, wants_one_truth_value
 
-# By this name a function, a rule or a footprint is told the chip.
+# Name of the parameter by which a function, a rule or a footprint gets the chip.
 TARGET = "target"
-# By this name what draws operands is told a key of `jax.random`.
+# Name of the parameter by which `inputs` gets a key of `jax.random`.
 RANDOM = "rng"
-# What a call takes beside what its function takes.
+# Parameters of a call besides those of its function.
 HOW = ("on_miss", "backends", "schedule")
 ABSENT = "None"
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The parameters of a function, by what they are.
+    """The parameters of a function, by kind.
 
     Attributes:
-      arrays: their names, in order.
-      optional: those of them that may be left out, or None.
-      statics: name -> the default as text, None where there is none.
-      choices: names of what the search chooses.
+      arrays: names of the arrays, in order.
+      optional: names of arrays that may be left out, or None.
+      statics: name -> the default as text, None if there is none.
+      choices: names of the parameters that the search chooses.
       wants_target: whether the function has a parameter `target`.
     """
 
@@ -47,15 +47,15 @@ class Arguments:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Names that rules, footprints and the like may ask for."""
+        """Names that rules, footprints and similar functions may use as parameters."""
         return *self.arrays, *self.statics, *self.choices, TARGET
 
 
 def arguments_of(function: Callable[..., Any], choices: Collection[str]) -> Arguments:
-    """What `function` takes, where `choices` are chosen.
+    """Returns the parameters of `function`, given the names of its `choices`.
 
     Raises:
-      DeclarationError: it cannot be called so, with what to write.
+      DeclarationError: a parameter is invalid; the message says what to write instead.
     """
     name, parameters = function.__name__, inspect.signature(function).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -95,15 +95,15 @@ def arguments_of(function: Callable[..., Any], choices: Collection[str]) -> Argu
 
 
 def by_name(function: Any, what: str, known: Collection[str]) -> Callable[[Mapping[str, Any]], Any]:
-    """`function` as one of a mapping, from which it takes what its parameters name.
+    """Converts `function` to a function of a mapping, from which its parameters are taken by name.
 
     Args:
-      what: what it is, for messages: "the rule 'tile_m divides m'".
-      known: the names it may ask for.
+      what: description for messages: "the rule 'tile_m divides m'".
+      known: the parameter names that it may use.
 
     Raises:
-      DeclarationError: it is no function, or has a parameter of another name; what is returned here raises it from
-        whatever `function` raises.
+      DeclarationError: `function` is no function, or has a parameter of another name. The returned function raises it
+        for any exception of `function`.
     """
     if not callable(function):
         raise DeclarationError(f"{what} is {function!r}: write a function of {', '.join(known)}, or of some of these")
@@ -134,34 +134,34 @@ def by_name(function: Any, what: str, known: Collection[str]) -> Callable[[Mappi
 
 
 def _told(error: Exception) -> str:
-    """An exception of a user's function: its type, its first line, and where it was raised in that function's file."""
+    """Formats an exception of a user's function: its type, its first line, and its location in that function's file."""
     try:
         said = str(error).partition("\n")[0]
-    except Exception:  # it may fail to say itself
+    except Exception:  # its `__str__` may raise
         said = ""
     frames = traceback.extract_tb(error.__traceback__)
-    own = frames[1].filename if len(frames) > 1 else ""  # the first is the call above
+    own = frames[1].filename if len(frames) > 1 else ""  # the first frame is the call above
     place = next((f" ({frame.filename}:{frame.lineno})" for frame in reversed(frames) if frame.filename == own), "")
     return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
 
 
 def operand_text(x: Any) -> str:
-    """The type of an operand as text: of an array as `array_text`, of a tuple or dict of these as `tree_text`."""
+    """Formats the type of an operand: of an array by `array_text`, of a tuple or dict of arrays by `tree_text`."""
     return tree_text(x, array_text)
 
 
 def operand_of(name: str, text: str) -> Any:
-    """The inverse of `operand_text`; raises as `array_of`."""
+    """Parses the result of `operand_text`; raises as `array_of` does."""
     return tree_of(name, text, array_of)
 
 
 def array_text(x: Any) -> str:
-    """The type of an array as text, ``float32[200,256]``; of what is left out, ``None``."""
+    """Formats the type of an array, ``float32[200,256]``; ``None`` for an array that is left out."""
     return ABSENT if x is None else f"{jnp.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]"
 
 
 def array_of(name: str, text: str) -> jax.ShapeDtypeStruct | None:
-    """The inverse of `array_text`.
+    """Parses the result of `array_text`.
 
     Raises:
       ValueError: `text` is no such type.
@@ -175,6 +175,6 @@ def array_of(name: str, text: str) -> jax.ShapeDtypeStruct | None:
         dtype = jnp.dtype(kind)
     except TypeError:
         dtype = None
-    if dtype is None or dtype.name != kind:  # NumPy reads codes, too: i8 is int64 to it
+    if dtype is None or dtype.name != kind:  # NumPy accepts type codes, too: i8 is int64
         raise ValueError(f"{name}={text}: there is no dtype {kind!r}{did_you_mean(kind)}")
     return jax.ShapeDtypeStruct(tuple(int(extent) for extent in extents.split(",") if extent.strip()), dtype)

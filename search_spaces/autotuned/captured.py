@@ -1,4 +1,4 @@
-"""What a function captures where it is defined, as text: part of the name under which its schedules are stored."""
+"""The values that a function captures where it is defined, as text: part of the name of its stored schedules."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from search_spaces.autotuned.names import module_of
 from search_spaces.autotuned.statics import spelled
 from search_spaces.fingerprint import content, digest, is_of_tools
 
-# A longer text, or one that no command line would like, is replaced by a digest.
+# Longer text, or text that is awkward on a command line, is replaced by a digest.
 _LONGEST = 40
 
 
 def captured(function: Callable[..., Any], reference: Callable[..., Any], choices: Collection[str]) -> str:
-    """``(scale=3.0)``: the values in the closures of a function, of its decorators and of its reference; "" for none.
+    """Formats the closure values of a function, its decorators and its reference: ``(scale=3.0)``, "" for none.
 
-    A function that is defined within another, or a lambda, also captures the defaults of its static parameters: each
-    may have others.
+    A lambda, or a function defined within another, also captures the defaults of its static parameters, which may
+    differ between instances.
     """
     found: dict[str, str] = {}
     for each in (*_layers(function), *_layers(reference)):
@@ -32,7 +32,7 @@ def captured(function: Callable[..., Any], reference: Callable[..., Any], choice
 
 
 def _layers(function: Any) -> Iterator[types.FunctionType]:
-    """A function and what its decorators wrap, the outermost first."""
+    """Yields a function and the functions that its decorators wrap, outermost first."""
     while function is not None:
         if isinstance(function, types.FunctionType):
             yield function
@@ -56,7 +56,7 @@ def _text(value: Any) -> str:
         within = captured(function, function, ())
         if function.__name__ == "<lambda>":
             return f"lambda#{digest(function.__code__)[:8]}{within}"
-        # Where JAX keeps its own functions changes from version to version.
+        # JAX moves its own functions between modules from version to version.
         module = function.__module__.partition(".")[0] if is_of_tools(function) else module_of(function)
         return f"{module}.{function.__qualname__}{within}".replace("<locals>.", "")
     try:

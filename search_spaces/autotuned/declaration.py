@@ -1,4 +1,4 @@
-"""What `autotune` was told of a function, checked and ready to be asked by name."""
+"""The declaration passed to `autotune` for a function, checked, with its functions callable by name."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Asked = Callable[[Mapping[str, Any]], Any]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Declaration:
-    """What is known of a function whose choices are searched.
+    """The declaration of a function with choices to search.
 
     Attributes:
       function: the function.
       bindings: the globals and closures that it and the reference read.
-      reference: computes the right answer of the same arrays, by plain JAX.
-      reference_statics: names of the static parameters that it takes, too.
+      reference: computes the expected result from the same arrays, by plain JAX.
+      reference_statics: names of the static parameters that the reference also takes.
       arguments: the function's parameters.
       schedule: the frozen dataclass of its choices.
-      choices: the values of each, or what tells them of a problem.
-      rules: the reason in words -> what a legal combination obeys.
-      footprint: as `Kernel.footprint`; None where it is not declared.
+      choices: the values of each choice, or a function that returns them for a problem.
+      rules: reason, as text -> a predicate that legal combinations satisfy.
+      footprint: as `Kernel.footprint`; None if not declared.
       supports: as `Kernel.supports`.
-      tolerance, inputs, flops, bytes_moved: as those of `Problem`; None is the default there, and 0 for flops.
-      special: kinds of special operands that answers must be right for.
+      tolerance, inputs, flops, bytes_moved: as those of `Problem`; None selects the default there, and 0 for flops.
+      special: kinds of special operands for which results must be correct.
     """
 
     function: Callable[..., Any]
@@ -55,12 +55,12 @@ class Declaration:
     special: tuple[str, ...] = KINDS
 
     def run(self, *arrays: Any, **named: Any) -> Any:
-        """The function's answer; `named` are its static parameters, its choices and the target."""
+        """Runs the function; `named` are its static parameters, its choices and the target."""
         with tracing(self.bindings.generation()):
             return self.function(*arrays, **named)
 
     def answer(self, arrays: Sequence[Any], statics: Mapping[str, Any]) -> Any:
-        """The reference's, of the function's arrays and of all its static parameters."""
+        """Computes the reference on the function's arrays, given all static parameters."""
         named = {name: statics[name] for name in self.reference_statics}
         with tracing(self.bindings.generation()):
             result = self.reference(*arrays, **named)
@@ -82,10 +82,10 @@ def declared(
     bytes_moved: Any = None,
     special: Any = None,
 ) -> Declaration:
-    """What was said of `function`.
+    """Checks the arguments of `autotune` and returns the declaration of `function`.
 
     Raises:
-      DeclarationError: what cannot be meant, with what to write instead.
+      DeclarationError: an argument is invalid; the message says what to write instead.
     """
     if not callable(function) or not hasattr(inspect.unwrap(function), "__code__"):
         raise DeclarationError(f"autotune decorates a function, not {function!r}")
@@ -135,10 +135,10 @@ def declared(
 
 
 def _of_configs(configs: Any, choices: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Choice -> its values in these complete choices, each once, in their order.
+    """Returns the values of each choice in these complete choices, without duplicates, in order.
 
     Raises:
-      DeclarationError: they are none, or choices are given beside them.
+      DeclarationError: `configs` is invalid, or choices are given besides it.
     """
     written = 'write a list of complete choices, as in [{"tile": 64, "stages": 2}, {"tile": 128, "stages": 1}]'
     if choices:
@@ -158,7 +158,10 @@ def _of_configs(configs: Any, choices: Mapping[str, Any]) -> dict[str, tuple[Any
 
 
 def _belonging(names: Sequence[str], configs: Sequence[Mapping[str, Any]]) -> dict[str, Asked]:
-    """Rules that leave only these combinations: one for each choice beside those before it, so that few are made."""
+    """Returns rules that keep only these combinations.
+
+    There is one rule per choice, on it and those before it, so that few combinations are built.
+    """
 
     def rule(known: Sequence[str]) -> Asked:
         def holds(values: Mapping[str, Any]) -> Any:
@@ -188,7 +191,7 @@ def _reasons(rules: Any) -> Mapping[str, Any]:
 
 
 def _tolerance(given: Any) -> Any:
-    """A constant as a function of nothing; a number is both the absolute and the relative error."""
+    """Converts a constant to a function of no arguments; a number is both the absolute and the relative error."""
     if given is None or callable(given):
         return given
     allowed = tolerance_of(given)
@@ -196,10 +199,10 @@ def _tolerance(given: Any) -> Any:
 
 
 def tolerance_of(given: Any) -> Tolerance | tuple[Tolerance, ...]:
-    """A tolerance, or one for each result, where a number is both the absolute and the relative error.
+    """Returns a tolerance, or one for each result; a number is both the absolute and the relative error.
 
     Raises:
-      DeclarationError: `given` is none.
+      DeclarationError: `given` is no tolerance.
     """
     match given:
         case Tolerance():

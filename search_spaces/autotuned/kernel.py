@@ -1,4 +1,4 @@
-"""A decorated function as a kernel, and its reference as the library's."""
+"""A decorated function as a kernel, and its reference as the library kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from search_spaces.space import Columns, Space, one_truth_value
 
 
 class FunctionKernel(Kernel[CallProblem, Any]):
-    """The function. What it traces to tells whether it is the one that was measured."""
+    """The decorated function. Its jaxpr shows whether it is the one that was measured."""
 
     backend = "pallas"
     version = 0
@@ -65,19 +65,16 @@ class FunctionKernel(Kernel[CallProblem, Any]):
         return declared.run(*placed(problem, args), **named)
 
 
-# So many schedules tell what a function returns: those of a space seldom differ in that.
+# Number of schedules traced to determine result types, which seldom differ within a space.
 _TELLING = 8
 
 
 @functools.lru_cache(maxsize=1024)
 def _require_results(kernel: FunctionKernel, problem: CallProblem, target: Target, generation: int) -> None:
-    """Traces schedules, spread over the space, until one returns what the reference does, or raises.
-
-    Args:
-      generation: of the function's bindings: what it returns may have changed with them.
+    """Traces schedules, spread over the space, until one returns the reference's result types, or raises.
 
     Raises:
-      DeclarationError: none returns what the reference does, so that the function could never answer.
+      DeclarationError: none does, so that no schedule of the function could ever be used.
     """
     space = kernel.space(problem, target)
     points, _ = space.legal()
@@ -86,7 +83,7 @@ def _require_results(kernel: FunctionKernel, problem: CallProblem, target: Targe
         schedule = space.schedule(**points.row(int(index)))
         try:
             found = jax.eval_shape(functools.partial(kernel.run, problem, schedule, target), *problem.operands())
-        except Exception:  # a search tells of each schedule that does not build
+        except Exception:  # a search reports each schedule that does not build
             return
         results = as_tuple(found)
         if isinstance(found, tuple | list) == isinstance(problem.result(), tuple) and _types(results) == _types(wanted):
@@ -105,14 +102,14 @@ def _types(results: Sequence[Any]) -> list[Any]:
 
 
 def _told(result: Any) -> str:
-    """What a function returns, in words."""
+    """Formats the result type of a function."""
     if isinstance(result, tuple | list):
         return f"({', '.join(map(_told, result))}{',' * (len(result) == 1)})"
     return array_text(result) if isinstance(result, jax.ShapeDtypeStruct) else f"a {type(result).__name__}"
 
 
 class _Told(Mapping[str, Any]):
-    """What rules and footprints may ask for: what is known of the problem, and the choices of one schedule or many."""
+    """Mapping for rules and footprints: the known values of the problem, and the choices of one schedule or many."""
 
     def __init__(self, told: Mapping[str, Any], schedules: Any, choices: Mapping[str, Any]) -> None:
         self._told, self._schedules, self._choices = told, schedules, choices
@@ -128,16 +125,16 @@ class _Told(Mapping[str, Any]):
 
 
 class ReferenceKernel(LibraryKernel[CallProblem]):
-    """The reference as XLA compiles it: in float32, rounded once; and as written, where that is another program.
+    """The reference as XLA compiles it: in float32, rounded once; and as written, if that is another program.
 
-    Records keep the fingerprint of the reference itself, so that this kernel needs no other version.
+    Records keep the fingerprint of the reference itself, so this kernel needs no other version.
     """
 
     def programs(self, problem: CallProblem) -> tuple[str, ...]:
         return (Library.program, "plain") if _rounds(problem) else (Library.program,)
 
     def tolerance(self, problem: CallProblem, schedule: Library) -> Tolerance | tuple[Tolerance, ...]:
-        """Of what users write, that of a program which rounds at each step: it is what they would have without us."""
+        """Returns the problem's tolerance; for "plain", one that allows rounding at each step, as users' code does."""
         allowed = as_tuple(problem.tolerance())
         if schedule.program == Library.program:
             return problem.tolerance()
@@ -153,7 +150,7 @@ class ReferenceKernel(LibraryKernel[CallProblem]):
 
 @functools.lru_cache(maxsize=1024)
 def _rounds(problem: CallProblem) -> bool:
-    """Whether the reference as written is another program than it is of float32 operands at the highest precision."""
+    """Returns whether the reference as written differs from the one on float32 operands at the highest precision."""
     floats = [x.dtype for x in problem.operands() if jnp.issubdtype(x.dtype, jnp.floating)]
     if any(jnp.dtype(dtype).itemsize < 4 for dtype in floats):
         return True

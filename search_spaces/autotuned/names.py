@@ -1,4 +1,4 @@
-"""What a decorated function is called where schedules are stored: the same in a script, its workers and an import."""
+"""Names of decorated functions in stores of schedules: the same in a script, its workers and an import."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from search_spaces import LOADED_FILE, OPERATIONS
 from search_spaces.errors import DeclarationError
 
-# The functions that have taken a name, as long as they are there; and, of each, what its file was then, and what it and
-# its decorators captured.
+# The functions that own a name, while they exist; and, for each, the state of its file at that time, and the values
+# that it and its decorators captured.
 _taken: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
 _then: weakref.WeakKeyDictionary[Callable[..., Any], tuple[Any, str]] = weakref.WeakKeyDictionary()
-# Of what is typed statement by statement nothing tells where it was typed.
+# Code typed at a console has no useful location.
 _CONSOLES = ("<stdin>", "<string>", "<console>")
 
 
 def name_of(function: Callable[..., Any], given: str | None, captured: str) -> str:
-    """``package.module.function``, or the name that its author gives it; taken by this function from now on.
+    """Returns ``package.module.function``, or the name given by the author, and reserves it for this function.
 
     Args:
-      captured: what the function and its decorators capture, as text. It tells functions of one factory apart, and is
-        part of their names.
+      captured: the values that the function and its decorators capture, as text. It distinguishes functions of one
+        factory, and is part of their names.
 
     Raises:
-      DeclarationError: the name is taken by another function, or by an operation that is here.
+      DeclarationError: the name belongs to another function, or to an operation of this package.
     """
     name = given if given is not None else f"{module_of(function)}.{_qualname(function)}"
     if not name or name in OPERATIONS or ":" in name:
@@ -47,9 +47,10 @@ def name_of(function: Callable[..., Any], given: str | None, captured: str) -> s
 
 
 def _is_again(function: Callable[..., Any], other: Callable[..., Any], captured: str) -> bool:
-    """Whether both come from one definition, which ran again: in a factory, a reload, or a cell of a notebook.
+    """Returns whether both come from one definition that ran again: in a factory, a reload, or a notebook cell.
 
-    Two places in one text are two definitions. A text that was edited meanwhile may have moved the one.
+    Two positions in the same text are two definitions. If the text was edited in between, one definition may have
+    moved.
     """
     if _qualname(function) != _qualname(other):
         return False
@@ -62,7 +63,7 @@ def _is_again(function: Callable[..., Any], other: Callable[..., Any], captured:
 
 
 def _stamp(function: Callable[..., Any]) -> tuple[int, int] | None:
-    """What changes where the file of a function is edited; None where there is no file."""
+    """Returns a value that changes if the file of a function is edited; None if there is no file."""
     try:
         found = os.stat(_file(function))
     except OSError:
@@ -83,7 +84,10 @@ def _file(function: Callable[..., Any]) -> str:
 
 
 def module_of(function: Callable[..., Any]) -> str:
-    """The module as others import it: of a script, and of a file loaded by its path, by where the file lies."""
+    """Returns the module name for imports.
+
+    For a script, or a file loaded by its path, it is derived from the file's location.
+    """
     module, file = function.__module__, Path(function.__code__.co_filename)
     if module != "__main__" and not module.startswith(LOADED_FILE):
         return module

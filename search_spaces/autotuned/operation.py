@@ -1,4 +1,4 @@
-"""A plain function, its choices and its reference as an operation."""
+"""Converts a plain function, its choices and its reference to an operation."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from search_spaces.operation import Bound, Operation, Unbound
 def operation_of(
     function: Callable[..., Any], choices: Mapping[str, Any], *, name: str | None = None, **told: Any
 ) -> Operation[CallProblem]:
-    """The operation that `function` solves beside its reference.
+    """Returns the operation with `function` and its reference as kernels.
 
     Args:
       choices: keyword of the function -> the values that it may take.
-      name: under which schedules are stored; None is where the function is defined.
-      told: what `declared` takes besides.
+      name: the name under which schedules are stored; None derives it from the location of the function.
+      told: further arguments of `declared`.
 
     Raises:
-      DeclarationError: what cannot be meant, with what to write instead.
+      DeclarationError: an argument is invalid; the message says what to write instead.
     """
     known = declared(function, choices, **told)
     choices = known.choices
@@ -70,7 +70,7 @@ def _front_end(posed: type[CallProblem]) -> Callable[..., Bound[CallProblem] | U
         typed = {array: operand_text(x) for array, x in given.items()}
         return Bound(posed(**typed, **texts), tuple(flat.values()))
 
-    # What `Operation.bind` takes by name.
+    # The keyword arguments of `Operation.bind`.
     keywords = [inspect.Parameter(static, inspect.Parameter.KEYWORD_ONLY) for static in known.arguments.statics]
     setattr(front_end, "__signature__", inspect.Signature(keywords))  # noqa: B010 (unknown to type checkers)
     return front_end
@@ -80,7 +80,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def _unposed(arrays: Mapping[str, Any]) -> str | None:
-    """Why no problem is posed of these arrays, in words."""
+    """Returns why there is no problem for these arrays, or None."""
     if (reason := unposed(arrays)) is not None:
         return reason
     for array, x in arrays.items():

@@ -25,7 +25,7 @@ from search_spaces.problem import Arrays, Problem, Tolerance, as_tuple, nbytes
 class CallProblem(Problem):
     """The types of a call's arrays, and its static parameters, each as text in a field of its own.
 
-    A subclass for each function has the fields (`problem_type`), so no field may be named as what is here.
+    A subclass per function has the fields (`problem_type`), so no field may have the name of an attribute here.
     """
 
     declared: ClassVar[Declaration]
@@ -60,10 +60,10 @@ class CallProblem(Problem):
         return _result(self)
 
     def reference(self, *args: jax.Array) -> Arrays:
-        """As it is written, of operands in float32 where theirs are narrower, at the highest precision.
+        """Computes the reference at the highest precision, with operands narrower than float32 widened to it.
 
-        Where results would be of other shapes then, or other than floating-point numbers (as bits of operands are),
-        operands stay what they are.
+        Operands are not widened if results would then change shape, or would not be floating-point (bits of operands,
+        for example).
         """
         with jax.default_matmul_precision("highest"):
             return as_written(self, *(map(_widened, args) if _widens(self) else args))
@@ -78,7 +78,7 @@ class CallProblem(Problem):
 
     @property
     def arithmetic(self) -> str:
-        """The fastest that the first floating-point operand could be computed by: a bound must hold for any kernel."""
+        """The fastest type that could compute the first floating-point operand: a bound must hold for any kernel."""
         dtypes = [str(x.dtype) for x in self.operands() if jnp.issubdtype(x.dtype, jnp.floating)]
         first = dtypes[0] if dtypes else super().arithmetic
         return "tf32" if first == "float32" else first
@@ -93,7 +93,7 @@ class CallProblem(Problem):
         return tuple(kind for kind in there_are if kind in wanted)
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Integers are as `inputs` was declared to draw them: they may be indices."""
+        """Leaves integers as the declared `inputs` drew them: they may be indices."""
         return special_values.altered(self.inputs(seed), kind, integers=self.declared.inputs is None)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
@@ -145,7 +145,7 @@ class CallProblem(Problem):
 
 
 def problem_type(name: str, declared: Declaration) -> type[CallProblem]:
-    """The problems of a function, with a field for each array and for each static parameter, in the order of a call."""
+    """Returns the problem type of a function, with a field for each array and static parameter, in call order."""
     arguments = declared.arguments
     required: list[Any] = [(array, str) for array in arguments.arrays if array not in arguments.optional]
     required += [(static, str) for static, default in arguments.statics.items() if default is None]
@@ -166,7 +166,7 @@ def problem_type(name: str, declared: Declaration) -> type[CallProblem]:
 
 @functools.lru_cache(maxsize=1024)
 def values_of(problem: CallProblem) -> Mapping[str, Any]:
-    """Arrays, as shapes and dtypes, and static parameters by name."""
+    """Returns the arrays, as shapes and dtypes, and the static parameters, by name."""
     arguments = problem.declared.arguments
     arrays = {name: operand_of(name, getattr(problem, name)) for name in arguments.arrays}
     return types.MappingProxyType(arrays | {name: value_of(getattr(problem, name)) for name in arguments.statics})
@@ -177,7 +177,7 @@ def statics_of(problem: CallProblem) -> dict[str, Any]:
 
 
 def placed(problem: CallProblem, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The function's operands, of a kernel's arrays: None for those that are left out."""
+    """Returns the function's operands from a kernel's arrays: None for those left out."""
     values = values_of(problem)
     structure = jax.tree.structure(tuple(values[name] for name in problem.declared.arguments.arrays))
     operands: tuple[Any, ...] = jax.tree.unflatten(structure, args)
@@ -185,13 +185,13 @@ def placed(problem: CallProblem, args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def as_written(problem: CallProblem, *args: Any) -> Arrays:
-    """The reference in the dtypes of its operands, at the precision that callers have set."""
+    """Computes the reference in the dtypes of its operands, at the precision set by the caller."""
     return problem.declared.answer(placed(problem, args), statics_of(problem))
 
 
 @functools.lru_cache(maxsize=1024)
 def _result(problem: CallProblem) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of what the reference returns, as it is written."""
+    """Returns shapes and dtypes of the reference's results, computed as written."""
     found = jax.eval_shape(functools.partial(as_written, problem), *problem.operands())
     several = isinstance(found, tuple)
     results = found if isinstance(found, tuple) else (found,)
@@ -207,10 +207,10 @@ def _result(problem: CallProblem) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtype
 
 @functools.lru_cache(maxsize=1024)
 def _widens(problem: CallProblem) -> bool:
-    """Whether wider operands give the same results, or wider ones."""
+    """Returns whether wider operands give results of the same shapes, and the same or other floating-point dtypes."""
     try:
         found = as_tuple(jax.eval_shape(lambda *args: as_written(problem, *map(_widened, args)), *problem.operands()))
-    except Exception:  # whatever the reference raises of operands that it never gets
+    except Exception:  # the reference may raise anything for operands that it never gets
         return False
     return [x.shape for x in found] == [s.shape for s in problem.results()] and all(
         x.dtype == s.dtype or (jnp.issubdtype(x.dtype, jnp.inexact) and jnp.issubdtype(s.dtype, jnp.inexact))

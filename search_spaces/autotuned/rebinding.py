@@ -1,4 +1,4 @@
-"""Whether a name that a function reads was bound to another object since its last trace."""
+"""Detects whether a name that a function reads was rebound to another object since its last trace."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import jax
 
 from search_spaces.fingerprint import content, is_of_tools
 
-# `Bindings.generation` of the function that is traced. JAX keeps traces of kernel bodies and of functions that users
-# jitted, with the values that they read then; it traces anew where this differs.
+# `Bindings.generation` of the function being traced. JAX caches traces of kernel bodies and of functions that users
+# jitted, with the values read at that time; it traces again if this number differs.
 tracing: Any = jax.make_user_context(0)
 
 
 _dropped = 0
-# So many names, and so many cells, are looked at in each eager call, 30 ns each.
+# Limit on names, and on cells, checked in each eager call, at 30 ns each.
 _MOST = 50
 
 
 def drop_traces() -> None:
-    """Has every function traced anew, whatever is bound to its names: values may have changed in place."""
+    """Forces every function to be traced again, whatever its names are bound to: values may have changed in place."""
     global _dropped
     _dropped += 1
 
@@ -32,9 +32,9 @@ def drop_traces() -> None:
 class Bindings:
     """The globals and closures that functions read by name, also through functions of the same package.
 
-    What is changed in place, an item of a list or an attribute, is the same object, and no change. Neither is a name
-    that one of the functions binds itself, such as a counter of its traces. Of very many names those count that are
-    read nearest to the functions.
+    In-place changes, such as an item of a list or an attribute, keep the same object and are not detected. Names that
+    one of the functions binds itself, such as a counter of its traces, are ignored. If there are very many names, those
+    read nearest to the functions are checked.
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
@@ -44,9 +44,9 @@ class Bindings:
         self._cells: list[tuple[types.CellType, Any]] = []
 
     def generation(self) -> int:
-        """A number that rises whenever one is found to be another object than before.
+        """Returns a number that increases whenever a name is found bound to another object than before.
 
-        Each eager call asks for it, which takes less than a microsecond.
+        Each eager call reads it, which takes less than a microsecond.
         """
         if self._globals is None:
             self._note()
@@ -63,7 +63,7 @@ class Bindings:
             for cell, value in self._cells:
                 if cell.cell_contents is not value and not _equal(cell.cell_contents, value):
                     return True
-        except (KeyError, ValueError):  # it is bound no more
+        except (KeyError, ValueError):  # it is no longer bound
             return True
         return False
 
@@ -88,7 +88,7 @@ class Bindings:
         self._cells, self._globals = list(cells.values())[:_MOST], list(read.values())[:_MOST]
 
     def _reached(self) -> Iterator[types.FunctionType]:
-        """The functions, and those of the same package that these read, each once, the nearest first."""
+        """Yields the functions, and functions of the same package that they read, each once, nearest first."""
         waiting: collections.deque[Any] = collections.deque(self._functions)
         packages = {_package(inspect.unwrap(function)) for function in waiting}
         seen: set[int] = set()
@@ -108,7 +108,7 @@ _BINDING_GLOBALS, _BINDING_CELLS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"}),
 
 
 def _named(code: types.CodeType, operations: frozenset[str]) -> Iterator[str]:
-    """The names that a function, or one within it, uses by these operations of Python's bytecode."""
+    """Yields the names that a function, or one within it, uses by these operations of Python's bytecode."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in operations:
             yield str(instruction.argval)
@@ -117,7 +117,7 @@ def _named(code: types.CodeType, operations: frozenset[str]) -> Iterator[str]:
 
 
 def _equal(now: Any, value: Any) -> bool:
-    """Whether both are one number or text, as where a cell of a notebook runs again."""
+    """Returns whether both are the same number or text, as when a notebook cell runs again."""
     return type(now) is type(value) and isinstance(now, int | float | str) and bool(now == value)
 
 

@@ -1,4 +1,4 @@
-"""Static parameters as text, one spelling for each value: part of a key, and of a command line."""
+"""Static parameters as text, with one form per value: part of a key, and of a command line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WANTED = "int, float, bool, str, None, a dtype, or a tuple of these"
 
 @dataclasses.dataclass(frozen=True)
 class Spelled:
-    """A static parameter by its text, by which 1 and True, which Python takes for equal, are two."""
+    """A static parameter as text, which distinguishes 1 from True, although Python treats them as equal."""
 
     text: str
 
 
 def spelled(name: str, value: Any) -> str:
-    """The text of a static parameter; a dtype's is its name, which is then what the function gets.
+    """Returns the text of a static parameter; a dtype becomes its name, which the function then gets.
 
     Raises:
-      TypeError: a value of another type, or NaN, which is never equal to itself.
+      TypeError: the value has another type, or is NaN, which never equals itself.
     """
     if isinstance(value, Spelled):
         return value.text
@@ -37,7 +37,7 @@ def spelled(name: str, value: Any) -> str:
 
 
 def value_of(text: str) -> Static:
-    """The inverse of `spelled`, which reads `true` and `(1,2)` as well: text that is no literal is itself."""
+    """Returns the inverse of `spelled`; also reads `true` and `(1,2)`. Text that is no literal is unchanged."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -58,7 +58,7 @@ def _literal(name: str, value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         if math.isnan(value):
             raise TypeError(f"{name}=nan is never equal to itself, so no schedule could be stored for it")
-        return "1e999" if value > 0 else "-1e999"  # which Python reads as an infinity
+        return "1e999" if value > 0 else "-1e999"  # Python parses it as an infinity
     if isinstance(value, bool | int | float | None):
         return repr(value)
     if isinstance(value, tuple):
@@ -76,7 +76,7 @@ def _text(value: Any) -> str | None:
 
 
 def _dtype_name(value: Any) -> str | None:
-    """The name of a dtype, as NumPy or JAX gives it; None of anything else."""
+    """Returns the name of a NumPy or JAX dtype; None for any other value."""
     if isinstance(value, type):
         value = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
     return value.name if isinstance(value, np.dtype) else None

@@ -1,4 +1,4 @@
-"""Operands that are several arrays: tuples and dicts of arrays, nested, as text, ``{w:float32[8,8],b:float32[8]}``."""
+"""Operands of several arrays: nested tuples and dicts of arrays, as text, ``{w:float32[8,8],b:float32[8]}``."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import jax
 
-# Text of an array's type, a name before a colon, or a bracket; "(x,)" is a tuple of one.
+# An array type, a name before a colon, or a bracket; "(x,)" is a tuple of one.
 _WORD = re.compile(r"[\w.]+(?:\s*\[[\d,\s]*\])?|[(){}:,]")
 
 
 def leaves_of(x: Any) -> list[Any]:
-    """The arrays of an operand, in JAX's order; none of one that is left out."""
+    """Returns the arrays of an operand, in JAX's order; none if the operand is left out."""
     leaves: list[Any] = jax.tree.leaves(x)
     return leaves
 
 
 def named_leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """The arrays of an operand by names: ``params['w']``."""
+    """Yields the arrays of an operand with their names: ``params['w']``."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         yield f"{name}{jax.tree_util.keystr(path)}", leaf
 
 
 def require_tree(name: str, x: Any) -> None:
-    """Raises a TypeError where an operand, or a part of it, is a container that no key of a schedule spells."""
+    """Raises a TypeError if an operand, or a part of it, is a container that schedule keys do not support."""
     if type(x) is dict:
         for key, part in x.items():
             if not isinstance(key, str) or not key.isidentifier():
@@ -42,7 +42,7 @@ def require_tree(name: str, x: Any) -> None:
 
 
 def tree_text(x: Any, text: Callable[[Any], str]) -> str:
-    """An operand as text, with `text` of each array."""
+    """Formats an operand as text, with `text` for each array."""
     if type(x) is dict:
         return f"{{{','.join(f'{key}:{tree_text(x[key], text)}' for key in sorted(x))}}}"
     if type(x) is tuple:
@@ -51,10 +51,10 @@ def tree_text(x: Any, text: Callable[[Any], str]) -> str:
 
 
 def tree_of(name: str, text: str, array: Callable[[str, str], Any]) -> Any:
-    """The inverse of `tree_text`, where `array` reads each array by its name.
+    """Parses the result of `tree_text`; `array` parses each array, given its name.
 
     Raises:
-      ValueError: `text` is no such text.
+      ValueError: `text` has another format.
     """
     if not text.lstrip().startswith(("(", "{")):
         return array(name, text)
@@ -71,7 +71,7 @@ def tree_of(name: str, text: str, array: Callable[[str, str], Any]) -> Any:
 
 
 def _read(name: str, words: list[str], array: Callable[[str, str], Any]) -> Any:
-    """The operand that `words` begin with, which it takes from them."""
+    """Parses an operand from the front of `words`, and removes its words."""
     word = words.pop(0)
     if word not in ("(", "{"):
         if word in (")", "}", ":", ","):

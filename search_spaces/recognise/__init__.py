@@ -1,1 +1,1 @@
-"""What plain JAX computes, seen in a jaxpr: arrays and what makes them, and patterns of several operations."""
+"""Recognition of operations in the jaxpr of plain JAX code: arrays, the equations that make them, and patterns."""

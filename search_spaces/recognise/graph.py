@@ -1,4 +1,4 @@
-"""A jaxpr as arrays and the equations that make them, with the bodies of calls in their places."""
+"""A jaxpr as arrays and the equations that make them, with the bodies of calls inlined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.extend import core
 
 from search_spaces import jaxprs
 
-# Equations that run what they hold once, with their own operands.
+# Equations that run their inner jaxpr once, on their own operands.
 CALLS = frozenset(
     {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
     | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call"}
@@ -20,11 +20,11 @@ CALLS = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """An array, told from others by its identity.
+    """An array, distinguished from others by identity.
 
     Attributes:
       node: the equation that makes it; None for arguments and constants.
-      literal: the number that it is, where the jaxpr tells; else None.
+      literal: its number if it is a literal of the jaxpr; else None.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Value:
     literal: Any = None
 
     def by(self, *names: str) -> Node | None:
-        """The equation that makes it, if it is one of these primitives."""
+        """Returns the equation that makes this array if its primitive is one of `names`."""
         return self.node if self.node is not None and self.node.name in names else None
 
 
@@ -42,7 +42,7 @@ class Node:
     """An equation; `results` and `users` are complete once the graph is.
 
     Attributes:
-      equation: of the jaxpr.
+      equation: the equation of the jaxpr.
       users: the equations that read a result.
     """
 
@@ -58,17 +58,17 @@ class Node:
 
 
 def nodes(jaxpr: Any, known: Mapping[Any, Value] = MappingProxyType({})) -> list[Node]:
-    """The equations of a jaxpr in order, those of the calls in it in place of these.
+    """Returns the equations of a jaxpr in order, with calls replaced by their bodies.
 
     Args:
-      known: what is known of its arguments.
+      known: values of its arguments, as far as they are known.
     """
     return list(_nodes(jaxpr, dict(known)))
 
 
 def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
-    """The arguments of a jaxpr that an equation runs, as far as they are the equation's own in each run of it."""
-    if node.name == "scan":  # constants first; then what is carried, of one shape inside and outside; then slices
+    """Returns the arguments of an inner jaxpr that are the same operands of the equation in each run of it."""
+    if node.name == "scan":  # constants first; then the carry, with one shape inside and outside; then slices
         sliced = sum(len(x.aval.shape) != len(given.shape) for x, given in zip(jaxpr.invars, node.inputs, strict=True))
         results = zip(jaxpr.outvars, node.equation.outvars, strict=True)
         carried = sum(len(x.aval.shape) == len(outer.aval.shape) for x, outer in results)
@@ -78,7 +78,7 @@ def arguments(node: Node, jaxpr: Any) -> dict[Any, Value]:
 
 
 def body(equation: Any) -> Any:
-    """What a call runs; None where the equation is no call."""
+    """Returns the jaxpr that a call runs; None if the equation is no call."""
     if equation.primitive.name not in CALLS:
         return None
     held = list(jaxprs.held(equation))

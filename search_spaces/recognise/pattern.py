@@ -1,4 +1,4 @@
-"""The steps of recognising: what lies behind casts and broadcasts, sums along an axis, factors of a product."""
+"""Building blocks of recognition: values behind casts and broadcasts, sums along an axis, factors of a product."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from search_spaces.problem import Problem
 from search_spaces.recognise.graph import Node, Value
 
-# What changes neither values (but for rounding) nor shapes.
+# Primitives that change neither values (except for rounding) nor shapes.
 _SAME = (
     "convert_element_type",
     "stop_gradient",
@@ -26,12 +26,12 @@ _SAME = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recognised:
-    """What equations compute, as a problem.
+    """A problem that several equations compute.
 
     Attributes:
-      nodes: all that a tuned call would replace.
-      shown: those whose lines a person wants to see.
-      call: the tuned call, where its name is not ``tuned_`` and the operation's.
+      nodes: all equations that a tuned call would replace.
+      shown: the equations whose source lines are reported.
+      call: the tuned call, if its name is not ``tuned_`` and the operation's name.
     """
 
     problem: Problem
@@ -41,14 +41,14 @@ class Recognised:
 
 
 def strip(value: Value) -> Value:
-    """The same before casts."""
+    """Returns the value before all casts."""
     for before in casts(value):
         value = before
     return value
 
 
 def casts(value: Value) -> Iterator[Value]:
-    """The value, and what it was before each cast."""
+    """Yields the value, and its input before each cast."""
     yield value
     while (node := value.by(*_SAME)) is not None:
         value = node.inputs[node.results.index(value)]
@@ -56,7 +56,7 @@ def casts(value: Value) -> Iterator[Value]:
 
 
 def rounded(value: Value) -> Value:
-    """What is kept of a result: its cast, where everything that reads it reads one."""
+    """Returns the cast of a result if all of its users are casts to one dtype; else the result."""
     if value.node is None:
         return value
     kept = [user for user in value.node.users if value in user.inputs]
@@ -66,12 +66,12 @@ def rounded(value: Value) -> Value:
 
 
 def as_of(value: Value, dtype: Any) -> Value | None:
-    """The value, or what it was cast from, in this dtype; None where it never had that."""
+    """Returns the value, or a value it was cast from, in this dtype; None if there is none."""
     return next((each for each in casts(value) if each.dtype == dtype), None)
 
 
 def number(value: Value) -> float | None:
-    """The number that all elements are; None where they are no literal."""
+    """Returns the number that all elements equal; None if they are no literal."""
     base, _ = source(value)
     if base.literal is None or base.shape or jnp.issubdtype(base.dtype, jnp.complexfloating):
         return None
@@ -79,7 +79,10 @@ def number(value: Value) -> float | None:
 
 
 def source(value: Value) -> tuple[Value, tuple[int | None, ...]]:
-    """What is broadcast and cast to `value`, and where its axes lie in that; None for an axis of extent 1."""
+    """Returns the array that is broadcast and cast to `value`, and the axes of `value` where its axes lie.
+
+    An axis of extent 1 is None.
+    """
     where: list[int | None] = [i if n > 1 else None for i, n in enumerate(value.shape)]
     while True:
         value = strip(value)
@@ -99,12 +102,15 @@ def source(value: Value) -> tuple[Value, tuple[int | None, ...]]:
 
 
 def constant_along(value: Value, axis: int) -> bool:
-    """Whether it is the same everywhere along this axis of whatever it is combined with elementwise."""
+    """Returns whether the value is constant along this axis when it is combined elementwise with other arrays."""
     return axis not in source(value)[1]
 
 
 def reduced(value: Value, name: str) -> tuple[Value, int] | None:
-    """The array whose reduction along one axis this is, with that axis kept or broadcast again; and the axis."""
+    """Returns the array of which `value` is the reduction along one axis, and that axis.
+
+    `value` must have that axis kept or broadcast again.
+    """
     base, where = source(value)
     if (node := base.by(name)) is None or len(node.params["axes"]) != 1:
         return None
@@ -116,14 +122,14 @@ def reduced(value: Value, name: str) -> tuple[Value, int] | None:
 
 
 def factors(value: Value, steps: int = 3) -> list[Value]:
-    """What is multiplied to it, through casts, in at most so many steps."""
+    """Returns the factors of a product, through casts, in at most `steps` steps."""
     if not steps or (node := strip(value).by("mul")) is None:
         return [value]
     return [factor for each in node.inputs for factor in factors(each, steps - 1)]
 
 
 def between(result: Value, inputs: Iterable[Value]) -> frozenset[Node]:
-    """The equations on the way from these to the result; not what comes to it from elsewhere."""
+    """Returns the equations on paths from the inputs to the result, without those that other inputs alone reach."""
     ends = {id(value) for value in inputs}
     above: dict[int, Node] = {}
     left = [result]
@@ -143,12 +149,12 @@ def between(result: Value, inputs: Iterable[Value]) -> frozenset[Node]:
 
 
 def rows_of(value: Value) -> tuple[int, int]:
-    """Rows and columns of an array whose leading axes are one."""
+    """Returns rows and columns of an array, its leading axes folded."""
     return math.prod(value.shape[:-1]), value.shape[-1]
 
 
 def same(one: Value, other: Value, steps: int = 6) -> bool:
-    """Whether they are one array but for casts, or are computed alike from one in so many steps."""
+    """Returns whether both are one array except for casts, or are computed alike from one in at most `steps` steps."""
     one, other = strip(one), strip(other)
     if one is other:
         return True

@@ -9,8 +9,8 @@ from search_spaces.rowwise import rules
 from search_spaces.rowwise.interpret import InterpretedRows
 from search_spaces.rowwise.xla import XlaRows
 
-# Derivatives are those of the library kernel: XLA's, of the formula. Users write that in float32, too, and round once,
-# as Flax does (flax.linen.normalization): it is one program.
+# Derivatives are the library kernel's: XLA's, of the formula. Users also write it in float32 and round once, as Flax
+# does (flax.linen.normalization), so there is only one program.
 RMS_NORM = Operation[RmsNormProblem](
     name="rms_norm",
     problem=RmsNormProblem,

@@ -13,13 +13,13 @@ from search_spaces.rowwise import front_end
 
 
 def bind(x: Any, weight: Any, *, eps: float = EPS) -> Bound[RmsNormProblem] | Unbound:
-    """A call of `scheduler.tuned_rms_norm`, whose arguments these are."""
+    """Binds a call of `scheduler.tuned_rms_norm`, with the same arguments."""
     require_weight(x, weight)
     return front_end.bind(RmsNormProblem, x, weight, eps=eps)
 
 
 def require_weight(x: Any, weight: Any) -> None:
-    """Raises a ValueError where `weight` is not as long as the rows of `x`, a TypeError where one is no array."""
+    """Raises a ValueError if `weight` is not as long as the rows of `x`, a TypeError if either is no array."""
     require_array("x", x)
     require_array("weight", weight)
     if jnp.ndim(x) == 0 or jnp.shape(weight) != jnp.shape(x)[-1:]:

@@ -29,5 +29,5 @@ class RmsNormProblem(WeightedRowProblem):
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """The formula, in the dtype of the operands, along their last axis."""
+    """Computes the formula along the last axis, in the dtype of the operands."""
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight

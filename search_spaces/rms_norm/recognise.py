@@ -1,4 +1,4 @@
-"""A root-mean-square norm with a weight in a jaxpr."""
+"""Recognition of a root-mean-square norm with a weight in a jaxpr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from search_spaces.rowwise.weighted import WeightedRowProblem
 
 
 class Norm(NamedTuple):
-    """A norm: of which rows, in the dtype of the result; with which weight; and what is kept of it."""
+    """A norm: its rows, in the dtype of the result; its weight; and the result that is used."""
 
     x: Value
     weight: Value
@@ -33,9 +33,9 @@ class Norm(NamedTuple):
 
 
 def recognise(node: Node) -> Recognised | None:
-    """``x * rsqrt(mean(x^2) + eps) * weight`` in any order of its factors, by a square root and a quotient, too.
+    """Recognises ``x * rsqrt(mean(x^2) + eps) * weight``, with factors in any order, or a square root and a quotient.
 
-    Of centred rows it is a layer norm, and none of these.
+    A norm of centred rows is a layer norm, and is not recognised.
     """
     found = norm(node)
     return found and recognised(RmsNormProblem, found, [found.x, found.weight], node)
@@ -44,7 +44,7 @@ def recognise(node: Node) -> Recognised | None:
 def recognised(
     of: type[WeightedRowProblem], found: Norm, inputs: list[Value], node: Node, call: str = ""
 ) -> Recognised | None:
-    """A norm as a problem of this type, in place of what lies between these inputs and the result."""
+    """Returns a norm as a problem of this type, which replaces the equations between these inputs and the result."""
     rows, columns = rows_of(found.result)
     for dtype in found.weight_dtypes:  # as it is stored, or as it is multiplied
         try:
@@ -56,7 +56,7 @@ def recognised(
 
 
 def norm(node: Node) -> Norm | None:
-    """The norm that an equation is the last of."""
+    """Returns the norm whose last equation is `node`."""
     if node.name not in ("mul", "div") or len(node.results[0].shape) < 1:
         return None
     found = list(_factors(node.results[0]))
@@ -80,7 +80,7 @@ def norm(node: Node) -> Norm | None:
 
 
 def _factors(value: Value) -> Iterator[tuple[Value, bool]]:
-    """What is multiplied, and what is divided by (True)."""
+    """Yields the factors (False) and the divisors (True) of a product."""
     for factor in factors(value):
         node = strip(factor).by("div")
         if node is None or number(node.inputs[0]) == 1.0:
@@ -91,7 +91,7 @@ def _factors(value: Value) -> Iterator[tuple[Value, bool]]:
 
 
 def _mean_square(value: Value, inverse: bool) -> Value | None:
-    """The array of whose rows this is the inverse root of the mean square (or the root, where it divides)."""
+    """Returns the array whose rows have `value` as the inverse root of their mean square (the root, if `inverse`)."""
     base, where = source(value)
     if inverse:
         root = base.by("sqrt")
@@ -134,13 +134,13 @@ def _squared(value: Value) -> Value | None:
 
 
 def _is_of_columns(value: Value, last: int) -> bool:
-    """Whether it is a row that all rows share."""
+    """Returns whether the value is a single row that all rows share."""
     base, where = source(value)
     return len(base.shape) == 1 and where == (last,)
 
 
 def _is_centred(x: Value) -> bool:
-    """Whether the mean of each row was subtracted."""
+    """Returns whether the mean of each row was subtracted."""
     if (node := strip(x).by("sub")) is None:
         return False
     base, _ = source(node.inputs[1])

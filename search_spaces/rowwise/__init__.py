@@ -1,1 +1,1 @@
-"""What kernels whose result rows each follow from one operand row have in common."""
+"""Code shared by kernels in which each result row depends on one operand row."""

@@ -1,4 +1,4 @@
-"""Row-wise operations as users call them: leading axes are rows; what no problem says goes to the formula."""
+"""Front end of row-wise operations: leading axes are rows; unsupported calls fall back to the formula."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from search_spaces.unfolded import lead
 
 
 def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
-    """The call of what lies along another axis than the last, which has no rows; None where it is the last.
+    """Returns the unsupported call along an axis other than the last; None if `axis` is the last.
 
     Raises:
-      TypeError: `x` is no array, or one of truth values.
+      TypeError: `x` is no array, or an array of booleans.
     """
     require_array("x", x)
     if jnp.issubdtype(jnp.result_type(x), jnp.bool_):
@@ -31,7 +31,7 @@ def elsewhere(x: Any, axis: int, answer: Callable[[], Any]) -> Unbound | None:
 
 
 def bind(problem: type[RowProblem], *arrays: Any, **params: Any) -> Bound[Any] | Unbound:
-    """A row-wise operation on ``x[..., columns]``, on what else is rows, of the same shape, and on what all share."""
+    """Binds a row-wise operation on ``x[..., columns]``, other row operands of the same shape, and shared operands."""
     posed = _problem(problem, *arrays)
     if isinstance(posed, str):
         return Unbound(posed, lambda: formula(problem, *arrays, **params))
@@ -47,9 +47,9 @@ def bind(problem: type[RowProblem], *arrays: Any, **params: Any) -> Bound[Any] |
 
 
 def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
-    """The formula in the dtype that is `wide` enough; rows are of the dtype of the first array, if that is inexact.
+    """Computes the formula in the dtype that `wide` returns.
 
-    A result that is a statistic of each row is not rounded.
+    Rows have the dtype of the first array, if that is inexact. A result that is a statistic of each row is not rounded.
     """
     arrays = tuple(jnp.asarray(x) for x in arrays)
     computed = wide(*arrays)
@@ -60,17 +60,17 @@ def formula(problem: type[RowProblem], *arrays: Any, **params: Any) -> Any:
 
 
 def wide(*arrays: jax.Array) -> jnp.dtype[Any]:
-    """float32, or what is wider or complex among arrays; integers are as wide as JAX makes them of a float."""
+    """Returns float32, or a wider or complex dtype among the arrays; integers count as JAX's default float."""
     found = jnp.dtype(jnp.float32)
     for x in arrays:
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
-        if dtype.itemsize > 1:  # JAX promotes 8 bits to nothing by itself
+        if dtype.itemsize > 1:  # JAX has no implicit promotion of 8-bit dtypes
             found = jnp.promote_types(found, dtype)
     return found
 
 
 def _problem(problem: type[RowProblem], *arrays: Any) -> RowProblem | str:
-    """The problem of all rows, or why there is none."""
+    """Returns the problem of all rows, or the reason why there is none."""
     by_row, shared = problem.apart(arrays)
     if reason := unposed(dict(zip((*problem.row_operands, "weight"), arrays, strict=False))):
         return reason

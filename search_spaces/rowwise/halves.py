@@ -1,4 +1,4 @@
-"""The formula of a kernel whose rows are of two halves: no element waits for another."""
+"""The formula of a kernel on rows of two halves, in which elements are independent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 
 
 class HalvesFormula(abc.ABC):
-    """A formula of elements that lie at one place of several halves.
+    """A formula on elements at the same position of several halves.
 
     Attributes:
       read: the halves that are loaded, in the order of `compute`: the operand's number, and whether it is the second
-        half of its rows; an operand as wide as the problem's columns has a first one only.
-      written: likewise of the only result.
+        half of its rows. An operand with as many columns as the problem only has a first half.
+      written: whether each half of the only result that is written is the second.
     """
 
     read: ClassVar[tuple[tuple[int, bool], ...]]
@@ -22,4 +22,4 @@ class HalvesFormula(abc.ABC):
 
     @abc.abstractmethod
     def compute(self, *halves: jax.Array) -> tuple[jax.Array, ...]:
-        """What is written, of what is read, in float32."""
+        """Computes the halves in `written` from those in `read`, in float32."""

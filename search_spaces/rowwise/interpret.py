@@ -1,4 +1,4 @@
-"""A row-wise formula in plain ``pallas_call``, some rows a block: run by Pallas's interpreter on a CPU."""
+"""A row-wise formula as a plain ``pallas_call`` on blocks of rows, run by Pallas's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ P = TypeVar("P", bound=RowProblem)
 
 @dataclasses.dataclass(frozen=True)
 class InterpretedSchedule:
-    """Rows of one block; a block has whole rows."""
+    """Rows per block; a block has whole rows."""
 
     rows: int
 
 
 class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
-    """Operands of as many rows as the result are divided into blocks; others are whole in each block."""
+    """Operands with one row per result row are divided into blocks; other operands are whole in each block."""
 
     backend = "interpret"
     version = 1
@@ -38,7 +38,7 @@ class InterpretedRows(Kernel[P, InterpretedSchedule], Generic[P]):
 
     def space(self, problem: P, target: Target) -> Space[InterpretedSchedule]:
         p = problem
-        # An interpreted grid step costs about a millisecond whatever it computes.
+        # An interpreted grid step takes about a millisecond, regardless of its work.
         few = [rows for rows in (1, 4, 16, 64, 256, 1024) if rows < p.rows <= 1024 * rows]
         return Space(InterpretedSchedule, choices={"rows": (p.rows, *reversed(few))})
 

@@ -1,4 +1,4 @@
-"""Rows as a problem: extents, dtype, tolerance and neighbour, whatever is computed of each row."""
+"""Problems on rows: extents, dtype, tolerance and neighbour, independent of the formula."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class RowProblem(Problem):
-    """``out[rows, columns]``, each row of it from the same row of ``x``, computed in float32.
+    """``out[rows, columns]``, each row computed from the same row of ``x``, in float32.
 
     Attributes:
-      row_operands: names of the operands that are rows, the first ones; all rows share the others.
+      row_operands: names of the operands that are rows, which come first; all rows share the others.
       rows, columns: extents of the result, at least 1.
-      dtype: of operands and result.
+      dtype: dtype of operands and result.
     """
 
     row_operands: ClassVar[tuple[str, ...]] = ("x",)
@@ -45,21 +45,21 @@ class RowProblem(Problem):
     @staticmethod
     @abc.abstractmethod
     def compute(*args: jax.Array, **params: Any) -> Any:
-        """The formula, in the dtype of the operands, along their last axis."""
+        """Computes the formula along the last axis, in the dtype of the operands."""
 
     @classmethod
     def compute_in(cls, dtype: Any, *args: jax.Array, **params: Any) -> Any:
-        """The formula in this dtype, of operands of their own dtypes; results are yet to be rounded."""
+        """Computes the formula in `dtype`, on operands of their own dtypes; results are not rounded yet."""
         return cls.compute(*(x.astype(dtype) for x in args), **params)
 
     @classmethod
     def takes(cls, *dtypes: str) -> bool:
-        """Whether there are problems with operands of these dtypes."""
+        """Returns whether there are problems with operands of these dtypes."""
         return len(set(dtypes)) == 1 and set(dtypes) <= set(DTYPES)
 
     @classmethod
     def of(cls, x: Any, **params: Any) -> RowProblem:
-        """From an operand ``[rows, columns]``."""
+        """Returns the problem of an operand ``[rows, columns]``."""
         rows, columns = matrix(x)
         return cls(rows=rows, columns=columns, dtype=str(x.dtype))
 
@@ -95,22 +95,22 @@ class RowProblem(Problem):
 
     @classmethod
     def apart(cls, args: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-        """What belongs to operands that are rows, and to those that all rows share."""
+        """Splits values per operand into those of row operands, and those of operands that all rows share."""
         return args[: len(cls.row_operands)], args[len(cls.row_operands) :]
 
     def neighbour(self) -> RowProblem | None:
-        """Fewer rows, and columns that still divide into the same vectors but no longer into the same chunks."""
+        """Returns fewer rows, and columns that still divide into the same vectors but not into the same chunks."""
         rows = (self.rows - 1) // 2 * 2 - 1 if self.rows > 8 else self.rows
         less = next((step for step in (256, 8) if self.columns > 4 * step), 0)
         below = dataclasses.replace(self, rows=rows, columns=self.columns - less)
         return None if below == self else below
 
     def tolerance(self) -> Tolerance:
-        """Rounding of the result, and 2^-18 for the float32 steps before it.
+        """Returns the rounding error of the result, plus 2^-18 for the float32 steps before it.
 
-        Those are sums of positive terms in a tree, whose error is some 2^-22, and exponentials by the hardware's unit:
-        ``ex2.approx`` is off by 2^-22 (PTX ISA), its argument, of a magnitude below 32 where the result counts, by
-        2^-19. What the result's dtype cannot hold, or float32 only below its normal numbers, may become zero.
+        These steps are sums of positive terms in a tree, with an error of about 2^-22, and exponentials by the hardware
+        unit. ``ex2.approx`` is off by 2^-22 (PTX ISA). Its argument, with a magnitude below 32 where the result counts,
+        is off by 2^-19. Values that the result's dtype cannot hold, or that are subnormal in float32, may become zero.
         """
         info = jnp.finfo(jnp.dtype(self.dtype))
         least = max(float(info.smallest_subnormal), float(np.finfo(np.float32).tiny))
@@ -118,10 +118,10 @@ class RowProblem(Problem):
 
 
 def matrix(x: Any) -> tuple[int, int]:
-    """The two extents of `x`.
+    """Returns the two extents of `x`.
 
     Raises:
-      ValueError: it has another number of axes.
+      ValueError: `x` has another number of axes.
     """
     if x.ndim != 2:
         raise ValueError(f"x has shape {x.shape}; [rows, columns] is needed: fold the leading axes into one")

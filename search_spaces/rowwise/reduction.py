@@ -1,6 +1,6 @@
-"""The formula of a row-wise kernel as hooks: a reduction of a row, and a function of each element and its result.
+"""The formula of a row-wise kernel as hooks: a reduction of a row, and a function of each element and the reduction.
 
-What is reduced is one row, `Reduction.prologue` of the operands that are rows; it may itself be a result.
+The reduced row is `Reduction.prologue` of the operands that are rows; it may itself be a result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Statistics = tuple[jax.Array, ...]
 
 
 class Reducer(Protocol):
-    """Those who have parts of a row: threads with their elements, or warps with a partial result each."""
+    """Reduces parts of a row: threads with their elements, or warps with a partial result each."""
 
     def max(self, parts: jax.Array, /) -> jax.Array: ...
     def sum(self, parts: jax.Array, /) -> jax.Array: ...
@@ -23,24 +23,24 @@ class Reducer(Protocol):
 
 
 class Reduction(abc.ABC):
-    """The formula, in float32, on fragments of a row: arrays of one shape, of which each thread has its elements.
+    """The formula, in float32, on fragments of a row: arrays of one shape, with elements distributed over threads.
 
-    A row that is in registers is computed by `whole_row` at once. Of a row that arrives in chunks each thread keeps
-    statistics: they start as `init`, and `update` adds fragments. `reduce` makes those of several threads one, and
-    `combine` those of two parts of a row; `finalize` follows for the whole row. When the chunks come by again, `apply`
-    computes the results. A `shared` fragment is what all rows share, such as a weight, in the place of the elements it
-    belongs to; None where there is nothing.
+    A row in registers is computed by `whole_row` at once. For a row that arrives in chunks, each thread keeps
+    statistics. They start as `init`, and `update` adds fragments. `reduce` merges the statistics of several threads,
+    `combine` those of two parts of a row, and `finalize` completes those of the whole row. When the chunks are read
+    again, `apply` computes the results. A `shared` fragment holds the matching elements of an operand that all rows
+    share, such as a weight; None if there is no such operand.
 
     Attributes:
       identity: an element that changes no statistic.
-      init: of each statistic.
+      init: initial value of each statistic.
     """
 
     identity: float
     init: tuple[float, ...]
 
     def prologue(self, *operands: jax.Array) -> jax.Array:
-        """The row that is reduced, of fragments of the operands that are rows: in the dtype that they have in memory.
+        """Returns the row to reduce, from fragments of the operands that are rows, in their dtype in memory.
 
         It may be computed again where it is needed again. By default it is the only operand.
         """
@@ -55,24 +55,27 @@ class Reduction(abc.ABC):
         shared: Sequence[jax.Array | None],
         reducer: Reducer,
     ) -> list[jax.Array]:
-        """The results of all `fragments` of a row; `masked` is `identity` where an element is in another one, too."""
+        """Returns the results of all `fragments` of a row.
+
+        `masked` are the fragments with `identity` in place of elements that another fragment has, too.
+        """
 
     @abc.abstractmethod
     def update(self, statistics: Statistics, fragments: Sequence[jax.Array]) -> Statistics:
-        """With the elements of `fragments`."""
+        """Returns the statistics with the elements of `fragments` added."""
 
     @abc.abstractmethod
     def reduce(self, statistics: Statistics, reducer: Reducer) -> Statistics:
-        """Those of all that the reducer stands for, as one."""
+        """Merges the statistics of all threads or warps of the reducer."""
 
     @abc.abstractmethod
     def combine(self, one: Statistics, other: Statistics) -> Statistics:
-        """Those of two parts of a row, as one."""
+        """Merges the statistics of two parts of a row."""
 
     @abc.abstractmethod
     def finalize(self, statistics: Statistics) -> Statistics:
-        """What `apply` needs of the whole row."""
+        """Returns the values of the whole row that `apply` needs."""
 
     @abc.abstractmethod
     def apply(self, fragment: jax.Array, shared: jax.Array | None, final: Statistics) -> jax.Array:
-        """The results of one fragment."""
+        """Returns the results of one fragment."""

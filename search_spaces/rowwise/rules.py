@@ -1,4 +1,4 @@
-"""How a row-wise operation batches: a new axis of rows is more rows; and divides over devices: by rows."""
+"""Batching and sharding of row-wise operations: a batch axis becomes more rows, and devices divide the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Callable[..., Any]
 
 
 def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int] | None:
-    """Batched rows join the rows; not where an operand that all rows share is batched itself."""
+    """Folds the batch axis into the rows; None if an operand that all rows share is batched."""
     (by_row, shared), (row_dims, shared_dims) = p.apart(args), p.apart(dims)
     if any(dim is not None for dim in shared_dims):
         return None
@@ -26,7 +26,7 @@ def batch(call: Call, p: RowProblem, args: Any, dims: Any) -> tuple[Any, int] | 
 
 
 def shard(p: RowProblem) -> Sharding[Any]:
-    """Rows are divided; each is whole on one device, and so is what all share."""
+    """Returns a sharding that divides rows; each row, and each operand shared by all rows, is whole on one device."""
 
     def letters(shape: tuple[int, ...]) -> str:
         return "columns" if shape[-1] == p.columns else "halves"

@@ -1,4 +1,4 @@
-"""Rows with a weight that all of them share, of their own dtype or wider: what norms have in common as problems."""
+"""Problems on rows with a shared weight of the rows' dtype or float32, the common base of norms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from search_spaces.rowwise.problem import DTYPES, RowProblem, matrix
 
 @dataclasses.dataclass(frozen=True)
 class WeightedRowProblem(RowProblem):
-    """Operands are rows, of one dtype, and ``weight[columns]``.
+    """Operands are rows of one dtype, and ``weight[columns]``.
 
     Attributes:
       weight_dtype: "float32", or "" for that of `x`.
@@ -25,7 +25,7 @@ class WeightedRowProblem(RowProblem):
         super().__post_init__()
         if self.weight_dtype not in ("", self.dtype, "float32"):
             raise ValueError(f"weight_dtype={self.weight_dtype!r} is neither {self.dtype}, as x is, nor float32")
-        # One problem has one spelling, or a cache would hold it twice.
+        # Two names for one problem would be two cache keys.
         if self.weight_dtype == self.dtype:
             object.__setattr__(self, "weight_dtype", "")
 
@@ -36,7 +36,7 @@ class WeightedRowProblem(RowProblem):
 
     @classmethod
     def of(cls, *arrays: Any) -> Self:  # type: ignore[override]
-        """From rows, ``[rows, columns]`` each, and ``weight[columns]``."""
+        """Returns the problem of rows, ``[rows, columns]`` each, and ``weight[columns]``."""
         by_row, (weight,) = cls.apart(arrays)
         x, *others = by_row
         rows, columns = matrix(x)

@@ -1,4 +1,4 @@
-"""A row-wise formula as XLA fuses it, in float32 and as users write it: the answer to beat, and a legal one."""
+"""A row-wise formula as XLA fuses it, in float32 and as users write it: the baseline, and a legal fallback."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ P = TypeVar("P", bound=RowProblem)
 
 
 def rounded_at_each_step(problem: RowProblem) -> Any:
-    """Of a formula in the dtype of its operands.
+    """Returns the tolerance of a formula computed in the dtype of its operands.
 
-    The exponent of a softmax, of up to 9 below the largest of normal numbers, is off by half of eps of that.
+    The exponent of a softmax of normally distributed values reaches 9 below the maximum, and is off by half an eps of
+    that.
     """
     exact: tuple[Tolerance, ...] = as_tuple(problem.tolerance())
     return problem.pack([Tolerance(absolute=8 * each.absolute, relative=8 * each.relative) for each in exact])
 
 
 class XlaRows(LibraryKernel[P], Generic[P]):
-    """The formula in float32, and what users write.
+    """The formula in float32, and the program that users write.
 
     Attributes:
-      plain: what users write, of operands of their dtype; None where that is the formula in float32, too.
+      plain: the program that users write, on operands of their dtype; None if that is the formula in float32, too.
     """
 
     version = 1
@@ -41,7 +42,7 @@ class XlaRows(LibraryKernel[P], Generic[P]):
         return (Library.program, "plain") if narrow and self.plain is not None else (Library.program,)
 
     def tolerance(self, problem: P, schedule: Library) -> Any:
-        """Of what users write, that of a program which rounds at each step: it is what they would have without us."""
+        """Returns the problem's tolerance; for "plain", one that allows rounding at each step, as users' code does."""
         return rounded_at_each_step(problem) if schedule.program == "plain" else problem.tolerance()
 
     def run(self, problem: P, schedule: Library, target: Target, /, *args: Any, **params: Any) -> Any:

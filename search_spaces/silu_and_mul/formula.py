@@ -1,4 +1,4 @@
-"""SiLU-and-mul, of what lies at one place of both halves."""
+"""SiLU-and-mul on elements at the same position of both halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SiLU of one half of the last axis times the other half, as users call it."""
+"""Front end of SiLU-and-mul: SiLU of the first half of the last axis times the other half."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
 
 def bind(x: Any) -> Bound[SiluAndMulProblem] | Unbound:
-    """A call of `scheduler.tuned_silu_and_mul`, whose argument this is."""
+    """Binds a call of `scheduler.tuned_silu_and_mul`, with the same argument."""
     require_array("x", x)
     if jnp.ndim(x) == 0 or jnp.shape(x)[-1] % 2:
         raise ValueError(f"x has shape {jnp.shape(x)}; its last axis is two halves, so its length is even")

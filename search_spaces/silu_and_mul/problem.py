@@ -20,7 +20,7 @@ class SiluAndMulProblem(RowProblem):
 
     @classmethod
     def of(cls, x: Any, **params: Any) -> SiluAndMulProblem:
-        """From ``x[rows, 2 * columns]``."""
+        """Returns the problem of ``x[rows, 2 * columns]``."""
         rows, columns = matrix(x)
         if columns % 2:
             raise ValueError(f"x has shape {x.shape}; a row is two halves, so its length is even")

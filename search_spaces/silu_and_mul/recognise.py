@@ -1,4 +1,4 @@
-"""A gate in a jaxpr: SiLU of the first half of each row times the other half."""
+"""Recognition of a gate in a jaxpr: SiLU of the first half of each row times the other half."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from search_spaces.silu_and_mul.problem import SiluAndMulProblem
 
 
 def recognise(node: Node) -> Recognised | None:
-    """``silu(x[..., :d]) * x[..., d:]``, the halves by slices or by `jnp.split`."""
+    """Recognises ``silu(x[..., :d]) * x[..., d:]``, with halves by slices or by `jnp.split`."""
     if node.name != "mul" or (found := gate_and_up(node.results[0])) is None:
         return None
     gate, up = map(half, found)
@@ -30,7 +30,7 @@ def recognise(node: Node) -> Recognised | None:
 
 
 def gate_and_up(value: Value) -> tuple[Value, Value] | None:
-    """The two arrays of which ``silu(gate) * up`` is the value; None where it is none."""
+    """Returns the arrays of which ``silu(gate) * up`` is the value; None if it is no such product."""
     found = list(factors(value))
     for gate, sigmoid, up in itertools.permutations(found) if len(found) == 3 else ():
         if (of := _sigmoid(sigmoid)) is not None and same(of, gate) and gate.shape == up.shape:
@@ -52,7 +52,7 @@ def _sigmoid(value: Value) -> Value | None:
 
 
 def _one_plus_exp(value: Value) -> Value | None:
-    """g of ``1 + exp(-g)``."""
+    """Returns g of ``1 + exp(-g)``."""
     if (node := strip(value).by("add")) is None or 1.0 not in map(number, node.inputs):
         return None
     exp = next((each for each in map(strip, node.inputs) if each.by("exp")), None)
@@ -61,7 +61,7 @@ def _one_plus_exp(value: Value) -> Value | None:
 
 
 def half(value: Value) -> tuple[Value, int] | None:
-    """The array of whose rows this is a half, and which half."""
+    """Returns the array of whose rows this is a half, and which half."""
     found = strip(value)
     if (node := found.by("split")) is not None:
         sizes = node.params["sizes"]

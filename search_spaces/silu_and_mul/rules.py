@@ -1,4 +1,4 @@
-"""How SiLU-and-mul differentiates: by operations of their own, forwards and backwards."""
+"""Derivative of SiLU-and-mul, by separate operations for the tangent and the gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from search_spaces.silu_and_mul_jvp import SILU_AND_MUL_JVP, SiluAndMulJvpProble
 def jvp(
     call: Callable[..., Any], p: SiluAndMulProblem, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The tangent's transpose is tuned as the gradient; a pass that is differentiated backwards keeps `x`."""
+    """Returns result and tangent. The tangent's transpose is tuned as the gradient; the backward pass saves `x`."""
     (x,), (dx,) = primals, tangents
     moving = SiluAndMulJvpProblem(p.rows, p.columns, p.dtype)
     return call(p, x), None if dx is None else call(SILU_AND_MUL_JVP, moving, x, dx)

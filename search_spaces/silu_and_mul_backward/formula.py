@@ -1,4 +1,4 @@
-"""The gradient of SiLU-and-mul, of what lies at one place of all halves."""
+"""The gradient of SiLU-and-mul on elements at the same position of all halves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of SiLU-and-mul on Hopper: one pass, where XLA writes both halves apart and joins them in another."""
+"""The gradient of SiLU-and-mul on Hopper in one pass; XLA writes both halves separately and joins them in another."""
 
 from __future__ import annotations
 

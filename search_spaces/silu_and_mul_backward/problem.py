@@ -14,16 +14,16 @@ from search_spaces.rowwise.problem import RowProblem, matrix
 
 @dataclasses.dataclass(frozen=True)
 class SiluAndMulBackwardProblem(RowProblem):
-    """The cotangent of ``x[rows, 2 * columns]``, whose first half is the gate, from `d_out`, that of the result.
+    """The cotangent of ``x[rows, 2 * columns]``, with the gate as first half, given the result's cotangent `d_out`.
 
-    ``d_out * up * silu'(gate)`` and ``d_out * silu(gate)``, side by side as the halves of `x` are.
+    The halves of the cotangent are ``d_out * up * silu'(gate)`` and ``d_out * silu(gate)``, in the order of `x`.
     """
 
     row_operands: ClassVar[tuple[str, ...]] = ("x", "d_out")
 
     @classmethod
     def of(cls, x: Any, d_out: Any, **params: Any) -> SiluAndMulBackwardProblem:  # type: ignore[override]
-        """From ``x[rows, 2 * columns]`` and ``d_out[rows, columns]``."""
+        """Returns the problem of ``x[rows, 2 * columns]`` and ``d_out[rows, columns]``."""
         rows, columns = matrix(d_out)
         if x.shape != (rows, 2 * columns) or x.dtype != d_out.dtype:
             raise ValueError(f"x {x.dtype}{list(x.shape)} is not two of d_out {d_out.dtype}{list(d_out.shape)}")
@@ -43,7 +43,7 @@ class SiluAndMulBackwardProblem(RowProblem):
 
     @property
     def library_bytes_moved(self) -> float:
-        """XLA writes both halves apart, and reads and writes them once more to join them."""
+        """Includes XLA's separate writes of both halves, and another read and write to join them."""
         return self.bytes_moved + 2 * 2.0 * self.rows * self.columns * self.itemsize
 
     @property
@@ -55,12 +55,12 @@ class SiluAndMulBackwardProblem(RowProblem):
         return 11.0 * self.rows * self.columns
 
     def tolerance(self) -> Tolerance:
-        """Where ``silu'`` is close to zero, its terms cancel: they are off by 2^-19 of themselves, times some 6 x 6."""
+        """Returns a tolerance for the cancellation where ``silu'`` is near zero: 2^-19 relative, times about 6 x 6."""
         exact = super().tolerance()
         return Tolerance(absolute=2.0**-13, relative=exact.relative)
 
 
 def slopes(gate: jax.Array, up: jax.Array, sigmoid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of ``silu(gate) * up`` in both: with ``silu' = s + silu (1 - s)``, of the sigmoid s."""
+    """Returns the derivatives of ``silu(gate) * up`` in both: ``silu' = s + silu (1 - s)``, with the sigmoid s."""
     active = gate * sigmoid
     return up * (sigmoid + active * (1 - sigmoid)), active

@@ -1,4 +1,4 @@
-"""The tangent of SiLU-and-mul: ``SILU_AND_MUL_JVP``. XLA computes it; transposed it is the gradient, tuned as such."""
+"""The tangent of SiLU-and-mul: ``SILU_AND_MUL_JVP``. XLA computes it; its transpose is the gradient, which is tuned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from search_spaces.silu_and_mul_jvp.problem import SiluAndMulJvpProblem
 
 
 def transpose(call: Callable[..., Any], p: SiluAndMulJvpProblem, cotangent: Any, args: Any) -> tuple[None, Any]:
-    """It is linear in `dx` alone."""
+    """Transposes the operation, which is linear in `dx` alone."""
     return None, call(SILU_AND_MUL_BACKWARD, SiluAndMulBackwardProblem(p.rows, p.columns, p.dtype), args[0], cotangent)
 
 

@@ -14,13 +14,13 @@ from search_spaces.silu_and_mul_backward.problem import slopes
 
 @dataclasses.dataclass(frozen=True)
 class SiluAndMulJvpProblem(RowProblem):
-    """How ``silu(gate) * up`` moves with the halves of ``x[rows, 2 * columns]``, which move by those of `dx`."""
+    """The tangent of ``silu(gate) * up``: of the halves of ``x[rows, 2 * columns]``, with the tangents in `dx`."""
 
     row_operands: ClassVar[tuple[str, ...]] = ("x", "dx")
 
     @classmethod
     def of(cls, x: Any, dx: Any, **params: Any) -> SiluAndMulJvpProblem:  # type: ignore[override]
-        """From two arrays ``[rows, 2 * columns]``."""
+        """Returns the problem of two arrays ``[rows, 2 * columns]``."""
         rows, columns = matrix(x)
         if columns % 2 or (dx.shape, dx.dtype) != (x.shape, x.dtype):
             raise ValueError(

@@ -11,7 +11,7 @@ from search_spaces.softmax.hopper import HopperSoftmax
 from search_spaces.softmax.problem import SoftmaxProblem
 from search_spaces.softmax.tpu import TpuSoftmax
 
-# Derivatives are those of the library kernel: XLA's, of the formula.
+# Derivatives are the library kernel's: XLA's, of the formula.
 SOFTMAX = Operation[SoftmaxProblem](
     name="softmax",
     problem=SoftmaxProblem,

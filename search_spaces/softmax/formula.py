@@ -11,13 +11,14 @@ import numpy as np
 
 from search_spaces.rowwise.reduction import Reducer, Reduction, Statistics
 
-# Finite, so that the difference of two of these is 0; an element of minus infinity still counts as nothing beside it.
+# Finite, so that the difference of two of these is 0; an element of minus infinity still contributes nothing.
 LEAST = float(np.finfo(np.float32).min)
 
 
 class Softmax(Reduction):
-    """The statistics are the maximum and the sum of exponentials of what lies below it, rescaled as the first grows
-    (Milakov, Gimelshein, arXiv:1805.02867).
+    """The statistics are the maximum and the sum of exponentials relative to it.
+
+    The sum is rescaled when the maximum grows (Milakov, Gimelshein, arXiv:1805.02867).
     """
 
     identity = -np.inf

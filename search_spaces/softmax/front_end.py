@@ -1,4 +1,4 @@
-"""Softmax as users call it: along the last axis by rows, along another one by JAX's own."""
+"""Front end of softmax: rows along the last axis; JAX's own function along another axis."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from search_spaces.softmax.problem import SoftmaxProblem
 
 
 def bind(x: Any, *, axis: Any = -1) -> Bound[SoftmaxProblem] | Unbound:
-    """A call of `scheduler.tuned_softmax`, whose arguments these are."""
+    """Binds a call of `scheduler.tuned_softmax`, with the same arguments."""
     along = front_end.elsewhere(x, axis, lambda: jax.nn.softmax(x, axis))
     return along or front_end.bind(SoftmaxProblem, x)

@@ -12,7 +12,8 @@ from search_spaces.softmax.problem import SoftmaxProblem
 
 class HopperSoftmax(HopperRows[SoftmaxProblem]):
     version = 1
-    # Exponentials: in registers one; in chunks one for the sum, one for the result, and a correction a chunk.
+    # Exponentials: one for rows in registers; for chunks one for the sum, one for the result, and one correction per
+    # chunk.
     costs = ElementCosts(mufu_ops=(1.0, 2.25), fp32_ops=(8.0, 13.0), widens=True)
 
     def reduction(self, problem: SoftmaxProblem, **params: Any) -> Softmax:

@@ -1,4 +1,4 @@
-"""A softmax along the last axis in a jaxpr: exponentials over their sum."""
+"""Recognition of a softmax along the last axis in a jaxpr: exponentials over their sum."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from search_spaces.softmax.problem import SoftmaxProblem
 
 
 def recognise(node: Node) -> Recognised | None:
-    """What `jax.nn.softmax` becomes, and what its formula does, with or without the maximum subtracted."""
+    """Recognises `jax.nn.softmax`, and the formula with or without the maximum subtracted."""
     if node.name != "div" or (x := argument(node.results[0])) is None:
         return None
     result = rounded(node.results[0])
     read = as_of(x, result.dtype)
-    if read is None:  # it is rounded to what x never was
+    if read is None:  # x never had the dtype that the result is rounded to
         result, read = node.results[0], as_of(x, node.results[0].dtype)
     if read is None or read.shape != result.shape:
         return None
@@ -36,7 +36,7 @@ def recognise(node: Node) -> Recognised | None:
 
 
 def argument(value: Value) -> Value | None:
-    """What `value` is the softmax of along its last axis; None where it is none."""
+    """Returns the array of which `value` is the softmax along the last axis; None if it is no softmax."""
     if (node := strip(value).by("div")) is None:
         return None
     exponentials, total = node.inputs

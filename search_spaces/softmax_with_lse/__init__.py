@@ -7,8 +7,8 @@ from search_spaces.rowwise.xla import XlaRows
 from search_spaces.softmax_with_lse import front_end
 from search_spaces.softmax_with_lse.problem import SoftmaxWithLseProblem
 
-# Derivatives are those of the library kernel: XLA's, of the formula. There is no second program: who asks for the
-# log-sum-exp of narrow rows wants it in float32.
+# Derivatives are the library kernel's: XLA's, of the formula. There is no second program: users of the log-sum-exp of
+# narrow rows need it in float32.
 SOFTMAX_WITH_LSE = Operation[SoftmaxWithLseProblem](
     name="softmax_with_lse",
     problem=SoftmaxWithLseProblem,

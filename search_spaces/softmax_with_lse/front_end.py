@@ -1,4 +1,4 @@
-"""Softmax with the log-sum-exp as users call it: along the last axis by rows, along another one by XLA."""
+"""Front end of softmax with the log-sum-exp: rows along the last axis; XLA along another axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from search_spaces.softmax_with_lse.problem import SoftmaxWithLseProblem
 
 
 def bind(x: Any, *, axis: Any = -1) -> Bound[SoftmaxWithLseProblem] | Unbound:
-    """A call of `scheduler.tuned_softmax` with ``return_lse=True``, whose arguments these are."""
+    """Binds a call of `scheduler.tuned_softmax` with ``return_lse=True``, with the same arguments."""
 
     def answer() -> tuple[jax.Array, jax.Array]:
         wide = x.astype(front_end.wide(x))

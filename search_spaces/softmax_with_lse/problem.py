@@ -17,7 +17,7 @@ from search_spaces.rowwise.problem import RowProblem
 class SoftmaxWithLseProblem(RowProblem):
     """``lse[row] = log(sum(exp(x[row])))`` and ``p[row] = exp(x[row] - lse[row])``.
 
-    `p` is ``[rows, columns]`` of the dtype of `x`, and `lse` is ``[rows]`` in float32, as attention keeps it for its
+    `p` is ``[rows, columns]`` of the dtype of `x`, and `lse` is ``[rows]`` in float32, as attention saves it for its
     backward pass (Dao, arXiv:2307.08691, 3.1).
     """
 
@@ -37,11 +37,11 @@ class SoftmaxWithLseProblem(RowProblem):
         if 0 in x.shape:
             return x, jnp.full(x.shape[:-1], -jnp.inf, x.dtype)
         most = jnp.max(x, axis=-1, keepdims=True)
-        # A row of minus infinity is no number minus itself: its sum is 0, as `jax.nn.logsumexp` has it.
+        # Minus infinity minus itself is NaN: the sum of such a row is 0, as in `jax.nn.logsumexp`.
         shift = lax.stop_gradient(jnp.where(jnp.isfinite(most), most, 0.0))
         e = jnp.exp(x - shift)
         total = jnp.sum(e, axis=-1, keepdims=True)
-        # Of a row with an infinity `jax.nn.softmax` is NaN throughout.
+        # `jax.nn.softmax` of a row with an infinity is NaN throughout.
         p = jnp.where(most == jnp.inf, jnp.nan, e / total)
         return p, (shift + jnp.log(total))[..., 0]
 
@@ -50,6 +50,9 @@ class SoftmaxWithLseProblem(RowProblem):
         return 5.0 * self.rows * self.columns
 
     def tolerance(self) -> tuple[Tolerance, Tolerance]:  # type: ignore[override]
-        """Of `p` that of its rows; `lse` is off by the relative error of its sum, absolutely, and by its rounding."""
+        """Returns the tolerances of `p` and of `lse`.
+
+        That of `p` is the rows' own. `lse` is off by the relative error of its sum, absolutely, and by its rounding.
+        """
         rows = super().tolerance()
         return rows, Tolerance(absolute=2.0**-18, relative=2.0**-22)

@@ -1,4 +1,4 @@
-"""How wide the accesses of threads to rows are, and what of the sectors that they touch is wanted."""
+"""Widths of the threads' accesses to rows, and the fraction of the touched sectors that is needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from search_spaces.rowwise.problem import RowProblem
 
 
 def vectors(p: RowProblem) -> tuple[int, ...]:
-    """Elements of one access, widest first: at most 16 bytes, such that rows start at multiples of it.
+    """Returns elements per access, widest first: at most 16 bytes, and such that rows start at multiples of them.
 
-    The widest that a warp's 32 fit a row with, and half of it; the widest of which a row is whole lines, for chunks; of
-    rows so short that a warpgroup's accesses may not fit, all narrower ones.
+    These are the widest for which a warp's 32 accesses fit a row, and half of it; for chunks, the widest for which a
+    row is whole lines; and, for rows so short that a warpgroup's accesses may not fit, all narrower ones.
     """
     widest = int(np.gcd(p.columns, ACCESS_BYTES // p.itemsize))
     fitting = [vector for vector in (8, 4, 2, 1) if vector <= widest and WARP * vector <= p.columns]
@@ -24,10 +24,10 @@ def vectors(p: RowProblem) -> tuple[int, ...]:
 
 
 def coalescing(row_bytes: Any, access_bytes: Any) -> Any:
-    """Share of the sectors that warps' accesses touch which they want, on average over where rows may start.
+    """Returns the needed fraction of the sectors that warps' accesses touch, averaged over the starts of rows.
 
-    A warp's 32 accesses are one run of bytes, whole sectors long. Where it starts within a sector it reaches into one
-    more: rows start at each multiple of the largest power of two that divides both, equally often.
+    A warp's 32 accesses are one run of bytes, of whole sectors in length. A run that starts within a sector touches one
+    more. Rows start equally often at each multiple of the largest power of two that divides both.
     """
     run = WARP * access_bytes
     return run / (run + SECTOR_BYTES - np.gcd(row_bytes, SECTOR_BYTES))

@@ -1,4 +1,4 @@
-"""What kernels of rows in chunks have in common: the launch, and what one CTA works with."""
+"""Code shared by kernels on rows in chunks: the launch, and the values that one CTA works with."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Plan = TypeVar("Plan", bound=RowPartition)
 
 @dataclasses.dataclass(frozen=True)
 class Cta(Generic[Plan]):
-    """What one warpgroup of a CTA works with.
+    """The values that one warpgroup of a CTA works with.
 
     Attributes:
-      plan: how rows are divided.
+      plan: the division of rows.
       reduction: the formula.
       buffer: the all-reduce of the cluster.
-      xs: flat references to all rows, of each operand that is rows.
-      out: flat reference to their results.
-      row_out: that to the rows which were reduced, where these are a result; else nothing.
-      shared: reference to the aligned copies of what all rows share, or None.
+      xs: flat references to all rows, one per row operand.
+      out: flat reference to the results.
+      row_out: flat reference to the reduced rows if these are a result; else empty.
+      shared: reference to the aligned copies of the operand that all rows share, or None.
       mailbox: reference to the interpreter's substitute for DSMEM, or None.
-      warpgroup: its number.
-      starts: elements of each chunk at which its fragments start...
-      share: ...of which this is the first.
+      warpgroup: index of the warpgroup.
+      starts: element offsets in each chunk at which its fragments start.
+      share: the first of these offsets.
       start_of, overlap_of: see `RowPartition.chunks_of_rank`.
       scratch: SMEM.
     """
@@ -59,7 +59,7 @@ class Cta(Generic[Plan]):
     scratch: Scratch
 
     def copy(self, first: Any, stage: Any) -> None:
-        """Starts the TMA bulk copies of a chunk, from an element of the array on, into a stage of each operand."""
+        """Starts the TMA bulk copies of a chunk into a stage of each operand; `first` is an element of the array."""
         for x, stages in zip(self.xs, self.scratch.stages, strict=True):
             plgpu.copy_gmem_to_smem(
                 x.at[pl.ds(first, self.plan.chunk)],
@@ -72,11 +72,11 @@ class Cta(Generic[Plan]):
         return tuple(self.plan.layout.full(value) for value in self.reduction.init)
 
     def load_narrow(self, start: Any) -> jax.Array:
-        """A fragment of the row that is reduced, from device memory, in the dtype that it has there."""
+        """Loads a fragment of the reduced row from device memory, in its dtype there."""
         return self.reduction.prologue(*(self.plan.layout.load_flat_narrow(x, start) for x in self.xs))
 
     def load(self, stage: Any) -> list[jax.Array]:
-        """This warpgroup's fragments of the chunk that a stage holds."""
+        """Returns this warpgroup's fragments of the chunk in a stage."""
         layout, stages = self.plan.layout, self.scratch.stages
         return [
             self.reduction.prologue(*(layout.load_flat_narrow(each.at[stage], at) for each in stages)).astype(
@@ -86,23 +86,23 @@ class Cta(Generic[Plan]):
         ]
 
     def load_share(self, stage: Any) -> jax.Array:
-        """This warpgroup's share of it as one array."""
+        """Returns this warpgroup's share of the chunk in a stage as one array."""
         layout, stages = self.plan.chunk_layout, self.scratch.stages
         row = self.reduction.prologue(*(layout.load_narrow(each.at[stage], self.share) for each in stages))
         return row.astype(jnp.float32)
 
     def store_row(self, first: Any, fragments: Sequence[jax.Array]) -> None:
-        """Stores fragments of a chunk of the row itself, where that is a result; `first` is the chunk's element."""
+        """Stores fragments of a chunk of the reduced row if it is a result; `first` is the chunk's first element."""
         for ref in self.row_out:
             for at, fragment in zip(self.starts, fragments, strict=True):
                 self.plan.layout.store_flat(ref, first + at, fragment)
 
     def update(self, statistics: Statistics, fragments: Sequence[jax.Array], overlap: Any) -> Statistics:
-        """With this warpgroup's fragments of a chunk, whose first `overlap` elements another chunk counts."""
+        """Adds this warpgroup's fragments of a chunk, except the first `overlap` elements, counted in another chunk."""
         return self.reduction.update(statistics, self.plan.masked(self.reduction, self.starts, fragments, overlap))
 
     def arrive(self, statistics: Statistics, ends: list[End], row: Any, number: Any) -> tuple[Any, Any]:
-        """First phase of the all-reduce of a row, in a buffer of this number: what `wait` gets."""
+        """Starts the all-reduce of a row in the buffer of this number; returns the argument of `wait`."""
         partials = self.scratch.partials.at[number] if self.mailbox is None else self.mailbox.at[row]
         barrier = None if self.scratch.arrived is None else self.scratch.arrived.at[0]
         of_warps = self.plan.of_warps(self.reduction, statistics, ends)
@@ -110,7 +110,7 @@ class Cta(Generic[Plan]):
         return partials, barrier
 
     def wait(self, arrival: tuple[Any, Any]) -> Statistics:
-        """Second phase: what `Reduction.apply` needs."""
+        """Finishes the all-reduce; returns the values that `Reduction.apply` needs."""
         return self.buffer.wait(self.reduction, *arrival)
 
     def apply_ends(self, ends: list[End], start: RowStart, final: Statistics) -> None:
@@ -126,11 +126,11 @@ def launch(
     shared: Sequence[jax.Array],
     **grid: int,
 ) -> list[jax.Array]:
-    """The results of a kernel: of each element, and the row that is reduced where there are two.
+    """Returns the results of a kernel: the computed elements, and the reduced row if there are two results.
 
     Args:
-      run: what each warpgroup of a CTA does.
-      grid: so many CTAs, or clusters of them, by the name of their axis.
+      run: the code of each warpgroup of a CTA.
+      grid: number of CTAs, or of clusters, by the name of their axis.
     """
     statistics = len(reduction.init)
     buffer = plan.partials(statistics)

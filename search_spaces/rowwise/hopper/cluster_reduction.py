@@ -1,4 +1,4 @@
-"""How warps that share a row reduce their statistics: within a CTA through SMEM, across a cluster through DSMEM."""
+"""All-reduce of statistics over the warps that share a row: through SMEM in a CTA, through DSMEM in a cluster."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ CLUSTER_RANK = "cluster_rank"  # the axis of CTAs in a cluster
 
 @dataclasses.dataclass(frozen=True)
 class PartialsBuffer:
-    """One number of each statistic from each warp that has a part of a row, for all of them to read.
+    """One number per statistic from each warp that has a part of a row, for all of these warps to read.
 
-    Each CTA has one in its SMEM. Warps of a cluster write to all of them. The all-reduce has two phases, so that warps
-    have other work between `arrive` and `wait`; who has arrived must wait before arriving again, at another buffer.
+    Each CTA has a buffer in its SMEM. Warps of a cluster write to all of these buffers. The all-reduce has two phases,
+    so that warps can do other work between `arrive` and `wait`. A warp that has arrived must wait before it arrives
+    again, at another buffer.
 
     Attributes:
-      statistics: how many.
-      warps: of one CTA; may be a `Column`, and so may `cluster`.
-      cluster: CTAs that share a row; 1 where a CTA has rows of its own.
+      statistics: number of statistics.
+      warps: warps of one CTA; may be a `Column`, and so may `cluster`.
+      cluster: CTAs that share a row; 1 if a CTA has rows of its own.
     """
 
     statistics: int
@@ -46,26 +47,26 @@ class PartialsBuffer:
         return self.statistics, self.warps * self.cluster
 
     def smem_bytes(self, buffers: int) -> Any:
-        """Of so many, without barriers."""
+        """Returns the bytes of this many buffers, without barriers."""
         return round_up(4 * self.statistics * self.warps * self.cluster * buffers, SMEM_ALIGNMENT)
 
     def scratch(self, buffers: int) -> Any:
-        """So many of them."""
+        """Returns the SMEM allocation of this many buffers."""
         return plgpu.SMEM((buffers, *self.shape), jnp.float32)
 
     def barrier(self) -> Any:
-        """At which warps arrive; None where that is the cluster's hardware barrier."""
+        """Returns the barrier at which warps arrive; None if that is the cluster's hardware barrier."""
         arrivals = {"num_arrivals": self.warps // WARPS, "num_barriers": 1}
         if self.cluster == 1:
             return plgpu.Barrier(**arrivals)
         return plgpu.ClusterBarrier(collective_axes=(CLUSTER_RANK,), **arrivals) if interprets() else None
 
     def mailbox(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What a kernel has for a further result in the interpreter, which has no DSMEM: a cluster's buffer, by row."""
+        """Returns an extra kernel result for the interpreter, which has no DSMEM: a cluster's buffer for each row."""
         return (jax.ShapeDtypeStruct((rows, *self.shape), jnp.float32),) if self.cluster > 1 and interprets() else ()
 
     def arrive(self, of_warps: Statistics, warpgroup: Any, partials: Any, barrier: Any) -> None:
-        """Leaves the statistics of each warp in the buffer `partials`."""
+        """Writes the statistics of each warp to the buffer `partials`."""
         first = warpgroup * WARPS
         if self.cluster > 1:
             self._arrive_at_cluster(of_warps, lax.axis_index(CLUSTER_RANK) * self.warps + first, partials, barrier)
@@ -75,7 +76,7 @@ class PartialsBuffer:
         plgpu.barrier_arrive(barrier)
 
     def wait(self, reduction: Reduction, partials: Any, barrier: Any) -> Statistics:
-        """What `Reduction.apply` needs of the whole row, once all warps have arrived."""
+        """Waits until all warps have arrived, and returns the values of the whole row that `Reduction.apply` needs."""
         if self.cluster > 1:
             self._wait_for_cluster(barrier)
         else:
@@ -85,9 +86,9 @@ class PartialsBuffer:
         return reduction.finalize(reduction.reduce(of_all, warps))
 
     def _arrive_at_cluster(self, of_warps: Sequence[jax.Array], first: Any, partials: Any, barrier: Any) -> None:
-        """A lane of each warp writes to the buffer of each CTA, and all threads of all CTAs arrive at a barrier.
+        """Writes from a lane of each warp to the buffer of each CTA; all threads of all CTAs then arrive at a barrier.
 
-        So none writes to the memory of a CTA that has ended: none has before all have written.
+        So no warp writes to the memory of a CTA that has ended: no CTA ends before all have written.
         """
 
         def meaning(partials: Any, first: Any, *of_warps: jax.Array) -> None:
@@ -116,7 +117,7 @@ class PartialsBuffer:
         write_to_all(partials, first, *of_warps)
 
     def _wait_for_cluster(self, barrier: Any) -> None:
-        """What threads have written before they arrived, all threads of the cluster see after."""
+        """Waits for the cluster's barrier, which makes writes before arrival visible to all threads of the cluster."""
 
         @mosaic_gpu_code(lambda: plgpu.barrier_wait(barrier))
         def wait_for_all(_: Any) -> None:
@@ -125,7 +126,7 @@ class PartialsBuffer:
         wait_for_all()
 
 
-# PTX ISA, mapa and st: to the place in the CTA of this rank in the cluster that the address is in this CTA.
+# PTX ISA, mapa and st: stores to the same address in the CTA of this rank in the cluster.
 STORE_TO_RANK = """{
     .reg .b32 there;
     @$0 mapa.shared::cluster.u32 there, $1, $2;

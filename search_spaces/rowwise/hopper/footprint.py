@@ -1,4 +1,4 @@
-"""What one launch of each schedule of a row-wise kernel demands, by residency."""
+"""Resource demands of one launch of each schedule of a row-wise kernel, by residency."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _CHUNK_REGISTERS = 32
 
 @dataclasses.dataclass(frozen=True)
 class ElementCosts:
-    """What the formula costs for one element.
+    """Costs of the formula for one element.
 
     Attributes:
-      mufu_ops: exponentials and the like, of a row in registers and of one in chunks.
+      mufu_ops: exponentials and similar operations, for a row in registers and for a row in chunks.
       fp32_ops: other instructions, likewise, without accesses.
       widens: whether ptxas keeps register-cached chunks as float32 (docs/kernels/rows-hopper.md).
     """
@@ -41,7 +41,7 @@ class ElementCosts:
 
 
 def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int) -> Footprint:
-    """That of each schedule, as its residency has it, of a formula with so many statistics."""
+    """Returns the footprint of each schedule, by its residency, for a formula with `statistics` statistics."""
     parts = {"registers": _of_registers, "smem": _of_smem, "pipeline": _of_pipeline}
     masks = [s.residency == residency for residency in parts]
     found = [of(p, s.take(mask), costs, statistics) for of, mask in zip(parts.values(), masks, strict=True)]
@@ -50,7 +50,7 @@ def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int) -
 
 
 def _merged(values: list[Any], masks: list[npt.NDArray[np.bool_]]) -> Any:
-    """For each schedule that of `values` in whose mask it is, field by field; what is the same for all stays one."""
+    """Selects, for each schedule, the value whose mask contains it, field by field; a common scalar stays a scalar."""
     first = values[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         fields = [field.name for field in dataclasses.fields(first)]
@@ -110,7 +110,7 @@ def _of_chunks(
     steps: Any,
 ) -> Footprint:
     shared = _Shared(p)
-    # Copies, loads of register-cached chunks, stores, loads of what rows share, and the ends.
+    # Copies, loads of register-cached chunks, stores, loads of shared operands, and the ends.
     operands, results = len(p.row_operands), len(p.results())
     in_smem = plan.chunks - register_chunks
     accesses = operands * (in_smem + register_chunks * plan.chunk_lines)
@@ -142,7 +142,7 @@ def _of_chunks(
 
 
 class _Shared:
-    """Of the operands that all rows share: bytes in all, and 32-bit words of an element, which stays as it comes."""
+    """The operands that all rows share: total bytes, and 32-bit words per element, which keeps its dtype."""
 
     def __init__(self, p: RowProblem) -> None:
         _, shared = p.apart(p.operands())
@@ -151,14 +151,14 @@ class _Shared:
         self.words = self.itemsize / 4
 
     def accesses(self, vector: Any) -> Any:
-        """To these, beside one access to a row."""
+        """Returns the accesses to shared operands for each access to a row."""
         return -(-vector * self.itemsize // ACCESS_BYTES)
 
 
 def _common(
     p: RowProblem, s: Columns, *, blocks: Any, rows: Any, cluster: Any, steps: Any, shared: _Shared, step: Phase
 ) -> dict[str, Any]:
-    """Fields that all residencies fill alike, of blocks of so many rows; `step` has what each demands of lanes."""
+    """Returns the fields common to all residencies, for blocks of `rows` rows; `step` has the work of the lanes."""
     bytes_of_each = p.rows / (blocks * cluster) * p.columns * p.itemsize
     return {
         "arithmetic": p.arithmetic,
@@ -180,6 +180,6 @@ def _common(
 
 
 def _registers(needed: Any, threads: Any) -> Any:
-    """Of a thread that needs so many, and of its block, in which hardware allocates them by eights."""
+    """Returns the registers of a thread and of its block, in which hardware allocates them in units of eight."""
     registers = needed.astype(np.int64)
     return {"registers": registers, "registers_per_block": threads * round_up(registers, 8)}

@@ -1,4 +1,4 @@
-"""Rows of two halves on Hopper: no element waits for another, so a block takes a run of a few rows, and that is all."""
+"""Rows of two halves on Hopper: elements are independent, so a block computes a span of a few rows."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Columns, Space, round_up
 
 P = TypeVar("P", bound=RowProblem)
-# What a thread holds besides its elements of all halves (ptxas; see docs/kernels/rows-hopper.md).
+# Registers of a thread besides its elements of all halves (ptxas; see docs/kernels/rows-hopper.md).
 OTHER_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True)
 class SiluSchedule:
-    """What a block of one warpgroup computes.
+    """The work of a block of one warpgroup.
 
     Attributes:
-      warps: that share a row: one, beside three with the next rows, or all four.
+      warps: warps that share a row: one, with the next rows in the three others, or all four.
       vector: elements of one access of one thread.
       accesses: accesses of a thread to each half of a row.
-      rows: that the warps which share one take; loads of all are under way before they compute.
+      rows: rows of the warps that share one; loads of all rows are issued before these warps compute.
     """
 
     warps: int
@@ -44,10 +44,11 @@ class SiluSchedule:
 
 
 class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
-    """A formula of elements that lie at one place of several halves, on Hopper.
+    """A formula on elements at the same position of several halves, on Hopper.
 
     Attributes:
-      fp32_ops: FP32 operations of an element; `mufu_ops`: of the special function units.
+      fp32_ops: FP32 operations per element.
+      mufu_ops: operations of the special function units per element.
     """
 
     backend = "mosaic_gpu"
@@ -117,7 +118,8 @@ class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
         def kernel(*arrays: Any) -> None:
             *operands, out = arrays
             block = lax.axis_index("block")
-            # The last block of an axis starts early enough to be whole; what two have both is stored twice, alike.
+            # The last block of an axis starts early enough to be whole; overlapping elements are stored twice, with the
+            # same bits.
             row = lax.min(lax.div(block, blocks) * rows, p.rows - rows)
             column = lax.min(lax.rem(block, blocks) * columns, p.columns - columns)
             places = [
@@ -151,12 +153,12 @@ class HopperHalves(HalvesFormula, Kernel[P, SiluSchedule], Generic[P]):
 
 
 def _rows(s: Any) -> Any:
-    """Of a block."""
+    """Returns the rows of a block."""
     return np.where(s.warps == 1, WARPS, 1) * s.rows
 
 
 def _columns(s: Any) -> Any:
-    """Of a block."""
+    """Returns the columns of a block."""
     return WARP * s.warps * s.vector * s.accesses
 
 

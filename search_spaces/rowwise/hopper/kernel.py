@@ -1,6 +1,6 @@
-"""Row-wise reductions as a kernel: supports, space, footprint and run for any formula.
+"""Row-wise reductions as kernels: supports, space, footprint and run for any formula.
 
-On the chips before Hopper rows are in registers alone: the other residencies take TMA.
+On chips before Hopper, rows only reside in registers: the other residencies need TMA.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ P = TypeVar("P", bound=RowProblem)
 
 
 class HopperRows(Kernel[P, RowSchedule], Generic[P]):
-    """One reduction a row, whose results are rows: those of each element, and the row itself if it is one.
+    """A reduction of each row, with row results: the computed elements, and the reduced row itself if it is a result.
 
     Attributes:
-      costs: of one element.
+      costs: costs of one element.
     """
 
     backend = "mosaic_gpu"
@@ -48,7 +48,7 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
 
     @abc.abstractmethod
     def reduction(self, problem: P, **params: Any) -> Reduction:
-        """The formula."""
+        """Returns the formula."""
 
     def supports(self, problem: P, target: Target) -> str | None:
         most = MOST_ELEMENTS_BEFORE_HOPPER * WARPGROUP
@@ -78,7 +78,7 @@ class HopperRows(Kernel[P, RowSchedule], Generic[P]):
 
 
 def refusal(p: RowProblem, target: Target) -> str | None:
-    """Why the row kernels of this architecture cannot do `p`, or None."""
+    """Returns why the row kernels of this architecture cannot run `p`, or None."""
     if not_hopper(target) and (reason := not_before_hopper(target, frozenset({"sm_90"}))):
         return reason
     if p.columns < (WARP if p.rows >= WARPS else WARPGROUP):

@@ -1,6 +1,6 @@
 """Rows through a persistent pipeline: a CTA or a cluster takes row after row, and applies one while it reduces another.
 
-Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, and a prefetch distance of 1:
+Three successive rows r - 1, r and r + 1 of one CTA, with chunks c and a prefetch distance of 1:
 
     producer (a thread of warpgroup 0)   | consumers (all warpgroups)
     -------------------------------------|--------------------------------------------------------------
@@ -15,13 +15,12 @@ Of rows r - 1, r and r + 1, which follow each other in one CTA, with chunks c, a
     ...                                  |
     wait until all stages are empty      | apply the chunks of the last row
 
-So there is one row's worth of chunks in SMEM however far the two rows have come, loads and stores are under way all
-the time, and the stages beyond are for loads ahead. With a prefetch distance of 0 consumers wait as soon as they have
-arrived. No warp only produces: a dedicated producer warpgroup was no faster
-(docs/experiments.md).
+SMEM always holds one row's worth of chunks of the two rows, loads and stores are always in flight, and the additional
+stages are for loads ahead. With a prefetch distance of 0, consumers wait as soon as they have arrived. No warp is a
+dedicated producer: a producer warpgroup was no faster (docs/experiments.md).
 
-**Why not `plgpu.emit_pipeline_warp_specialized`.** It gives a block of an operand back after its step. A chunk here is
-read in two steps, a row apart: to be reduced, and when the whole row has been, to be applied from the same stage.
+**Why not `plgpu.emit_pipeline_warp_specialized`.** It releases a block of an operand after its step. Here a chunk is
+read in two steps, a row apart: it is reduced, and once the whole row is reduced, it is applied from the same stage.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ from search_spaces.rowwise.hopper.thread_layout import REDUCTION_BYTES
 from search_spaces.rowwise.reduction import Reduction, Statistics
 from search_spaces.space import round_up
 
-BUFFERS = 2  # of partials: a CTA may be a row ahead of the others of its cluster, and no further.
+BUFFERS = 2  # of partials: a CTA may be one row ahead of the others of its cluster, and no more.
 
 
 @dataclasses.dataclass(frozen=True)
 class PersistentPipeline(RowPartition):
-    """How rows go through the pipeline; fields may be `Columns` of schedules.
+    """The parameters of the pipeline; fields may be `Columns` of schedules.
 
-    A chunk of one row is applied just before a chunk of the next row is reduced, and the chunk after the last that is
-    on its way takes its stage. So there are stages for a row, for what is prefetched, and for what is on its way: more
-    than `chunks` + `prefetch`, or no load would have a stage when it is waited for.
+    A chunk of one row is applied just before a chunk of the next row is reduced, and the next chunk to load takes its
+    stage. So there are stages for a row, for prefetched chunks, and for chunks in flight: more than `chunks` +
+    `prefetch`, because otherwise no load would have a stage before it is waited for.
 
     Attributes:
       stages: chunks that a CTA has in SMEM at once.
@@ -65,7 +64,7 @@ class PersistentPipeline(RowPartition):
 
     @classmethod
     def of(cls, columns: int, s: Any) -> PersistentPipeline:
-        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
         return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.stages, s.prefetch)
 
     def smem_bytes(self, itemsize: int, operands: int, statistics: int) -> Any:
@@ -84,11 +83,10 @@ class PersistentPipeline(RowPartition):
         )
 
     def persistent_ctas(self, cores: int, rows: int) -> int:
-        """CTAs or clusters that rows are dealt to: as few as need no more waves than all that fit the chip.
+        """Returns the number of CTAs or clusters that share the rows: the fewest with the minimum number of waves.
 
-        Hopper's cores come in pairs, and these in groups that a cluster does not reach beyond; which are not all of one
-        size, so that some cores are left over where clusters are of more than two CTAs
-        (docs/kernels/rows-hopper.md).
+        Hopper's cores come in pairs, and pairs in groups that a cluster cannot span. The groups differ in size, so some
+        cores are left over if clusters have more than two CTAs (docs/kernels/rows-hopper.md).
         """
         unit = 2 if self.cluster <= 2 else MAX_CLUSTER  # cores
         most = max(1, cores // unit * unit // self.cluster)
@@ -104,7 +102,7 @@ def persistent_pipeline(
     by_row: Sequence[jax.Array],
     shared: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The kernel: each persistent CTA, or cluster of them, takes every so-many-th row.
+    """Runs the kernel. Persistent CTAs, or clusters of them, take the rows in turn, with a fixed stride.
 
     All should fit the chip at once. If they do not, the last ones start when the first have ended.
     """
@@ -114,14 +112,14 @@ def persistent_pipeline(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """The rows of a persistent CTA, one in each wave, and the steps of its pipeline, one for each chunk of these.
+    """The rows of a persistent CTA, one per wave, and the steps of its pipeline, one per chunk of these rows.
 
     Attributes:
-      cta: what its warpgroups work with.
-      first, stride: rows of the array.
-      waves: rows of this CTA.
-      init: of the statistics.
-      pipeline: of the CTA's stages.
+      cta: the values that its warpgroups share.
+      first, stride: first row of the array, and distance to the next.
+      waves: number of rows of this CTA.
+      init: initial statistics.
+      pipeline: pipeline of the CTA's stages.
     """
 
     cta: Cta[PersistentPipeline]
@@ -143,7 +141,7 @@ class _Rows:
 
 
 def _rows(cta: Cta[PersistentPipeline]) -> None:
-    """All rows of a persistent CTA."""
+    """Processes all rows of a persistent CTA."""
     first, stride = lax.axis_index("persistent_cta"), lax.axis_size("persistent_cta")
     of_array = cta.out.shape[0] // cta.plan.columns
     waves = lax.div(of_array - 1 - first + stride, stride)
@@ -160,14 +158,14 @@ def _rows(cta: Cta[PersistentPipeline]) -> None:
 
 
 def _wave(rows: _Rows, wave: Any, before: Statistics | None, statistics: Statistics) -> tuple[Statistics, Statistics]:
-    """Reduces what is left of a row and prefetches the next one, while it applies the row before.
+    """Reduces the rest of a row and prefetches the next one, while it applies the previous row.
 
     Args:
-      before: final statistics of the row before; None in the first wave.
-      statistics: of the chunks of this row that the wave before prefetched.
+      before: final statistics of the previous row; None in the first wave.
+      statistics: statistics of the chunks of this row that the previous wave prefetched.
 
     Returns:
-      The same two for the next wave.
+      The same two values for the next wave.
     """
     cta, plan, chunks, prefetch = rows.cta, rows.cta.plan, rows.chunks, rows.cta.plan.prefetch
 
@@ -197,7 +195,7 @@ def _wave(rows: _Rows, wave: Any, before: Statistics | None, statistics: Statist
 
 
 def _copy(rows: _Rows, load: Any) -> None:
-    """Starts the copy of the chunk with this number, of all that the CTA loads."""
+    """Starts the copy of the chunk with this number, for all operands of the CTA."""
     cta = rows.cta
     stage, wave, chunk = rows.pipeline.stage(load), lax.div(load, rows.chunks), lax.rem(load, rows.chunks)
     cta.copy(cta.plan.row_start(rows.row(wave)).lines + cta.start_of(chunk), stage)
@@ -213,7 +211,7 @@ def _produce_first(rows: _Rows) -> None:
 
 
 def _produce(rows: _Rows, wave: Any, chunk: Any) -> None:
-    """In a step of the pipeline, refills the stage that was applied in the step before."""
+    """Refills the stage that was applied in the previous step of the pipeline."""
     cta, plan = rows.cta, rows.cta.plan
     load = wave * rows.chunks + chunk - (1 + rows.chunks + plan.prefetch) + plan.stages
 
@@ -225,10 +223,13 @@ def _produce(rows: _Rows, wave: Any, chunk: Any) -> None:
 
 
 def _reduce(rows: _Rows, wave: Any, chunk: Any, statistics: Statistics, overlap: Any) -> Statistics:
-    """With a chunk of the row of a wave, of which `overlap` elements another chunk counts."""
+    """Adds a chunk of a wave's row to the statistics, without its first `overlap` elements.
+
+    Another chunk counts these elements.
+    """
     cta, stage = rows.cta, rows.stage(wave, chunk)
 
-    @pl.when(wave < rows.waves)  # Beyond the last row nothing comes, and nobody asks what is reduced.
+    @pl.when(wave < rows.waves)  # Beyond the last row nothing is loaded, and the statistics are not used.
     def wait() -> None:
         rows.pipeline.consumer_wait(0, stage)
 
@@ -236,7 +237,7 @@ def _reduce(rows: _Rows, wave: Any, chunk: Any, statistics: Statistics, overlap:
 
 
 def _apply(rows: _Rows, wave: Any, chunk: Any, final: Statistics) -> None:
-    """Computes and stores the results of a chunk, and gives its stage back."""
+    """Computes and stores the results of a chunk, and releases its stage."""
     cta, plan, layout = rows.cta, rows.cta.plan, rows.cta.plan.chunk_layout
     stage, first, start = rows.stage(wave, chunk), cta.start_of(chunk) + cta.share, plan.row_start(rows.row(wave))
     elements = cta.load_share(stage)
@@ -248,7 +249,7 @@ def _apply(rows: _Rows, wave: Any, chunk: Any, final: Statistics) -> None:
 
 
 def _drain(rows: _Rows) -> None:
-    """The producer waits until all stages are empty, so that every arrival has been waited for."""
+    """Waits in the producer until all stages are empty, so that every arrival is matched by a wait."""
 
     @pl.when(rows.cta.warpgroup == 0)
     def drain() -> None:

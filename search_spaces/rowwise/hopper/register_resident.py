@@ -15,27 +15,27 @@ from search_spaces.jax_compat import plgpu
 from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
 from search_spaces.rowwise.reduction import Reduction
 
-# Exponentials by the hardware's unit. What warps exchange goes through barriers that are written out, so stores need
-# none of their own.
+# Exponentials use the hardware unit. Exchanges between warps use explicit barriers, so stores need no automatic ones.
 COMPILER_PARAMS = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
 )
 
-# Elements of a row that a thread has at most: as many as it has registers. Where no other residency takes longer rows,
-# a search should meet none that spill: one of 153 does, and norms of sums of 96 take all registers (ptxas, sm_80).
+# Maximum elements of a row per thread: the number of its registers. Where no other residency takes longer rows, a
+# search should have no schedules that spill: one with 153 elements does, and norms of sums with 96 take all registers
+# (ptxas, sm_80).
 MOST_ELEMENTS = 256
 MOST_ELEMENTS_BEFORE_HOPPER = 96
 
 
 @dataclasses.dataclass(frozen=True)
 class RegisterResident:
-    """How rows are laid over the threads of a block of one warpgroup; fields may be `Columns` of schedules.
+    """The layout of rows over the threads of a block of one warpgroup; fields may be `Columns` of schedules.
 
     Attributes:
-      columns: of a row.
-      warps: that share a row: 1 or 4.
+      columns: columns of a row.
+      warps: warps that share a row: 1 or 4.
       vector: elements of one access of one thread.
-      rows: that each thread has a part of.
+      rows: rows of which each thread has a part.
     """
 
     columns: int
@@ -45,7 +45,7 @@ class RegisterResident:
 
     @classmethod
     def of(cls, columns: int, s: Any) -> RegisterResident:
-        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        """Returns the layout of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
         return cls(columns, s.warps, s.vector, s.rows)
 
     @property
@@ -58,7 +58,7 @@ class RegisterResident:
 
     @property
     def accesses(self) -> Any:
-        """Of a thread to each of its rows."""
+        """Accesses of a thread to each of its rows."""
         return -(-self.columns // self.layout.columns)
 
     @property
@@ -74,10 +74,11 @@ def register_resident(
     by_row: Sequence[jax.Array],
     shared: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The kernel: all loads of a block are under way before it computes. A row that is a result is stored first.
+    """Runs the kernel, which issues all loads of a block before it computes. A row that is a result is stored first.
 
-    Rows of any number and length from one fragment up: the last block starts so early that its last row is the last
-    one, and so does the last fragment of a row. What two have both is stored twice, with the same bits.
+    Rows may have any number and any length of at least one fragment. The last block starts early enough that its last
+    row is the last of the array, as does the last fragment of a row. Overlapping elements are stored twice, with the
+    same bits.
     """
     (total_rows, columns), layout, block_rows = results[0].shape, plan.layout, plan.block_rows
     starts = [min(start, columns - layout.columns) for start in range(0, columns, layout.columns)]

@@ -1,4 +1,4 @@
-"""The ends of a row: the few elements beside its lines, which TMA cannot address, loaded and stored one a thread."""
+"""The ends of a row: the few elements besides its lines, which TMA cannot address, loaded and stored one per thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from search_spaces.rowwise.hopper.thread_layout import ThreadLayout
 from search_spaces.rowwise.reduction import Reduction, Statistics
 
 LAYOUT = ThreadLayout(warps=1, vector=1)
-ELEMENTS = LAYOUT.rows * LAYOUT.columns  # of a fragment: one for each thread of a warpgroup
+ELEMENTS = LAYOUT.rows * LAYOUT.columns  # elements of a fragment: one per thread of a warpgroup
 
 
 class RowStart(NamedTuple):
-    """Where a row starts, and where its lines do, which is a multiple of an access: elements of the array."""
+    """The start of a row, and of its lines, a multiple of an access: element indices of the array."""
 
     row: Any
     lines: Any
@@ -28,10 +28,9 @@ class End(NamedTuple):
     """A fragment of one row's ends, in one warpgroup's registers.
 
     Attributes:
-      start: of the array's element that is its first.
-      operands: its elements of each operand that is rows, as they are in memory.
-      first, last: elements of the array from which and before which it counts; others are in a line, too, or in no
-        fragment at all.
+      start: index in the array of its first element.
+      operands: its elements of each row operand, in their dtype in memory.
+      first, last: half-open range of array indices in which its elements count; others are in a line, too, or unused.
       exists: whether there is such a fragment.
     """
 
@@ -42,22 +41,22 @@ class End(NamedTuple):
     exists: Any
 
     def row(self, reduction: Reduction) -> jax.Array:
-        """The elements of the row that is reduced."""
+        """Returns the elements of the reduced row."""
         return reduction.prologue(*self.operands).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowEnds:
-    """How the ends of a row are cut into fragments; fields may be `Columns` of schedules.
+    """The division of a row's ends into fragments; fields may be `Columns` of schedules.
 
-    Fragments of what comes after the lines end with the row, and reach back into lines as far as they are longer; what
-    comes before the lines is one more, which starts with the row. What two have both counts once, and is stored twice
-    with the same bits.
+    Fragments after the lines are aligned to the end of the row, and reach back into the lines if they are longer. The
+    elements before the lines are one more fragment, aligned to the start of the row. Overlapping elements count once,
+    and are stored twice with the same bits.
 
     Attributes:
-      columns: of a row.
-      in_lines: of these, those in its lines.
-      before: the most of them that may come before its lines.
+      columns: columns of a row.
+      in_lines: number of these in its lines.
+      before: maximum number of these before its lines.
     """
 
     columns: int
@@ -66,7 +65,7 @@ class RowEnds:
 
     @property
     def fragments_after(self) -> Any:
-        """Of what comes after the lines."""
+        """Fragments after the lines."""
         return -(-(self.columns - self.in_lines) // ELEMENTS)
 
     @property
@@ -74,7 +73,10 @@ class RowEnds:
         return self.fragments_after + (self.before > 0)
 
     def load(self, xs: Sequence[Any], start: RowStart, warpgroup: Any, warpgroups: int) -> list[End]:
-        """Those of one of the `warpgroups` that share the row: all have as many, if only some that do not exist."""
+        """Loads the fragments of one of the `warpgroups` that share the row.
+
+        All warpgroups have the same number of fragments; some may not exist.
+        """
         after, fragments = int(self.fragments_after), int(self.fragments)
         ends = []
         for offset in range(0, fragments, warpgroups):
@@ -88,7 +90,7 @@ class RowEnds:
         return ends
 
     def reduce(self, reduction: Reduction, ends: list[End]) -> Statistics:
-        """The statistics of each warp, of its `ends`."""
+        """Returns the statistics of each warp for its `ends`."""
         index = LAYOUT.iota(0) * LAYOUT.columns + LAYOUT.iota(1)
         masked = [
             jnp.where(
@@ -111,7 +113,10 @@ class RowEnds:
         out: Any,
         row_out: Sequence[Any],
     ) -> None:
-        """Computes and stores their results, and the row itself to `row_out`; `shared` is what all share, or None."""
+        """Computes and stores the results of `ends`, and the row itself to `row_out`.
+
+        `shared` is the operand that all rows share, or None.
+        """
         for end in ends:
 
             @pl.when(end.exists)

@@ -1,4 +1,4 @@
-"""How a row is divided among the CTAs of a cluster, in chunks, and these among warps, in lines."""
+"""The division of a row among the CTAs of a cluster, into chunks, and of chunks among warps, into lines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from search_spaces.space import round_up
 
 
 class Scratch(NamedTuple):
-    """SMEM of a CTA, in the order in which it is laid out; None for what a kernel has not.
+    """SMEM of a CTA, in the order of its layout; None for parts that a kernel lacks.
 
     Attributes:
       arrived: barrier at which warps arrive with their partials.
-      full, empty: barriers of each stage: a chunk has come; its last reader is done.
-      stages: chunks of rows, of each operand that is rows.
+      full, empty: barriers of each stage: its chunk has arrived; its last reader is done.
+      stages: chunks of rows, for each row operand.
       partials: buffers of the cluster's all-reduce.
     """
 
@@ -39,17 +39,17 @@ class Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowPartition(abc.ABC):
-    """A row in parts, one a CTA of a cluster, and these in chunks of lines; fields may be `Columns` of schedules.
+    """A row in parts, one per CTA of a cluster, each in chunks of lines; fields may be `Columns` of schedules.
 
-    A line is what one warp gets by one access of its threads. The last part starts early enough to be whole, as does
-    the last chunk of each. A row need not be whole lines, nor start at a multiple of an access: its lines do, and what
-    it has before and after them are its `ends`.
+    A line is one access of all threads of a warp. The last part starts early enough to be whole, as does the last chunk
+    of each part. A row need not consist of whole lines, nor start at a multiple of an access: its lines do, and the
+    elements before and after them are its `ends`.
 
     Attributes:
-      columns: of a row.
+      columns: columns of a row.
       vector: elements of one access of one thread.
-      warpgroups: that compute, of one CTA.
-      accesses: of a thread to a chunk: lines of each warp in it.
+      warpgroups: computing warpgroups of one CTA.
+      accesses: accesses of a thread to a chunk: lines of each warp in it.
       cluster: CTAs that share a row.
     """
 
@@ -66,7 +66,7 @@ class RowPartition(abc.ABC):
 
     @property
     def row_lines(self) -> Any:
-        """Lines of a row wherever it starts: from the first multiple of an access on, as many as are whole."""
+        """Lines of a row wherever it starts: the whole lines from the first multiple of an access on."""
         return (self.columns - self._most_before) // self.line
 
     @property
@@ -89,7 +89,7 @@ class RowPartition(abc.ABC):
 
     @property
     def part_overlap(self) -> Any:
-        """Elements that the last part and the one before have both: fewer lines than CTAs, and than in a chunk."""
+        """Elements in both the last part and the one before: fewer lines than CTAs, and than in a chunk."""
         return self.cluster * self.part - self.in_lines
 
     @property
@@ -103,59 +103,59 @@ class RowPartition(abc.ABC):
 
     @property
     def chunks(self) -> Any:
-        """Of a part, the last one starting early enough to be whole."""
+        """Chunks of a part, the last one starting early enough to be whole."""
         return -(-self.part_lines // self.chunk_lines)
 
     @property
     def chunk_overlap(self) -> Any:
-        """Elements that the last chunk and the one before have both."""
+        """Elements in both the last chunk and the one before."""
         return (self.chunks * self.chunk_lines - self.part_lines) * self.line
 
     @property
     def layout(self) -> ThreadLayout:
-        """Of a fragment: one line for each warp of a warpgroup."""
+        """Layout of a fragment: one line for each warp of a warpgroup."""
         return ThreadLayout(warps=1, vector=self.vector)
 
     @property
     def chunk_layout(self) -> ChunkLayout:
-        """Of a warpgroup's share of a chunk, for what needs no single fragments."""
+        """Layout of a warpgroup's share of a chunk, for code that needs no separate fragments."""
         return ChunkLayout(self.vector, self.accesses)
 
     @property
     def alignments(self) -> Any:
-        """At how many elements of a row its lines may start."""
+        """Number of different offsets in a row at which its lines may start."""
         return self.vector // np.gcd(self.columns, self.vector)
 
     @property
     def _most_before(self) -> Any:
-        """The most elements that a row has before its first multiple of an access."""
+        """Maximum number of elements of a row before its first multiple of an access."""
         return self.vector - np.gcd(self.columns, self.vector)
 
     @abc.abstractmethod
     def smem_bytes(self, itemsize: int, operands: int, statistics: int) -> Any:
-        """Of one CTA, to the byte: what `scratch` takes."""
+        """Returns the SMEM of one CTA, exact to the byte: the size of `scratch`."""
 
     @abc.abstractmethod
     def scratch(self, dtype: Any, operands: int, statistics: int) -> Scratch:
-        """SMEM to allocate, for so many operands that are rows and so many statistics."""
+        """Returns the SMEM to allocate, for `operands` row operands and `statistics` statistics."""
 
     def partials(self, statistics: int) -> PartialsBuffer:
         return PartialsBuffer(statistics, WARPS * self.warpgroups, self.cluster)
 
-    # From here on for the code of a kernel.
+    # The methods below are for the code of a kernel.
 
     def share(self, warpgroup: Any) -> Any:
-        """The element of each chunk at which the share of this warpgroup starts."""
+        """Returns the offset in each chunk at which the share of this warpgroup starts."""
         return warpgroup * (WARPS * self.accesses * self.line)
 
     def fragment_starts(self, warpgroup: Any) -> list[Any]:
-        """The elements of each chunk at which fragments of this warpgroup start."""
+        """Returns the offsets in each chunk at which fragments of this warpgroup start."""
         return [self.share(warpgroup) + WARPS * self.line * access for access in range(self.accesses)]
 
     def chunks_of_rank(self) -> tuple[Callable[[Any], Any], Callable[[int], Any]]:
-        """Of the chunks of this CTA: where each starts in the row's lines, and how many elements another one counts.
+        """Returns, for chunks of this CTA, the start in the row's lines, and the elements that another chunk counts.
 
-        Both are elements, and multiples of a line.
+        Both are in elements, and multiples of a line.
         """
         first, overlap_of_part = self._part_of_rank()
 
@@ -168,7 +168,7 @@ class RowPartition(abc.ABC):
         return start_of, overlap_of
 
     def _part_of_rank(self) -> tuple[Any, Any]:
-        """The element of the row's lines at which this CTA's part starts, and how many of it the one before counts."""
+        """Returns the start of this CTA's part in the row's lines, and its elements that the previous part counts."""
         if self.cluster == 1:
             return 0, 0
         rank = lax.axis_index(CLUSTER_RANK)
@@ -181,9 +181,9 @@ class RowPartition(abc.ABC):
     def masked(
         self, reduction: Reduction, starts: Sequence[Any], fragments: Sequence[jax.Array], overlap: Any
     ) -> list[jax.Array]:
-        """The fragments of a chunk with the identity for its first `overlap` elements, which another chunk counts.
+        """Returns the fragments of a chunk with the identity in its first `overlap` elements.
 
-        Where `overlap` is 0, not traced, nothing is done.
+        Another chunk counts these. If `overlap` is a Python 0, not traced, fragments are unchanged.
         """
         if isinstance(overlap, int) and overlap == 0:
             return list(fragments)
@@ -194,26 +194,26 @@ class RowPartition(abc.ABC):
         ]
 
     def row_start(self, row: Any) -> RowStart:
-        """Of the row of this number."""
+        """Returns the start of the row with this index."""
         first = row * self.columns
         if not self._most_before:
             return RowStart(first, first)
         return RowStart(first, lax.div(first + self.vector - 1, self.vector) * self.vector)
 
     def load_ends(self, xs: Sequence[Any], start: RowStart, warpgroup: Any) -> list[End]:
-        """Those of a row that this warpgroup of this CTA has."""
+        """Returns the ends of a row that belong to this warpgroup of this CTA."""
         first = lax.axis_index(CLUSTER_RANK) * self.warpgroups if self.cluster > 1 else 0
         return self.ends.load(xs, start, first + warpgroup, self.warpgroups * self.cluster)
 
     def of_warps(self, reduction: Reduction, statistics: Statistics, ends: list[End]) -> Statistics:
-        """The statistics of each warp, from those of its threads for chunks, and what it has of the row's ends."""
+        """Returns the statistics of each warp, from those of its threads for chunks, and its part of the row's ends."""
         of_chunks = reduction.reduce(statistics, self.layout)
         return reduction.combine(of_chunks, self.ends.reduce(reduction, ends)) if ends else of_chunks
 
     def aligned_copies(self, shared: jax.Array) -> jax.Array:
-        """What all rows share, once for each of the `alignments`, one after the other.
+        """Returns the operand that all rows share, once for each of the `alignments`, concatenated.
 
-        So each is read by accesses as wide as those of the row, at multiples of these. The first is whole.
+        Each copy can be read by accesses as wide as the row's, at multiples of their width. The first copy is complete.
         """
         if self.alignments == 1:
             return shared
@@ -222,7 +222,7 @@ class RowPartition(abc.ABC):
         return jnp.concatenate([padded[copy * step : copy * step + length] for copy in range(self.alignments)])
 
     def aligned_copy(self, start: RowStart) -> Any:
-        """Where in `aligned_copies` that one begins which belongs to the lines that start there."""
+        """Returns the offset in `aligned_copies` of the copy that matches the start of these lines."""
         if self.alignments == 1:
             return 0
         return lax.div(start.lines - start.row, self.vector // self.alignments) * round_up(self.columns, self.vector)

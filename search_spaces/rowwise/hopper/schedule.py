@@ -7,23 +7,23 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RowSchedule:
-    """A union of three schedules, tagged by `residency`: fields of the others stay at their defaults.
+    """A union of three schedules, tagged by `residency`: fields of the other residencies stay at their defaults.
 
-    It is flat, as columns, stores and samplers want it; stores leave defaults out, so that what is written is the tag
-    and the fields of its residency. Rules, footprints and kernels see the three as types of their own, with those
-    fields alone: `RegisterResident`, `SmemResident` and `PersistentPipeline`.
+    The dataclass is flat because columns, stores and samplers need it. Stores omit defaults, so a stored schedule has
+    the tag and the fields of its residency. Rules, footprints and kernels use separate types with only those fields:
+    `RegisterResident`, `SmemResident` and `PersistentPipeline`.
 
     Attributes:
-      residency: where a row resides until all of it has been seen: in "registers"; in "smem", with a CTA or a cluster
-        to itself; or in the stages of a persistent "pipeline".
-      warps: that share a row, or a CTA's part of it: in registers one or a warpgroup's four, else all of the CTA.
+      residency: where a row resides until it has been read completely: in "registers"; in "smem", with a CTA or a
+        cluster per row; or in the stages of a persistent "pipeline".
+      warps: warps that share a row, or a CTA's part of it: one or four (a warpgroup) in registers, else all of the CTA.
       vector: elements of one access of one thread.
-      rows: of registers: rows that each thread loads a part of before it computes.
-      accesses: of smem and pipeline: accesses of a thread to one chunk.
-      stages: of a pipeline: chunks that a CTA has in SMEM at once.
-      prefetch: of a pipeline: chunks of the next row that are reduced before statistics of this one are needed.
-      register_chunks: of smem: chunks that threads keep in registers.
-      cluster: of smem and pipeline: CTAs that share a row, each of which has a part of it.
+      rows: (registers) rows of which each thread loads a part before it computes.
+      accesses: (smem, pipeline) accesses of a thread to one chunk.
+      stages: (pipeline) chunks that a CTA has in SMEM at once.
+      prefetch: (pipeline) chunks of the next row that are reduced before statistics of this one are needed.
+      register_chunks: (smem) chunks that threads keep in registers.
+      cluster: (smem, pipeline) CTAs that share a row, each with a part of it.
     """
 
     residency: str

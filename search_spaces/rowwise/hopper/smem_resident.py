@@ -39,14 +39,14 @@ class SmemResident(RowPartition):
     """Where the chunks of a CTA's part of a row are kept; fields may be `Columns` of schedules.
 
     Attributes:
-      register_chunks: kept in registers, in the dtype that they have in memory; the others are in SMEM.
+      register_chunks: chunks kept in registers, in their dtype in memory; the others are in SMEM.
     """
 
     register_chunks: Any
 
     @classmethod
     def of(cls, columns: int, s: Any) -> SmemResident:
-        """What a `RowSchedule`, or `Columns` of them, says of rows of so many columns."""
+        """Returns the plan of a `RowSchedule`, or of `Columns` of them, for rows of `columns` columns."""
         return cls(columns, s.vector, s.warps // WARPS, s.accesses, s.cluster, s.register_chunks)
 
     @property
@@ -77,12 +77,12 @@ def smem_resident(
     by_row: Sequence[jax.Array],
     shared: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The kernel: a CTA for each part of a row."""
+    """Runs the kernel, with a CTA for each part of a row."""
     return launch(_row, reduction, plan, results, by_row, shared, row=results[0].shape[0])
 
 
 def _row(cta: Cta[SmemResident]) -> None:
-    """One row, from its first load to its last store."""
+    """Processes one row, from its first load to its last store."""
     plan = cta.plan
     row = lax.axis_index("row")
     start = plan.row_start(row)
@@ -113,7 +113,7 @@ def _produce(cta: Cta[SmemResident], start: RowStart) -> None:
 
 
 def _reduce_registers(cta: Cta[SmemResident], start: RowStart, kept: list[list[jax.Array]]) -> Statistics:
-    """The statistics of the register-cached chunks."""
+    """Returns the statistics of the register-cached chunks."""
     statistics = cta.init()
     for chunk, narrow in enumerate(kept):
         fragments = [fragment.astype(jnp.float32) for fragment in narrow]
@@ -123,7 +123,7 @@ def _reduce_registers(cta: Cta[SmemResident], start: RowStart, kept: list[list[j
 
 
 def _reduce_stages(cta: Cta[SmemResident], start: RowStart, statistics: Statistics) -> Statistics:
-    """Those of the chunks in SMEM besides."""
+    """Adds the chunks in SMEM to the statistics."""
     plan, stages = cta.plan, int(cta.plan.stages)
 
     def update(stage: Any, statistics: Statistics, *, overlap: Any = 0) -> Statistics:

@@ -1,4 +1,4 @@
-"""The schedules of a row-wise kernel: of each residency its own choices, and rules that only its own schedules obey."""
+"""The schedules of a row-wise kernel: each residency has its own choices and rules."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Residency:
     """The schedules of one residency.
 
     Attributes:
-      choices: of the fields that it has.
-      rules: see `Space`. They get schedules of this residency alone.
+      choices: the values of its fields.
+      rules: see `Space`. They only get schedules of this residency.
     """
 
     choices: Mapping[str, Sequence[Choice]]
@@ -36,9 +36,9 @@ class Residency:
 
 
 def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
-    """The space of all three; which figures the rules give for reasons is in docs/experiments.md.
+    """Returns the space of all three residencies; the measurements behind the rules are in docs/experiments.md.
 
-    That of rows in registers alone where there is no TMA.
+    Without TMA, it is the space of rows in registers alone.
     """
     vector = tuple(dict.fromkeys((ACCESS_BYTES // p.itemsize, *vectors(p))))
     if not_hopper(target):
@@ -53,9 +53,9 @@ def space(p: RowProblem, target: Target) -> Space[RowSchedule]:
 
 
 def union(residencies: Mapping[str, Residency]) -> Space[RowSchedule]:
-    """The space of all their schedules. A field that a residency has no choices of stays at its default.
+    """Returns the union of the residencies' spaces. A field without choices in a residency stays at its default.
 
-    Values of a field are tried in this order: the default of those without it, then those of the longest list.
+    Values of a field are tried in this order: the default of residencies without it, then those of the longest list.
     """
     choices: dict[str, tuple[Choice, ...]] = {"residency": tuple(residencies)}
     defaults = Space(RowSchedule, {}).defaults
@@ -83,7 +83,7 @@ def _among(field: str, values: Mapping[str, Sequence[Choice]]) -> Rule:
 
 
 def _for_residency(residency: str, rule: Rule) -> Rule:
-    """The rule asked about schedules of that residency alone; all others obey it."""
+    """Applies the rule to schedules of that residency only; all others satisfy it."""
 
     def obeyed(s: Any) -> Any:
         if not isinstance(s, Columns):
@@ -176,7 +176,7 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
         return operands * s.stages * plan(s).chunk * p.itemsize
 
     return Residency(
-        # Chunks are shared by two warpgroups or four.
+        # Two or four warpgroups share a chunk.
         choices={
             "warps": (16, 8),
             "vector": vector,
@@ -204,7 +204,7 @@ def _pipeline(p: RowProblem, vector: tuple[int, ...]) -> Residency:
 
 
 def _of_chunks(p: RowProblem, kind: str) -> dict[str, Rule]:
-    """Rules about rows in chunks."""
+    """Returns rules for rows in chunks."""
     return {
         f"a {kind} row is whole lines of a warp, or has ends beside lines of the widest accesses": lambda s: (
             (p.columns % (WARP * s.vector) == 0) | (s.vector * p.itemsize == ACCESS_BYTES)

@@ -15,19 +15,19 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from search_spaces.hopper.limits import WARP, WARPS
 from search_spaces.jax_compat import load, load_run, plgpu, store, store_run
 
-REDUCTION_BYTES = 2048  # of SMEM, that Mosaic GPU takes for reductions across the warps of a CTA
+REDUCTION_BYTES = 2048  # SMEM that Mosaic GPU takes for reductions across the warps of a CTA
 
 
 @dataclasses.dataclass(frozen=True)
 class ThreadLayout:
-    """How a warpgroup's four warps share a row, or have a row each.
+    """The assignment of rows to a warpgroup's four warps, which share a row or have a row each.
 
-    A fragment is what the threads get by one access each: `columns` elements of each of `rows` rows, next to each other
-    in memory, as a float32 array of `shape` in registers. Consecutive threads have consecutive vectors, so that a
-    warp's access is one run of bytes.
+    A fragment consists of one access per thread: `columns` contiguous elements of each of `rows` rows, as a float32
+    array of `shape` in registers. Consecutive threads have consecutive vectors, so that a warp's access is one run of
+    bytes.
 
     Attributes:
-      warps: that share a row: 1 or 4.
+      warps: warps that share a row: 1 or 4.
       vector: elements of one access of one thread.
     """
 
@@ -48,29 +48,29 @@ class ThreadLayout:
 
     @functools.cached_property
     def layout(self) -> Any:
-        """As Mosaic GPU spells it."""
+        """The layout as a Mosaic GPU type."""
         if self.warps == WARPS:
             return plgpu.Layout.WG_STRIDED(self.shape, vec_size=self.vector)
         return tiled(((WARPS, self.columns), (1, self.columns), (self.vector,)), warps=-5, lanes=-2)
 
     def load(self, ref: Any, row: Any, column: Any) -> jax.Array:
-        """The fragment of ``ref[rows, columns]`` that starts there."""
+        """Loads the fragment of ``ref[rows, columns]`` that starts at `row` and `column`."""
         return self.load_narrow(ref, row, column).astype(jnp.float32)
 
     def load_narrow(self, ref: Any, row: Any, column: Any) -> jax.Array:
-        """The same in the dtype that it has in memory."""
+        """Loads the same fragment in its dtype in memory."""
         return load(ref.at[self._window(row, column)], self.layout)
 
     def load_flat(self, ref: Any, start: Any) -> jax.Array:
-        """The fragment whose rows follow each other in the flat ``ref``, from `start` on."""
+        """Loads a fragment with contiguous rows from the flat ``ref``, starting at `start`."""
         return self.load_flat_narrow(ref, start).astype(jnp.float32)
 
     def load_flat_narrow(self, ref: Any, start: Any) -> jax.Array:
-        """The same in the dtype that it has in memory: to be kept, until `astype` widens it."""
+        """Loads the same fragment in its dtype in memory, to be kept until `astype` widens it."""
         return load_run(ref, start, self.shape, self.layout)
 
     def load_shared(self, ref: Any, column: Any) -> jax.Array:
-        """The fragment of ``ref[columns]`` that starts there, which is the same for all rows."""
+        """Loads the fragment of ``ref[columns]`` that starts at `column`, the same for all rows."""
         if self.warps == WARPS:
             return load(ref.at[pl.ds(column, self.columns)], self.layout).astype(jnp.float32)
         # Each warp loads all of it.
@@ -85,23 +85,23 @@ class ThreadLayout:
         store_run(ref, start, fragment.astype(ref.dtype))
 
     def full(self, value: float) -> jax.Array:
-        """A fragment of equal elements."""
+        """Returns a fragment of equal elements."""
         return plgpu.layout_cast(jnp.full(self.shape, value, jnp.float32), self.layout)
 
     def max(self, fragment: jax.Array) -> jax.Array:
-        """Of each row."""
+        """Returns the maximum of each row."""
         return jnp.max(fragment, axis=-1)
 
     def sum(self, fragment: jax.Array) -> jax.Array:
-        """Of each row."""
+        """Returns the sum of each row."""
         return jnp.sum(fragment, axis=-1)
 
     def broadcast(self, by_row: jax.Array) -> jax.Array:
-        """What each row has one of, in the place of each of its elements."""
+        """Broadcasts one value per row to all elements of the row."""
         return lax.broadcast_in_dim(by_row, self.shape, tuple(range(by_row.ndim)))
 
     def iota(self, axis: int) -> jax.Array:
-        """The index of each element along `axis` of the fragment."""
+        """Returns the index of each element along `axis` of the fragment."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape, axis, layout=self.layout)
 
     def _window(self, row: Any, column: Any) -> tuple[Any, Any]:
@@ -110,10 +110,10 @@ class ThreadLayout:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """A warpgroup's share of a chunk as one array: elements that follow each other, by several accesses of each thread.
+    """A warpgroup's share of a chunk as one array: contiguous elements, several accesses per thread.
 
-    Each access is like that of a `ThreadLayout` of one warp to rows that follow each other. Of all at once, an array is
-    built and compiled sooner than of one by one; it knows no rows.
+    Each access is like that of a `ThreadLayout` of one warp to contiguous rows. One array is traced and compiled faster
+    than separate accesses; it has no rows.
     """
 
     vector: int
@@ -121,7 +121,7 @@ class ChunkLayout:
 
     @functools.cached_property
     def layout(self) -> Any:
-        """As Mosaic GPU spells it."""
+        """The layout as a Mosaic GPU type."""
         row = WARP * self.vector
         return tiled(((WARPS * row,), (row,), (self.vector,)), warps=-3, lanes=-2)
 
@@ -129,7 +129,7 @@ class ChunkLayout:
         return self.load_narrow(ref, start).astype(jnp.float32)
 
     def load_narrow(self, ref: Any, start: Any) -> jax.Array:
-        """In the dtype that it has in memory."""
+        """Loads the share in its dtype in memory."""
         elements = WARPS * WARP * self.vector * self.accesses
         return load(ref.at[pl.ds(start, elements)], self.layout)
 
@@ -139,7 +139,7 @@ class ChunkLayout:
 
 @dataclasses.dataclass(frozen=True)
 class AllWarps:
-    """All warps that share a row, each of which left one number in SMEM: every thread reads and reduces them all.
+    """All warps that share a row, with one number each in SMEM, which every thread reads and reduces.
 
     Attributes:
       warps: a power of two.
@@ -148,7 +148,7 @@ class AllWarps:
     warps: int
 
     def load(self, ref: Any) -> jax.Array:
-        """All of ``ref[warps]``."""
+        """Loads all of ``ref[warps]``."""
         each = max(1, self.warps // WARP)
         lanes = (plgpu.Replicated(WARP * each // self.warps), -2)
         return load(ref, tiled(((self.warps,), (each,)), warps=plgpu.Replicated(WARPS), lanes=lanes))
@@ -164,9 +164,9 @@ class AllWarps:
 
 
 def tiled(tiles: tuple[tuple[int, ...], ...], *, warps: Any, lanes: Any) -> Any:
-    """The layout of an array cut into nested tiles, whose last axis is one thread's vector.
+    """Returns the layout of an array cut into nested tiles, whose last axis is one thread's vector.
 
-    `warps` and `lanes` are the axes of the nested tiles, counted from the end, along which these follow each other.
+    `warps` and `lanes` are the axes of the nested tiles, counted from the end, over which these are distributed.
     """
     layout = fragmented_array.TiledLayout(
         fragmented_array.Tiling(tiles),

@@ -1,1 +1,1 @@
-"""Kernels for TPUs of operations whose result rows each follow from one row of each operand."""
+"""TPU kernels of operations in which each result row depends on one row of each operand."""

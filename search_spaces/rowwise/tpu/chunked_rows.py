@@ -1,8 +1,8 @@
-"""Rows in chunks: those that one window does not hold, reduced chunk by chunk and computed when all have been seen.
+"""Rows too long for one window, in chunks: reduced chunk by chunk, and computed after all chunks have been read.
 
-With a scratch array for a block's rows a step of the grid computes a chunk of one block and takes in the same chunk of
-the next into its place, so that loads and stores are under way all the time and each element moves once. Without, the
-chunks of a block come twice.
+With a scratch array for a block's rows, a grid step computes a chunk of one block and reads the same chunk of the next
+block into its place. Loads and stores are then always in flight, and each element moves once. Without it, the chunks of
+a block are loaded twice.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from search_spaces.tpu.vmem import limit_or_none
 
 @dataclasses.dataclass(frozen=True)
 class ChunkGrid:
-    """Which chunks a step of the grid takes in, and which it computes.
+    """The chunks that a grid step reads and computes.
 
     Attributes:
-      blocks: of rows.
-      chunks: of each.
-      keeps: whether a scratch array keeps the rows of a block: a step then does both.
-      cores: that may share the blocks.
+      blocks: blocks of rows.
+      chunks: chunks of each block.
+      keeps: whether a scratch array keeps the rows of a block: a step then reads one chunk and computes another.
+      cores: cores that may share the blocks.
     """
 
     blocks: int
@@ -40,7 +40,7 @@ class ChunkGrid:
 
     @property
     def each(self) -> int:
-        """Blocks of a core; the last one may have fewer."""
+        """Blocks of a core; the last core may have fewer."""
         return pl.cdiv(self.blocks, min(self.cores, self.blocks))
 
     @property
@@ -50,7 +50,7 @@ class ChunkGrid:
         return self.blocks, 2, self.chunks
 
     def _of_core(self, core: Any) -> Any:
-        """Blocks of this one."""
+        """Returns the number of blocks of this core."""
         return jnp.minimum(self.each, self.blocks - core * self.each)
 
     def takes_in(self, outer: Any, step: Any) -> Any:
@@ -59,16 +59,16 @@ class ChunkGrid:
     def computes(self, outer: Any, step: Any) -> Any:
         return (step > 0) & (step <= self._of_core(outer)) if self.keeps else step > 0
 
-    # Where a step has nothing to take in or to compute, the window stays at the chunk where it was or will be.
+    # If a step has nothing to read or compute, the window stays at the previous or next chunk.
     def source(self, outer: Any, step: Any, chunk: Any) -> tuple[Any, Any]:
-        """The chunk that operands bring."""
+        """Returns the chunk of the operands."""
         if not self.keeps:
             return outer, chunk
         block = outer * self.each + jnp.minimum(step, self._of_core(outer) - 1)
         return block, jnp.where(self.takes_in(outer, step), chunk, self.chunks - 1)
 
     def target(self, outer: Any, step: Any, chunk: Any) -> tuple[Any, Any]:
-        """The chunk of results."""
+        """Returns the chunk of the results."""
         if not self.keeps:
             return outer, jnp.where(step > 0, chunk, 0)
         last = self._of_core(outer)
@@ -78,13 +78,13 @@ class ChunkGrid:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """What a step of the grid works with: windows, and what stays in VMEM from step to step.
+    """The state of a grid step: windows, and VMEM arrays that persist between steps.
 
     Attributes:
-      chunk: which of the row's chunks the windows have.
-      row: the window of the row itself, where that is a result.
+      chunk: index of the row's chunk in the windows.
+      row: window of the reduced row if it is a result.
       running: statistics of the chunks so far; `seen`: those of whole rows.
-      kept: their chunks; None where these come again.
+      kept: the chunks of whole rows; None if these are loaded again.
     """
 
     reduction: Reduction
@@ -118,13 +118,13 @@ class _Block:
             ref[at, :] = value
 
     def end(self) -> None:
-        """The chunk was the last: what is known of its rows stays while the next ones are taken in."""
+        """Saves the statistics after the last chunk, so that the next rows can be read."""
         if self.kept is not None:
             for done, ref in zip(self.seen, self.running, strict=True):
                 done[...] = ref[...]
 
     def compute(self, loop: RowLoop, at: Any) -> None:
-        """The results of some rows of the chunk."""
+        """Computes the results of some rows of the chunk."""
         final = self.reduction.finalize(tuple(ref[at, :] for ref in self.seen))
 
         def write(place: Place) -> None:
@@ -150,7 +150,7 @@ def chunked_rows(
     shared: Sequence[jax.Array],
     name: str,
 ) -> Sequence[jax.Array]:
-    """All results, of operands that are rows and of ``float32[1, columns]`` that all rows share."""
+    """Returns all results, given row operands and ``float32[1, columns]`` operands that all rows share."""
     rows, columns = by_row[0].shape
     blocks, keeps = pl.cdiv(rows, s.rows), s.residency == "scratch"
     over = ChunkGrid(blocks, pl.cdiv(columns, s.columns), keeps, cores)
@@ -177,7 +177,7 @@ def chunked_rows(
         )
         takes_in = over.takes_in(outer, step)
 
-        # Before the same chunk of the next block takes its place.
+        # Before the same chunk of the next block replaces it.
         @pl.when(over.computes(outer, step))
         def _() -> None:
             over_rows(s.rows, s.step_rows, lambda at: block.compute(loop, at))

@@ -1,4 +1,4 @@
-"""What one launch of each schedule of a row-wise kernel demands of a TPU."""
+"""Resource demands of one launch of each schedule of a row-wise kernel on a TPU."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from search_spaces.rowwise.problem import RowProblem
 from search_spaces.space import Column, Columns, cdiv, round_up
 from search_spaces.tpu.vmem import ALLOCATION_BYTES, LANES, SUBLANES, limit_bytes
 
-# Of a block and the next, or the one before.
+# Buffers of a window: the current block, and the next or the previous one.
 BUFFERS = 2
-# Chips that have no load of one sublane into all: the compiler gives each such load in its code a register's temporary.
+# Chips without a load of one sublane into all: the compiler gives each such load in its code a temporary of one
+# register.
 REPLICATING = frozenset({"TPU v4"})
 REGISTER_BYTES = SUBLANES * LANES * 4
-# Chips that unpack arrays of two-byte types of at most four rows, whose tiles are smaller, by way of memory.
+# Chips that unpack two-byte arrays of at most four rows, which have smaller tiles, through memory.
 UNPACKING = frozenset({"TPU v4", "TPU v5 lite", "TPU v5"})
 UNPACKED_BYTES = 9 * REGISTER_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementCosts:
-    """What the formula costs for one element: operations of vector lanes, and exponentials and the like."""
+    """Costs of the formula per element: operations of vector lanes, and exponentials and similar operations."""
 
     fp32_ops: float
     mufu_ops: float
 
 
 def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int, target: Target) -> Footprint:
-    """That of kernels that reduce a row, by a formula with so many statistics."""
+    """Returns the footprint of kernels that reduce a row, for a formula with `statistics` statistics."""
     window, keeps = s.residency == "window", s.residency == "scratch"
     blocks, chunks = cdiv(p.rows, s.rows), cdiv(p.columns, s.columns)
     arrays, itemsize = len(p.row_operands) + len(p.results()), p.itemsize
@@ -51,7 +52,8 @@ def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int, t
     block_bytes = p.rows / blocks * p.columns / chunks * itemsize
     elements = round_up(s.rows, SUBLANES) * round_up(s.columns, LANES)
     loads = np.where(s.residency == "reread", 2, 1)
-    # A grid of chunks in a scratch array has a round more than blocks: it loads the first and computes nothing.
+    # With a scratch array, the grid has one more round than blocks per core: it loads the first block and computes
+    # nothing.
     rounds = np.where(keeps, (blocks + np.minimum(target.cores, blocks)) / blocks, 1.0)
     # One loop reduces the rows of a step, another computes their results.
     iterations = cdiv(s.rows, s.step_rows) * 2 * cdiv(s.columns, s.lanes * s.fragments)
@@ -81,7 +83,7 @@ def footprint(p: RowProblem, s: Columns, costs: ElementCosts, statistics: int, t
 
 
 def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Target) -> Footprint:
-    """That of kernels of rows of halves, of which a block has all columns."""
+    """Returns the footprint of kernels on rows of halves, in blocks of whole rows."""
     blocks = cdiv(p.rows, s.rows)
     arrays = (*p.operands(), *p.results())
     buffers = _buffers(blocks, 1, target)
@@ -110,22 +112,22 @@ def halves_footprint(p: RowProblem, s: Columns, costs: ElementCosts, target: Tar
 
 
 def _buffers(blocks: Column, chunks: Column | int, target: Target) -> Column:
-    """Of a window: one where its block never changes, in a grid of one step, or of one for each core."""
+    """Returns the buffers of a window: one if its block never changes, in a grid of one step, or of one per core."""
     return np.where((chunks == 1) & ((blocks == 1) | (blocks == target.cores)), 1, BUFFERS)
 
 
 def rows_bytes(rows: Column | int, columns: Column | int, itemsize: int) -> npt.NDArray[np.int64]:
-    """VMEM of one buffer of so many rows: eight rows of 128 columns are a tile, of narrow types, too."""
+    """Returns the VMEM of one buffer of rows: a tile is eight rows of 128 columns, for narrow types, too."""
     return np.asarray(round_up(rows, SUBLANES) * round_up(columns, LANES) * itemsize, dtype=np.int64)
 
 
 def row_bytes(columns: Column | int) -> npt.NDArray[np.int64]:
-    """VMEM of one buffer of ``float32[1, columns]``."""
+    """Returns the VMEM of one buffer of ``float32[1, columns]``."""
     return np.asarray(round_up(round_up(columns, LANES) * 4, ALLOCATION_BYTES), dtype=np.int64)
 
 
 def _registers_in_code(s: Columns) -> Column:
-    """Registers of a row that the code of one pass over a block names: of a step of the loop, and of what it leaves."""
+    """Returns the registers of a row that the code of one pass names: of a loop step, and of the remainder."""
     step = s.lanes * s.fragments
     left, tail = s.columns % step // s.lanes * s.lanes, s.columns % s.lanes
     return np.where(s.columns >= step, step, 0) // LANES + left // LANES + cdiv(tail, LANES)

@@ -1,8 +1,8 @@
-"""Rows of two halves on a TPU: no element waits for another, so a block is some rows, and steps go through them.
+"""Rows of two halves on a TPU: elements are independent, so a block is some rows, computed in steps.
 
-Where halves begin at a register of 128 columns, a step loads the same place of each and stores the results. Where they
-do not, what is in the other half by so many columns aside is loaded from the register before on and shifted; results of
-the second half are then computed in a pass of their own.
+If halves start at a register of 128 columns, a step loads the same position of each half and stores the results.
+Otherwise the other half is offset by some columns: its elements are loaded from the preceding register on, and shifted.
+Results of the second half are then computed in a separate pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rows_of_halves(
     operands: Sequence[jax.Array],
     name: str,
 ) -> jax.Array:
-    """The only result, of operands of `columns` columns or of two halves of these."""
+    """Returns the only result, given operands of `columns` columns or of two halves of these."""
     rows = result.shape[0]
     compute = _shifted if columns % LANES else _aligned
 
@@ -68,7 +68,7 @@ def _aligned(formula: HalvesFormula, lanes: int, columns: int, at: Any, sources:
 
 
 def _shifted(formula: HalvesFormula, lanes: int, columns: int, at: Any, sources: Sequence[Any], out: Any) -> None:
-    beyond = columns % LANES  # of the last register of a half: by so much the second half lies aside
+    beyond = columns % LANES  # columns in the last register of a half: the offset of the second half
     behind = columns - beyond
 
     def load(number: int, start: Any, skipped: int, width: int) -> jax.Array:
@@ -76,7 +76,7 @@ def _shifted(formula: HalvesFormula, lanes: int, columns: int, at: Any, sources:
         return loaded[:, skipped:] if skipped else loaded
 
     def results(start: Any, width: int) -> tuple[jax.Array, ...]:
-        """From place `start` of a half on, a multiple of 128."""
+        """Returns the results from column `start` of a half on, a multiple of 128."""
         read = (
             load(number, behind + start, beyond, width) if second else load(number, start, 0, width)
             for number, second in formula.read
@@ -87,7 +87,7 @@ def _shifted(formula: HalvesFormula, lanes: int, columns: int, at: Any, sources:
         out[at, pl.ds(*place)] = results(*place)[0].astype(out.dtype)
 
     def second(place: Place) -> None:
-        """What lies beyond the second half's first register: there stores are aligned, and loads shifted."""
+        """Computes the rest after the second half's first register: stores are aligned there, and loads shifted."""
         start, width = place
         read = (
             load(number, behind + LANES + start, 0, width) if second else load(number, start, LANES - beyond, width)

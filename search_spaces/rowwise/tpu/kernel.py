@@ -1,4 +1,4 @@
-"""Row-wise operations on TPUs as kernels: supports, space, footprint and run for any formula."""
+"""Row-wise operations as TPU kernels: supports, space, footprint and run for any formula."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ P = TypeVar("P", bound=RowProblem)
 
 
 class TpuRows(Kernel[P, RowSchedule], Generic[P]):
-    """One reduction a row, on a TPU, whose results are rows: those of each element, and the row itself if it is one.
+    """A reduction of each row on a TPU, with row results: the computed elements, and the reduced row if it is a result.
 
     Attributes:
-      name: of the kernel, in profiles.
-      costs: of one element.
+      name: name of the kernel in profiles.
+      costs: costs of one element.
     """
 
     backend = "mosaic_tpu"
@@ -43,7 +43,7 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
 
     @abc.abstractmethod
     def reduction(self, problem: P, **params: Any) -> Reduction:
-        """The formula."""
+        """Returns the formula."""
 
     def supports(self, problem: P, target: Target) -> str | None:
         return refusal(problem, target)
@@ -58,7 +58,7 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
         reduction = self.reduction(problem, **params)
         by_row, shared = problem.apart(args)
         by_row = _in_hbm(by_row)
-        # A row of a narrow type would have to be unpacked in each step.
+        # A shared row of a narrow type would have to be unpacked in each step.
         wide = _in_hbm([x.astype(jnp.float32).reshape(1, -1) for x in shared])
         arrays = (problem.results(), by_row, wide, self.name)
         # Indices are 32 bits wide, whatever the user's default.
@@ -69,11 +69,11 @@ class TpuRows(Kernel[P, RowSchedule], Generic[P]):
 
 
 class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
-    """A formula of elements that lie at one place of several halves, on a TPU.
+    """A formula on elements at the same position of several halves, on a TPU.
 
     Attributes:
-      name: of the kernel, in profiles.
-      costs: of one element of a half.
+      name: name of the kernel in profiles.
+      costs: costs of one element of a half.
     """
 
     backend = "mosaic_tpu"
@@ -99,12 +99,12 @@ class TpuHalves(HalvesFormula, Kernel[P, HalvesSchedule], Generic[P]):
 
 
 def _in_hbm(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Copies that XLA makes for a kernel (of odd columns) may otherwise take the VMEM that its windows count on."""
+    """Places arrays in HBM: XLA's copies for a kernel (of odd columns) may otherwise take VMEM of its windows."""
     return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
 
 
 def refusal(p: RowProblem, target: Target) -> str | None:
-    """Why the row kernels for TPUs cannot do `p`, or None."""
+    """Returns why the row kernels for TPUs cannot run `p`, or None."""
     if target.platform != "tpu":
         return f"is written for TPUs, not for {target.kind} ({target.architecture})"
     if p.dtype == "float16":

@@ -1,4 +1,4 @@
-"""Loops over a block in VMEM, a few rows and a few fragments of them at a time, so that registers suffice."""
+"""Loops over a block in VMEM, a few rows and a few fragments of them at a time, to fit the registers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from jax.experimental import pallas as pl
 from search_spaces.rowwise.reduction import Reduction, Statistics
 
 C = TypeVar("C")
-# So many steps through a row follow each other without a loop: the compiler then fills the waits of one with the next
-# (softmax of 256 x 4096, 16 rows a step: 9,084 cycles, and 18,190 in a loop; libtpu 0.0.48's static schedule, v6e).
+# Up to this number of steps through a row, the loop is unrolled: the compiler then fills the stalls of one step with
+# the next (softmax of 256 x 4096, 16 rows a step: 9,084 cycles, and 18,190 in a loop; libtpu 0.0.48's static schedule,
+# v6e).
 UNROLLED = 32
-# The first column and the number of columns of a fragment: a multiple of 128 but for the last one of a row.
+# First column and number of columns of a fragment: a multiple of 128 except for the last fragment of a row.
 Place = tuple[Any, int]
 
 
 class Lanes:
-    """A `Reducer`: what the columns of an array have becomes one."""
+    """A `Reducer` over the columns of an array."""
 
     def max(self, parts: jax.Array, /) -> jax.Array:
         return parts.max(axis=-1, keepdims=True)
@@ -35,7 +36,7 @@ class Lanes:
 
 
 def over_rows(rows: int, step_rows: int, body: Callable[[Any], None]) -> None:
-    """Calls `body` with each slice of so many rows."""
+    """Calls `body` with each slice of `step_rows` rows."""
     if rows == step_rows:
         body(pl.ds(0, rows))
         return
@@ -49,7 +50,7 @@ def over_rows(rows: int, step_rows: int, body: Callable[[Any], None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RowLoop:
-    """A pass over so many columns: steps of `fragments` of `lanes` columns, the rest of these, and a narrower one."""
+    """A pass over `columns` columns: steps of `fragments` fragments of `lanes` columns, the rest, and the tail."""
 
     columns: int
     lanes: int
@@ -57,12 +58,12 @@ class RowLoop:
 
     @property
     def tail(self) -> Place | None:
-        """The narrower one."""
+        """The last fragment, if it is narrower than `lanes`."""
         width = self.columns % self.lanes
         return (self.columns - width, width) if width else None
 
     def over_fragments(self, visit: Callable[[C, Sequence[Place]], C], carry: C) -> C:
-        """What `visit` makes of `carry`, step by step; without the narrower one."""
+        """Folds `visit` over the steps, starting with `carry`; without the tail."""
         step = self.lanes * self.fragments
         steps = self.columns // step
 
@@ -84,7 +85,7 @@ class RowLoop:
         return visit(carry, places(steps * step, left)) if left else carry
 
     def statistics(self, reduction: Reduction, rows: int, read: Callable[[Place], jax.Array]) -> Statistics:
-        """Those of so many rows, one of each row, of the fragments that `read` gives."""
+        """Returns the statistics of `rows` rows, from the fragments that `read` returns."""
 
         def initial(columns: int) -> Statistics:
             return tuple(jnp.full((rows, columns), value, jnp.float32) for value in reduction.init)

@@ -1,4 +1,4 @@
-"""The schedule of a row-wise kernel on a TPU: the blocks that a grid brings, and the steps in which one is computed."""
+"""The schedule of a row-wise kernel on a TPU: the blocks of the grid, and the steps in which a block is computed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class RowSchedule:
-    """Of one reduction a row.
+    """The schedule of a reduction of each row.
 
     Attributes:
-      residency: where a row is until all of it has been seen: in the "window" of a block that has all of it; in a
-        "scratch" array, chunk by chunk, while the results of the rows before are written; or nowhere ("reread").
-      rows: of a block.
-      columns: of a block: all, or those of a chunk.
+      residency: where a row resides until it has been read completely: in the "window" of a block that has all of it;
+        in a "scratch" array, chunk by chunk, while the previous rows' results are written; or nowhere ("reread").
+      rows: rows of a block.
+      columns: columns of a block: all, or those of a chunk.
       step_rows: rows of a block that are computed at the same time.
-      lanes: columns of one fragment, which has an array of statistics of its own size.
-      fragments: that a step of the loop over a row takes.
-      vmem_limit_mib: what the launch asks for (`search_spaces.tpu.vmem`).
+      lanes: columns of one fragment, which has an array of statistics of the same size.
+      fragments: fragments per step of the loop over a row.
+      vmem_limit_mib: VMEM limit that the launch requests (`search_spaces.tpu.vmem`).
     """
 
     residency: str
@@ -31,13 +31,13 @@ class RowSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class HalvesSchedule:
-    """Of rows of two halves, of which a block has all columns.
+    """The schedule for rows of two halves, whose blocks have all columns.
 
     Attributes:
-      rows: of a block.
+      rows: rows of a block.
       step_rows: rows of a block that are computed at the same time.
-      lanes: columns of each half that a step of the loop over a row takes.
-      vmem_limit_mib: what the launch asks for (`search_spaces.tpu.vmem`).
+      lanes: columns of each half per step of the loop over a row.
+      vmem_limit_mib: VMEM limit that the launch requests (`search_spaces.tpu.vmem`).
     """
 
     rows: int

@@ -7,16 +7,16 @@ from search_spaces.rowwise.tpu.schedule import HalvesSchedule, RowSchedule
 from search_spaces.space import Space, round_up
 from search_spaces.tpu.vmem import LANES, SUBLANES, VMEM_LIMITS_MIB
 
-# Of a block: beyond the first a grid step's own cost shows, beyond the last so does the first block, which waits.
+# Rows of a block: below these, the overhead of a grid step shows; above, the wait for the first block does.
 ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 STEP_ROWS = (8, 16, 32, 64)
 CHUNKS = (4096, 16384)
-# Rows from here on may be too long for windows that have all of one.
+# From this length on, rows may be too long for windows that hold a whole row.
 LONG = 2**16
 
 
 def row_space(p: RowProblem) -> Space[RowSchedule]:
-    """Of kernels that reduce a row."""
+    """Returns the space of kernels that reduce a row."""
     rows = _rows(p)
     chunks = tuple(columns for columns in CHUNKS if p.columns >= LONG)
     return Space(
@@ -47,7 +47,7 @@ def row_space(p: RowProblem) -> Space[RowSchedule]:
 
 
 def halves_space(p: RowProblem) -> Space[HalvesSchedule]:
-    """Of kernels of rows of halves."""
+    """Returns the space of kernels on rows of halves."""
     return Space(
         HalvesSchedule,
         choices={

@@ -1,4 +1,4 @@
-"""A block of whole rows: each is reduced and computed where the pipeline of windows brings it."""
+"""Blocks of whole rows: each row is reduced and computed in the pipeline's window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole_rows(
     shared: Sequence[jax.Array],
     name: str,
 ) -> Sequence[jax.Array]:
-    """All results, of operands that are rows and of ``float32[1, columns]`` that all rows share."""
+    """Returns all results, given row operands and ``float32[1, columns]`` operands that all rows share."""
     rows, columns = by_row[0].shape
     loop = RowLoop(columns, s.lanes, s.fragments)
 
