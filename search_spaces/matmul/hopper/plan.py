@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def outputs(self) -> int:
-        """Number of matrices that a launch writes: its results, or with split-K the accumulators per split and factor."""
+        """Number of matrices that a launch writes: its results, or with split-K one per split and factor."""
         return int(self.t.products * (len(self.factors) if self.s.split_k > 1 else 1))
 
     @property
