@@ -31,7 +31,7 @@ SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedule]:
-    """Returns the schedules for `p` on a chip with `cores` SMs: some hundreds for small problems, thousands for large ones.
+    """Returns the schedules for `p` on a chip with `cores` SMs: hundreds for small problems, thousands for large ones.
 
     `factors` is the number of products of one `a` that are multiplied; each has its own tile of `b` and accumulators.
     """
@@ -239,7 +239,7 @@ def _among(tiles: list[tuple[int, int, int, bool]], tile_m: Any, tile_n: Any, sp
 
 
 def _columns_step(p: MatmulProblem) -> int:
-    """Returns the step of wgmma's columns: 8, or 16 for integers with more than 32 columns (PTX ISA, wgmma.mma_async)."""
+    """Returns the step of wgmma's columns: 8, or 16 for integers beyond 32 columns (PTX ISA, wgmma.mma_async)."""
     return 16 if p.dtype == "int8" and p.m > 32 else 8
 
 

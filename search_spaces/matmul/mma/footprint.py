@@ -15,7 +15,7 @@ from search_spaces.matmul.mma.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, round_up
 
-# Instructions of a thread for each element of a result: through shared memory, rounded, stored.
+# Instructions of a thread per element of a result: through shared memory, rounding, store.
 STORE_OPERATIONS = 3
 # Registers of a thread besides accumulators and fragments, and, in the epilogue, besides accumulators and the rows that
 # it finishes (ptxas).
@@ -75,7 +75,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
 
 
 def registers(p: MatmulProblem, s: Any, t: Tiling) -> Any:
-    """Returns the registers of a thread, the maximum of two phases: fragments of this and the next k, and the epilogue."""
+    """Returns the registers of a thread: the maximum of the main loop (fragments of two k) and the epilogue."""
     residual = (p.residual != "") & (s.split_k == 1)
     product = 2 * t.fragments + OTHER_REGISTERS + RESIDUAL_REGISTERS * residual
     other = np.maximum(product, t.elements * (1 + residual) + EPILOGUE_REGISTERS)

@@ -89,7 +89,7 @@ class Plan:
 
 
 def kernel(plan: Plan) -> Callable[..., None]:
-    """Builds the kernel, a function of arrays in device memory: operands, then results or the accumulators of splits."""
+    """Builds the kernel from its plan; its arguments are operands, then results or the accumulators of splits."""
     p, s = plan.p, plan.s
 
     def matmul(*refs: Any) -> None:

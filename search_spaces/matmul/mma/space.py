@@ -1,4 +1,4 @@
-"""The search space of a matmul by warp-level MMA: the schedules worth considering, and rules that exclude the others."""
+"""The search space of a matmul by warp-level MMA: the schedules worth considering, and rules for the others."""
 
 from __future__ import annotations
 
