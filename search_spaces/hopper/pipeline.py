@@ -48,7 +48,7 @@ class Pipeline:
             plgpu.barrier_wait(self.empty.at[stage])
 
     def producer_tail(self, steps: Any) -> None:
-        """Waits after `steps` steps until all stages are read, because other CTAs of a cluster write and arrive there."""
+        """Waits after `steps` steps until all stages are read: other CTAs of a cluster write and arrive there."""
 
         def wait(step: Any, _: None) -> None:
             plgpu.barrier_wait(self.empty.at[self.stage(step)])

@@ -56,7 +56,7 @@ class SmemTile(abc.ABC):
 
     @abc.abstractmethod
     def boxes(self, row: Any, column: Any) -> list[tuple[tuple[int, ...], tuple[Any, Any]]]:
-        """Returns the copies of the tile at `row` and `column`: the index in shared memory, and the slices of the array."""
+        """Returns the copies of the tile at `row` and `column`, as indices in shared memory and slices of the array."""
 
     @abc.abstractmethod
     def part(self, smem: Any, stage: Any, rows: Any, columns: Any) -> Any:

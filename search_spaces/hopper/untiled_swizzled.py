@@ -53,7 +53,7 @@ def wgmma(
 
     def meaning(acc: jax.Array, a: Any, b: Any) -> jax.Array:
         a, b = matrix(a[...]), matrix(b[...])
-        plgpu.commit_smem()  # Here threads read the operands, unlike wgmma, so later copies must be ordered after these reads.
+        plgpu.commit_smem()  # Threads, unlike wgmma, read these: later copies must be ordered after the reads.
         a, b = a.T if transpose_a else a, b.T if transpose_b else b
         return acc + jnp.dot(a, b, preferred_element_type=acc.dtype)
 

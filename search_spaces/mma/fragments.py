@@ -227,7 +227,7 @@ def _place() -> tuple[Any, Any]:
 
 
 def _lhs_lanes(a: Operand, warps: WarpTiles, wg: Any) -> _Lane:
-    """Returns the lane's position for 16 rows of `a`: upper and lower matrix of the first, then of the second half of k."""
+    """Returns the lane's position for 16 rows of `a`: upper and lower matrix of the first, then second half of k."""
     lane, warp = _place()
     warp_m = warp // warps.n_warps
     first = wg * warps.m if warps.along_m else wg * 0
