@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 
 def jvp(call: Call, p: GatedMatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Computes the tangent ``activation'(g) u dg + activation(g) du``, with ``g = x @ gate + bias`` and `u` likewise."""
+    """Computes the tangent ``activation'(g) u dg + activation(g) du``, with ``g = x @ gate + bias``, `u` likewise."""
     x, weights, biases = p.named(primals)
     dx, dweights, dbiases = p.named(tangents)
     if dx is None and not any(t is not None for t in (*dweights, *dbiases)):

@@ -85,7 +85,7 @@ class Rows:
         return row // MATRIX_ROWS * MMA_ROWS + row % MATRIX_ROWS
 
     def boxes(self, row: Any, column: Any) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """Yields the first of each 8 rows, and the box of these rows in an array where they begin at `row` and `column`."""
+        """Yields the first of each 8 rows, and their box in an array where all rows begin at `row` and `column`."""
         for warp in range(self.warps.m_warps):
             box = pl.ds(row + warp * MMA_ROWS, MATRIX_ROWS), pl.ds(column, self.warps.n)
             yield warp * MATRIX_ROWS, box

@@ -29,7 +29,7 @@ class XlaScaledMatmul(LibraryKernel[ScaledMatmulProblem]):
         return (Library.program, "plain")
 
     def tolerance(self, problem: ScaledMatmulProblem, schedule: Library) -> Tolerance:
-        """Widens the tolerance of "plain" by the rounding of operands to bfloat16, a relative error of up to 2^-9 each."""
+        """Widens the tolerance of "plain" by the rounding of operands to bfloat16: up to 2^-9, relative, each."""
         exact = problem.tolerance()
         if schedule.program != "plain":
             return exact
