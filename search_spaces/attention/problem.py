@@ -185,7 +185,7 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def q_share(self) -> float:
-        """Share of the queries that `random_lengths` keeps: timed sequences have half of the longest length on average."""
+        """Share of the queries that `random_lengths` keeps: timed sequences average half of the longest length."""
         return 0.5 if self.q_lengths else 1.0
 
     @property
