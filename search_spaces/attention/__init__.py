@@ -1,1 +1,1 @@
-"""What attention forward and backward share: the problem, which keys a query sees, and the formula in float32."""
+"""Parts shared by attention forward and backward: the problem, the visible keys, and the formula in float32."""

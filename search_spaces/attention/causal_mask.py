@@ -1,4 +1,4 @@
-"""A causal mask in a jaxpr: a comparison of positions of queries and keys."""
+"""Recognises a causal mask in a jaxpr: a comparison of query positions with key positions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from search_spaces.recognise.graph import Value
 from search_spaces.recognise.pattern import number, source
 
-# Of ``x op y``: whether x is the larger, and by how much at least.
+# For ``x op y``: whether x is the larger one, and the least difference.
 _COMPARISONS = {"ge": (True, 0), "gt": (True, 1), "le": (False, 0), "lt": (False, 1)}
 
 
 def is_causal(which: Value, keeps: bool, axes: Sequence[str | None]) -> bool:
-    """Whether `which` is `keeps` exactly where the key's position is at most the query's.
+    """Returns whether `which` equals `keeps` exactly where the key's position is at most the query's.
 
     Args:
-      axes: what each axis of `which` runs along: "query", "key" or something else.
+      axes: the meaning of each axis of `which`: "query", "key" or something else.
     """
     base, where = source(which)
     along = [None if at is None else axes[at] for at in where]
@@ -24,7 +24,7 @@ def is_causal(which: Value, keeps: bool, axes: Sequence[str | None]) -> bool:
     if (node := base.by("and")) is not None and keeps:
         rest = [each for each in node.inputs if number(each) != 1.0]
         return len(rest) == 1 and is_causal(rest[0], keeps, along)
-    if (node := base.by("select_n")) is not None and len(node.inputs) == 3:  # as `jnp.tril` has it
+    if (node := base.by("select_n")) is not None and len(node.inputs) == 3:  # as in `jnp.tril`
         no, yes = map(number, node.inputs[1:])
         return {no, yes} == {0.0, 1.0} and is_causal(node.inputs[0], keeps == (yes == 1.0), along)
     if base.node is None or base.node.name not in _COMPARISONS:
@@ -35,13 +35,13 @@ def is_causal(which: Value, keeps: bool, axes: Sequence[str | None]) -> bool:
         return False
     x, y = (each for each in found if each is not None)
     high, low = (x, y) if larger else (y, x)
-    if not keeps:  # high - low >= least does not hold: low - high >= 1 - least
+    if not keeps:  # if high - low >= least is false, then low - high >= 1 - least
         high, low, least = low, high, 1 - least
     return (high[0], low[0]) == ("query", "key") and least - high[1] + low[1] == 0
 
 
 def _position(value: Value, axes: Sequence[str | None]) -> tuple[str | None, int] | None:
-    """Along what the value counts, and where it begins."""
+    """Returns the axis along which the value counts, and its first number."""
     offset = 0.0
     base, where = source(value)
     while (node := base.by("add", "sub")) is not None:

@@ -1,4 +1,4 @@
-"""What cuDNN's attention is offered for, forward and backward, and what it is taken to demand."""
+"""Problems that cuDNN's attention supports, forward and backward, and its assumed footprint."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from search_spaces.kernel import Target
 from search_spaces.problem import nbytes
 from search_spaces.space import Columns, Space
 
-# Extents of a tile, as far as the model asks: those of FlashAttention-3 at a head size of 128.
+# Extents of a tile for the cost model: those of FlashAttention-3 at a head size of 128.
 BLOCK_Q = BLOCK_KV = 128
-LEAST_ROWS = 64  # of one instruction (PTX ISA, wgmma.mma_async)
+LEAST_ROWS = 64  # rows of one instruction (PTX ISA, wgmma.mma_async)
 
 
 @dataclasses.dataclass(frozen=True)
 class CudnnSchedule:
-    """Which of cuDNN's engines runs is XLA's and cuDNN's own matter."""
+    """The only schedule: XLA and cuDNN select the engine."""
 
     engine: str = "heuristic"
 
@@ -30,9 +30,10 @@ def space() -> Space[CudnnSchedule]:
 
 
 def refusal(p: AttentionProblem, target: Target) -> str | None:
-    """Why cuDNN is not asked for a problem, forward or backward; None where it is.
+    """Returns why cuDNN is not used for a problem, forward or backward; None if it is.
 
-    What JAX's binding of it checks (`jax._src.cudnn.fused_attention_stablehlo`), and what is wrong or unchecked in it.
+    Covers the checks of JAX's binding (`jax._src.cudnn.fused_attention_stablehlo`), and cases that are wrong or
+    unverified in cuDNN.
     """
     if target.platform != "cuda":
         return f"runs on NVIDIA GPUs, not on {target.kind}"
@@ -68,24 +69,24 @@ def _generation(target: Target) -> int:
 
 
 def checked(p: AttentionProblem) -> bool:
-    """Whether its values have been compared on a device: of sequences of full length, causal or not, grouped heads."""
+    """Returns whether results were verified on a device: full-length sequences, causal or not, grouped heads."""
     return p.left is None and not (p.q_lengths or p.kv_lengths)
 
 
 def window(p: AttentionProblem) -> int | None:
-    """Keys that a query sees, its own among them, as cuDNN counts; None is all up to its own."""
+    """Returns the number of keys a query sees, its own included, as cuDNN counts; None means all keys up to its own."""
     return None if p.left is None else p.left + 1
 
 
 def footprint(p: AttentionProblem, schedules: Columns, target: Target, products: int) -> Footprint:
-    """Of a kernel like FlashAttention-3's, which it is taken for: nobody outside knows its tiles.
+    """Returns the footprint of a kernel like FlashAttention-3, as an approximation: cuDNN's tiles are not public.
 
     Args:
       products: matrix products of a tile of logits: 2 forward, 5 backward.
     """
     one = np.ones(len(schedules))
     itemsize = int(jnp.dtype(p.dtype).itemsize)
-    # A few queries: the heads of a group fold into rows of one instruction, and keys divide among the cores.
+    # With few queries, the heads of a group share the rows of one instruction, and keys are divided among the cores.
     packed = p.q_len * p.group <= LEAST_ROWS
     heads = p.kv_heads if packed else p.heads
     rows = p.q_len * p.group if packed else min(BLOCK_Q, p.q_len)

@@ -1,4 +1,4 @@
-"""Attention in float32 by plain JAX, a block of queries at a time, so that no array is of q_len x kv_len elements."""
+"""Attention in float32 by plain JAX, one block of queries at a time: no array has q_len x kv_len elements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jax import lax
 from search_spaces.attention import left_out
 from search_spaces.attention.problem import SOFTCAP, AttentionProblem, Lengths
 
-# Logits that are in memory at a time.
+# Logits in memory at a time.
 MOST_LOGITS = 2**26
 
 
 def visible(p: AttentionProblem, rows: Any, columns: Any, lengths: Lengths) -> Any:
-    """Whether query ``rows[i]`` sees key ``columns[j]``, as ``[i, j]``; `lengths` are those of one sequence."""
+    """Returns whether query ``rows[i]`` sees key ``columns[j]``, as ``[i, j]``; `lengths` are those of one sequence."""
     i, j = rows[:, None], columns[None, :]
     seen = (i < (p.q_len if lengths.q is None else lengths.q)) & (j < (p.kv_len if lengths.kv is None else lengths.kv))
     if p.left is not None:
@@ -29,10 +29,10 @@ def visible(p: AttentionProblem, rows: Any, columns: Any, lengths: Lengths) -> A
 def attention(
     p: AttentionProblem, q: Any, k: Any, v: Any, *lengths: Any, scale: float | None = None, softcap: float = SOFTCAP
 ) -> tuple[jax.Array, jax.Array]:
-    """The result and the log-sum-exp of ``[batch, heads, q_len]``, both in float32.
+    """Computes the result and the log-sum-exp ``[batch, heads, q_len]``, both in float32.
 
-    A query that sees no key has a result of zeros and a log-sum-exp of minus infinity; so has one all of whose logits
-    are minus infinity.
+    A query has a result of zeros and a log-sum-exp of minus infinity if it sees no key, or if all of its logits are
+    minus infinity.
     """
     scale, of = p.default_scale() if scale is None else scale, p.lengths(lengths)
     (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
@@ -60,7 +60,7 @@ def attention(
 
     def one_head(operands: Any) -> tuple[jax.Array, jax.Array]:
         *qkv, of = operands
-        q, k, v = (x.astype(jnp.float32) for x in qkv)  # of all heads they would fill a device that holds the operands
+        q, k, v = (x.astype(jnp.float32) for x in qkv)  # cast per head: in float32, all heads would fill a device
         return lax.map(lambda x: jax.checkpoint(one_block)(x[0], k, v, of, x[1]), (q, jnp.arange(blocks)))
 
     flat = [x.reshape(p.batch * p.kv_heads, *x.shape[2:]) for x in (q, k, v)]

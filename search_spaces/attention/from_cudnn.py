@@ -1,4 +1,4 @@
-"""Attention that a function asks cuDNN for, as a problem: ``jax.nn.dot_product_attention(implementation="cudnn")``."""
+"""Converts cuDNN attention, ``jax.nn.dot_product_attention(implementation="cudnn")``, to a problem."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# The parameters that are read here, that of dropout alone, and that which optimize adds. Whatever else an equation has
-# asks for more: a function of logits, from JAX 0.12 on.
+# The parameters that are read here, a parameter only used by dropout, and the one that optimize adds. Any other
+# parameter means a feature that is not supported: a function of logits, from JAX 0.12 on.
 KNOWN = {"mask_type", "sliding_window_length", "variadic_args", "dropout_rate", "layout", "scale", "seed", "stored"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What an equation asks of cuDNN.
+    """The attention that a cuDNN equation computes.
 
     Attributes:
-      fields: of the problem, as far as shapes do not tell.
-      lengths: of queries and of keys, ``int32[batch]`` each; () where sequences have full length.
+      fields: of the problem, except those that shapes determine.
+      lengths: of queries and of keys, ``int32[batch]`` each; () if sequences have full length.
       scale: of logits.
     """
 
@@ -27,13 +27,13 @@ class Asked:
 
 
 def asked(q: Any, k: Any, rest: tuple[Any, ...], params: Mapping[str, Any]) -> Asked | str:
-    """What is asked for, or why a problem cannot say it, in words.
+    """Returns the attention of an equation, or the reason why no problem describes it.
 
     Args:
-      q, k: what has a shape.
-      rest: the equation's inputs behind q, k and v: bias, lengths and offsets of queries and keys, two page tables,
-        and operands of a function of logits.
-      params: the equation's, as in `jax._src.cudnn.fused_attention_stablehlo`.
+      q, k: objects with a shape.
+      rest: the equation's inputs after q, k and v: bias, lengths and offsets of queries and keys, two page tables, and
+        operands of a function of logits.
+      params: of the equation, as in `jax._src.cudnn.fused_attention_stablehlo`.
     """
     _, q_lengths, kv_lengths, q_offsets, _, pages, _, *more = rest
     mask, window = params["mask_type"].name, params["sliding_window_length"]

@@ -1,4 +1,4 @@
-"""How attention divides over devices: by sequences and by heads, those of keys with the queries' that see them."""
+"""Sharding of attention: by sequences and by heads; key heads stay with the query heads that use them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ P = TypeVar("P", bound=AttentionProblem)
 
 
 def sharding(p: P, operands: Sequence[str], results: Sequence[str]) -> Sharding[Any]:
-    """By the names of arrays: "q", "k", "v", "out", "lse", or "lengths", in their order.
+    """Returns the sharding for arrays by name: "q", "k", "v", "out", "lse", or "lengths", in order.
 
-    Key head n belongs to the query heads from ``n group`` on: over more devices than there are key heads each has some
-    of a group, and the gradients of its keys are sums over those devices.
+    Key head n belongs to the query heads from ``n group`` on. With more devices than key heads, each device has a part
+    of a group, and the gradients of its keys are summed over these devices.
     """
     heads = "(kv_heads group)" if p.group > 1 and p.kv_heads > 1 else "group" if p.group > 1 else "kv_heads"
     letters = {

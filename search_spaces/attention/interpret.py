@@ -1,4 +1,4 @@
-"""Attention in blocks by Pallas's interpreter on a CPU: what forward and backward have in common."""
+"""Attention in blocks by Pallas's interpreter on a CPU: parts shared by forward and backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InterpretedAttention:
     """Extents of a block of logits.
 
     Attributes:
-      block_q: queries; where they do not divide q_len, the last block has less.
+      block_q: queries; if this does not divide q_len, the last block is shorter.
       block_kv: keys, likewise.
     """
 
@@ -33,12 +33,12 @@ class InterpretedAttention:
 
 
 def refusal(target: Target) -> str | None:
-    """Why Pallas's interpreter does not answer on this target; None where it does."""
+    """Returns why Pallas's interpreter does not run on this target; None if it does."""
     return None if target.platform == "cpu" else f"runs in Pallas's interpreter on a CPU, not on {target.kind}"
 
 
 def space(p: AttentionProblem) -> Space[InterpretedAttention]:
-    """An interpreted grid step costs about a millisecond whatever it computes: blocks are large."""
+    """Returns the schedules; blocks are large, because an interpreted grid step costs about a millisecond."""
 
     def extents(length: int) -> tuple[int, ...]:
         few = [n for n in (512, 128, 32, 8) if n < length <= 64 * n]
@@ -48,7 +48,11 @@ def space(p: AttentionProblem) -> Space[InterpretedAttention]:
 
 
 def footprint(p: AttentionProblem, s: Columns, products: int) -> Footprint:
-    """Args: `products` are the matrix products of a block of logits: 2 forward, 7 backward (two kernels)."""
+    """Returns the footprint.
+
+    Args:
+      products: matrix products of a block of logits: 2 forward, 7 backward (two kernels).
+    """
     blocks = -(-p.q_len // s.block_q)
     steps = -(-p.kv_len // s.block_kv)
     row_bytes = 4 * (p.head_dim + p.value_dim)
@@ -70,27 +74,27 @@ def footprint(p: AttentionProblem, s: Columns, products: int) -> Footprint:
 
 
 def padded(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """`x` with zeros up to a multiple of `block`: an interpreted load of a part does not end at an edge."""
+    """Pads `x` with zeros to a multiple of `block`: an interpreted load of a block is not clipped at an edge."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % block)
     return jnp.pad(x, widths)
 
 
 def one_head(x: Any, rows: int | None, of: Any) -> pl.BlockSpec:
-    """Of ``[batch, length, heads, columns]``: some rows, or all, of the head ``of(head)`` of a sequence."""
+    """Returns the spec for some rows, or all, of head ``of(head)`` in ``[batch, length, heads, columns]``."""
     if rows is None:
         return pl.BlockSpec((1, x.shape[1], 1, x.shape[3]), lambda b, n, i: (b, 0, of(n), 0))
     return pl.BlockSpec((1, rows, 1, x.shape[3]), lambda b, n, i: (b, i, of(n), 0))
 
 
 def logits(p: AttentionProblem, q: Any, k: Any, scale: float, softcap: float) -> jax.Array:
-    """Scaled and capped, of blocks ``[rows, head_dim]`` and ``[columns, head_dim]``."""
+    """Computes scaled and capped logits of blocks ``[rows, head_dim]`` and ``[columns, head_dim]``."""
     product = dot(q, k, (1, 1)) * scale
     return softcap * jnp.tanh(product / softcap) if p.softcap else product
 
 
 def seen(p: AttentionProblem, s: InterpretedAttention, q_block: Any, kv_block: Any, of: Lengths) -> jax.Array:
-    """Whether a query of one block sees a key of another, as ``[block_q, block_kv]``; nobody sees what is padding."""
+    """Returns whether a query of one block sees a key of another, ``[block_q, block_kv]``; padding is never seen."""
     rows, columns = q_block * s.block_q + jnp.arange(s.block_q), kv_block * s.block_kv + jnp.arange(s.block_kv)
     there = (rows < p.q_len)[:, None] & (columns < p.kv_len)[None]
     both: jax.Array = there & visible(p, rows, columns, of)
@@ -98,12 +102,12 @@ def seen(p: AttentionProblem, s: InterpretedAttention, q_block: Any, kv_block: A
 
 
 def lengths(p: AttentionProblem, refs: Any) -> Lengths:
-    """Of the sequence that a block belongs to, from references of one element each, the last of `refs`."""
+    """Returns the lengths of a block's sequence, from references of one element each, the last of `refs`."""
     count = p.q_lengths + p.kv_lengths
     return p.lengths([ref[0] for ref in refs[len(refs) - count :]]) if count else Lengths()
 
 
 def dot(a: Any, b: Any, contracted: tuple[int, int]) -> jax.Array:
-    """In float32, over these axes."""
+    """Computes a product in float32, contracting these axes."""
     numbers = (((contracted[0],), (contracted[1],)), ((), ()))
     return lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
-"""Leaves out of arrays what a mask hides from all: keys that no query sees, and queries that see no key.
+"""Zeros the keys that no query sees, and the queries that see no key.
 
-A probability of 0 does not do that: 0 times NaN is NaN, and a cache of keys and values, or padding, may hold anything.
-With zeros there, products of what is masked are 0. What only some queries do not see stays.
+A probability of 0 is not enough: 0 times NaN is NaN, and a cache of keys and values, or padding, may hold anything.
+With zeros there, products of masked elements are 0. Keys that only some queries do not see are kept.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from search_spaces.attention.problem import Bounds, Lengths
 
 
 def keys(p: Bounds, of: Lengths, *arrays: Any) -> tuple[Any, ...]:
-    """``[batch, kv_len, ...]`` each, with zeros for keys that no query sees."""
+    """Zeros keys that no query sees, in arrays ``[batch, kv_len, ...]``."""
     return arrays if p.every_key_is_seen else tuple(_first(x, p.counted(of).kv) for x in arrays)
 
 
 def queries(p: Bounds, of: Lengths, *arrays: Any) -> tuple[Any, ...]:
-    """``[batch, q_len, ...]`` each, with zeros for queries that see no key."""
+    """Zeros queries that see no key, in arrays ``[batch, q_len, ...]``."""
     return arrays if p.every_query_sees else tuple(_first(x, p.counted(of).q) for x in arrays)
 
 
 def statistics(p: Bounds, of: Lengths, x: Any, value: float = 0.0) -> Any:
-    """``[batch, heads, q_len]``, with `value` for queries that see no key."""
+    """Sets ``[batch, heads, q_len]`` to `value` for queries that see no key."""
     if p.every_query_sees:
         return x
     return jnp.where(_there(p.counted(of).q, x.shape[2])[:, None], x, jnp.asarray(value, x.dtype))
@@ -37,5 +37,5 @@ def _first(x: Any, count: Any) -> jax.Array:
 
 
 def _there(count: Any, length: Any) -> jax.Array:
-    """``[batch or 1, length]``."""
+    """Returns a mask ``[batch or 1, length]`` of the first `count` elements."""
     return jnp.arange(length)[None] < jnp.atleast_1d(count)[:, None]

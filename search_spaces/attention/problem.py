@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as a problem: shapes, and which keys each query sees."""
+"""The scaled dot-product attention problem: shapes, and the keys that each query sees."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from search_spaces import reference_programs, special_values
 from search_spaces.problem import Problem, nbytes
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Gemma 2's cap of attention logits (arXiv:2408.00118, table 1): with what a search measures where logits are capped.
+# Gemma 2's cap of attention logits (arXiv:2408.00118, table 1). A search measures with it if logits are capped.
 SOFTCAP = 50.0
 
 
 class Lengths(NamedTuple):
-    """How many queries and keys of each sequence of a batch there are, ``int32[batch]``; None where all are."""
+    """Number of queries and keys in each sequence of a batch, ``int32[batch]``; None means full length."""
 
     q: Any = None
     kv: Any = None
 
 
 class Bounds:
-    """Which keys a query sees, derived from extents, the window's bounds and whether there are lengths.
+    """The keys that a query sees, from extents, the window's bounds and whether there are lengths.
 
     Attributes:
-      q_len, kv_len: queries and keys; symbols under `jax.export`.
-      left, right: query i sees keys from ``i - left`` to ``i + right``; None is no bound.
-      q_lengths, kv_lengths: an operand says how many queries, keys of each sequence are there.
+      q_len, kv_len: number of queries and keys; symbolic under `jax.export`.
+      left, right: query i sees keys from ``i - left`` to ``i + right``; None means no bound.
+      q_lengths, kv_lengths: whether an operand gives the number of queries or keys of each sequence.
     """
 
     q_len: int
@@ -51,12 +51,12 @@ class Bounds:
 
     @property
     def every_query_sees(self) -> bool:
-        """Whether each query sees a key, whatever the operands are."""
+        """Whether each query sees a key, for any operands."""
         return not (self.q_lengths or self.kv_lengths) and _reaches(self.kv_len, self.left, self.q_len)
 
     @property
     def every_key_is_seen(self) -> bool:
-        """Whether a query sees each key, whatever the operands are."""
+        """Whether each key is seen by a query, for any operands."""
         return not (self.q_lengths or self.kv_lengths) and _reaches(self.q_len, self.right, self.kv_len)
 
     @property
@@ -70,13 +70,13 @@ class Bounds:
         return self.kv_lengths or (self.right is not None and not self.every_key_is_seen)
 
     def counted(self, of: Lengths) -> Lengths:
-        """How many queries see a key, and how many keys are seen by a query: the first ones, as bounds only shift.
+        """Returns how many queries see a key, and how many keys are seen; they come first, because bounds only shift.
 
         Args:
           of: lengths of one sequence, or of each; any int32.
 
         Returns:
-          Numbers from 0 to `q_len` and `kv_len`: of each sequence, if there are lengths of any.
+          Numbers from 0 to `q_len` and `kv_len`; one per sequence, if there are any lengths.
         """
         q = self.q_len if of.q is None else jnp.clip(of.q, 0, self.q_len)
         kv = self.kv_len if of.kv is None else jnp.clip(of.kv, 0, self.kv_len)
@@ -89,7 +89,7 @@ class Bounds:
 
 
 def _reaches(count: int, shift: int | None, end: int) -> bool:
-    """Whether ``count + shift`` is at least `end`; of symbols, which need not compare, False."""
+    """Returns whether ``count + shift`` is at least `end`; False for symbolic extents, which may not be comparable."""
     return shift is None or (isinstance(count, int) and isinstance(end, int) and count + shift >= end)
 
 
@@ -101,15 +101,15 @@ def _least(a: Any, b: Any) -> Any:
 class AttentionProblem(Problem, Bounds):
     """Queries ``q[batch, q_len, heads, head_dim]`` on keys and values ``[batch, kv_len, kv_heads, ...]``.
 
-    The layout and meaning are those of `jax.nn.dot_product_attention`: query head n sees the key head
-    ``n // (heads // kv_heads)``, and a causal mask is aligned at the top left: query i sees keys 0 to i.
+    Layout and semantics are those of `jax.nn.dot_product_attention`: query head n uses key head ``n // (heads //
+    kv_heads)``, and a causal mask is aligned at the top left: query i sees keys 0 to i.
 
     Attributes:
       batch, q_len, kv_len, heads, kv_heads, head_dim: extents, at least 1; `heads` is a multiple of `kv_heads`.
-      head_dim_v: of values and of the result; 0 is `head_dim`.
+      head_dim_v: of values and of the result; 0 means `head_dim`.
       causal: query i sees no key beyond i.
-      window_left, window_right: query i sees keys from ``i - window_left`` to ``i + window_right``; -1 is no bound.
-      q_lengths, kv_lengths: an operand ``int32[batch]`` says how many queries, keys of each sequence are there.
+      window_left, window_right: query i sees keys from ``i - window_left`` to ``i + window_right``; -1 means no bound.
+      q_lengths, kv_lengths: whether an operand ``int32[batch]`` gives the number of queries or keys of each sequence.
       softcap: logits are ``cap * tanh(logits / cap)``; the cap is a parameter of the call.
       dtype: of q, k, v and the result.
     """
@@ -140,12 +140,12 @@ class AttentionProblem(Problem, Bounds):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}")
         self._require("dtype", DTYPES)
-        # One problem has one spelling, or a cache would hold it twice.
+        # Each problem has one spelling; otherwise a cache would store it twice.
         if self.head_dim_v == self.head_dim:
             object.__setattr__(self, "head_dim_v", 0)
-        if self.causal and self.window_right != -1:  # What is bounded by i is bounded by i + right.
+        if self.causal and self.window_right != -1:  # A bound of i implies a bound of i + right.
             object.__setattr__(self, "window_right", -1)
-        if self.window_left >= self.q_len - 1:  # No query is so far from the first key.
+        if self.window_left >= self.q_len - 1:  # No query is that far from the first key.
             object.__setattr__(self, "window_left", -1)
         if self.window_right >= self.kv_len - 1:
             object.__setattr__(self, "window_right", -1)
@@ -153,7 +153,7 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def group(self) -> int:
-        """Query heads that share a head of keys and values."""
+        """Number of query heads that share a head of keys and values."""
         return self.heads // self.kv_heads
 
     @property
@@ -167,17 +167,17 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def right(self) -> int | None:
-        """Query i sees keys up to ``i + right``; None is all of them."""
+        """Query i sees keys up to ``i + right``; None means all of them."""
         return 0 if self.causal else None if self.window_right < 0 else self.window_right
 
     @property
     def left(self) -> int | None:
-        """Query i sees keys from ``i - left`` on; None is all of them."""
+        """Query i sees keys from ``i - left`` on; None means all of them."""
         return None if self.window_left < 0 else self.window_left
 
     @functools.cached_property
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of one head of one sequence, of full length."""
+        """Number of pairs of a query and a key that it sees, in one head of one full-length sequence."""
         i = np.arange(self.q_len, dtype=np.int64)
         first = np.zeros_like(i) if self.left is None else np.maximum(i - self.left, 0)
         end = np.full_like(i, self.kv_len) if self.right is None else np.minimum(i + self.right + 1, self.kv_len)
@@ -185,29 +185,29 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def q_share(self) -> float:
-        """Of the queries, those that `random_lengths` leave: timed sequences are half as long as the longest."""
+        """Share of the queries that `random_lengths` keeps: timed sequences average half of the longest length."""
         return 0.5 if self.q_lengths else 1.0
 
     @property
     def kv_share(self) -> float:
-        """Likewise of the keys."""
+        """Share of the keys that `random_lengths` keeps."""
         return 0.5 if self.kv_lengths else 1.0
 
     @property
     def longest_beyond_mean(self) -> float:
-        """What the longest of the sequences that `random_lengths` gives has more keys than the mean, over the mean."""
+        """Excess of keys of the longest sequence of `random_lengths` over the mean, relative to the mean."""
         pairs = self.batch // 2
         return pairs / (pairs + 1) if self.kv_lengths else 0.0
 
     @property
     def pair_share(self) -> float:
-        """Of the pairs, at least those that `random_lengths` leave: the mean of a square is no less than that."""
+        """Lower bound of the share of pairs that `random_lengths` keeps: a mean square is at least the squared mean."""
         one = self.q_share * self.kv_share
         return 0.25 if one < 1 and (self.right, self.left) != (None, None) else one
 
     @property
     def bytes_moved(self) -> float:
-        """Counts the queries, keys and values that the lengths and the mask leave."""
+        """Counts only the queries, keys and values that lengths and mask leave."""
         q, *kv = map(nbytes, self.qkv())
         seeing = 1.0 if self.left is None else max(0, min(self.q_len, self.kv_len + self.left)) / self.q_len
         seen = 1.0 if self.right is None else max(0, min(self.kv_len, self.q_len + self.right)) / self.kv_len
@@ -216,7 +216,7 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def library_bytes_moved(self) -> float:
-        """XLA writes logits in float32, reads them, writes probabilities in the dtype, and reads those."""
+        """Counts XLA's traffic: it writes and reads logits in float32, then probabilities in the dtype."""
         itemsize = int(jnp.dtype(self.dtype).itemsize)
         return self.bytes_moved + 2.0 * (4 + itemsize) * self.batch * self.heads * self.q_len * self.kv_len
 
@@ -224,7 +224,7 @@ class AttentionProblem(Problem, Bounds):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or self.dtype))
 
     def qkv(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of q, k and v."""
+        """Returns the shapes of q, k and v."""
         p = self
         return (
             p.array(p.batch, p.q_len, p.heads, p.head_dim),
@@ -236,22 +236,23 @@ class AttentionProblem(Problem, Bounds):
         return self.array(self.batch, self.q_len, self.heads, self.value_dim)
 
     def lse(self) -> jax.ShapeDtypeStruct:
-        """Of the log-sum-exp of each query's scaled, capped, visible logits, natural logarithm."""
+        """Returns the shape of the log-sum-exp (natural logarithm) of each query's scaled, capped, visible logits."""
         return self.array(self.batch, self.heads, self.q_len, dtype="float32")
 
     def length_operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """`q_lengths`, then `kv_lengths`, as far as the problem has them: the last of its operands."""
+        """Returns `q_lengths`, then `kv_lengths`, if the problem has them; they are the last operands."""
         return (self.array(self.batch, dtype="int32"),) * (self.q_lengths + self.kv_lengths)
 
     def lengths(self, args: Any) -> Lengths:
-        """The lengths among operands."""
+        """Returns the lengths among operands."""
         given = args[len(args) - self.q_lengths - self.kv_lengths :]
         return Lengths(given[0] if self.q_lengths else None, given[-1] if self.kv_lengths else None)
 
     def random_lengths(self, seed: int) -> tuple[jax.Array, ...]:
-        """From 1 to all; two sequences after each other are as long as one, so that each seed is as much work.
+        """Returns random lengths from 1 to full length; each pair of consecutive sequences adds up to full length.
 
-        An odd one is half as long. A sequence's share of queries and of keys is the same, as padding leaves it.
+        Each seed is therefore the same amount of work. If the batch is odd, the last sequence has half of the full
+        length. A sequence has the same share of queries and of keys, as with padding.
         """
         share = jax.random.uniform(jax.random.key(seed), (self.batch // 2,))
         shares = jnp.concatenate([jnp.stack([share, 1 - share], axis=1).ravel(), jnp.full(self.batch % 2, 0.5)])
@@ -259,13 +260,14 @@ class AttentionProblem(Problem, Bounds):
         return tuple(jnp.clip(jnp.ceil(shares * n).astype(jnp.int32), 1, n) for n in most)
 
     def special(self) -> tuple[str, ...]:
-        """Finite ones: NaN and infinities of keys that a query does not see are yet to be left out everywhere."""
+        """Returns the finite kinds: NaN and infinities of invisible keys are not yet left out everywhere."""
         return special_values.FINITE
 
     def special_qkv(self, kind: str, qkv: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Large ones are values, and one number that all logits have in common: without it they overflow in exp.
+        """Returns special operands; for "large", only values are large, and all logits share one large number.
 
-        Of larger logits the softmax would tell their rounding errors apart.
+        Subtracting the maximum is then necessary, because exp would overflow. With larger logits, the softmax would
+        magnify their rounding errors.
         """
         if kind != "large":
             return special_values.altered(qkv, kind, integers=False)
@@ -274,11 +276,11 @@ class AttentionProblem(Problem, Bounds):
 
     @property
     def common_power(self) -> int:
-        """The binary logarithm of what queries and keys have in common so that an exponential of logits overflows."""
+        """Binary logarithm of the common element of queries and keys that makes an exponential of logits overflow."""
         return math.ceil(math.log2(128 / self.default_scale()) / 2)
 
     def with_common_logit(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
-        """Queries and keys that add one number to all logits, beyond 88, from which on exp in float32 overflows."""
+        """Makes queries and keys add one number to all logits, beyond 88, where exp in float32 overflows."""
         return tuple(reference_programs.run(_led_by, x, power=self.common_power) for x in (q, k))
 
     def neighbour(self) -> Problem | None:
@@ -287,11 +289,11 @@ class AttentionProblem(Problem, Bounds):
         return None if below == self else below
 
     def default_scale(self) -> float:
-        """Of logits where a call does not say: ``1 / sqrt(head_dim)``."""
+        """Returns the scale of logits if a call does not give one: ``1 / sqrt(head_dim)``."""
         return float(self.head_dim**-0.5)
 
 
 @functools.partial(jax.jit, static_argnames="power")
 def _led_by(x: jax.Array, *, power: int) -> jax.Array:
-    """Heads whose first element is a power of two."""
+    """Sets the first element of each head to a power of two."""
     return x.at[..., 0].set(2.0**power)

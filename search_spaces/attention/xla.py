@@ -1,4 +1,4 @@
-"""Attention and its gradients as XLA computes them: the answer to beat, and the one for what no kernel can."""
+"""Attention and its gradients by XLA: the baseline, and the fallback for problems that no kernel supports."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from search_spaces.attention.formula import visible
 from search_spaces.attention.problem import AttentionProblem, Lengths
 from search_spaces.kernel import Target
 
-# Logits in memory at a time, 4 GiB in float32: a longer problem is computed some queries at a time.
+# Logits in memory at a time, 4 GiB in float32; larger problems are computed some queries at a time.
 MOST_LOGITS = 2**30
 
 
 def forward(
     p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scale: float, softcap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The result in the dtype of `q` and the log-sum-exp in float32: products of operands, and float32 in between.
+    """Computes the result in the dtype of `q` and the log-sum-exp in float32, with float32 between the products.
 
-    Under JAX's own derivative, gradients are right where no key or query that is left out has NaN: see `left_out`.
+    Under JAX's own derivative, gradients are correct if no key or query that is left out has NaN (see `left_out`).
     """
     (v,) = left_out.keys(p, of, v)
     out, lse = _forward(p, q, k, v, of, scale, softcap)
@@ -50,7 +50,7 @@ def _forward(
 def backward(
     p: AttentionProblem, operands: Any, d_lse: Any, of: Lengths, *, scale: float, softcap: float
 ) -> tuple[jax.Array, ...]:
-    """dq, dk and dv of `operands`, which are q, k, v, the forward pass's results and the cotangent of the first."""
+    """Computes dq, dk and dv of `operands`: q, k, v, the forward results and the cotangent of the first result."""
     q, k, v, out, lse, d_out = operands
     (q, d_out), (k, v) = left_out.queries(p, of, q, d_out), left_out.keys(p, of, k, v)
     delta = jnp.einsum("btnv,btnv->bnt", out, d_out, preferred_element_type=jnp.float32)
@@ -80,7 +80,7 @@ def _backward(p: AttentionProblem, operands: Any, of: Lengths, scale: float, sof
 
 
 def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scale: float) -> jax.Array:
-    """`jax.nn.dot_product_attention`, but for queries that see no key, whose result is zeros here."""
+    """Runs `jax.nn.dot_product_attention`, but returns zeros for queries that see no key."""
     bounded = p.left is not None or (p.right is not None and not p.causal)
     left, right = p.q_len if p.left is None else p.left, p.kv_len if p.right is None else p.right
     (v,) = left_out.keys(p, of, v)
@@ -100,7 +100,7 @@ def as_written(p: AttentionProblem, q: Any, k: Any, v: Any, of: Lengths, *, scal
 def as_written_backward(
     p: AttentionProblem, q: Any, k: Any, v: Any, d_out: Any, of: Lengths, *, scale: float
 ) -> tuple[jax.Array, ...]:
-    """dq, dk and dv of that: gradients of what is left out are zeros, as those of a select are."""
+    """Computes dq, dk and dv of `as_written`; gradients of elements that are left out are zeros."""
 
     def forward(q: Any, k: Any, v: Any) -> jax.Array:
         (q,), (k, v) = left_out.queries(p, of, q), left_out.keys(p, of, k, v)
@@ -112,39 +112,39 @@ def as_written_backward(
 
 
 def unwritten(p: AttentionProblem) -> str | None:
-    """Why `jax.nn.dot_product_attention` cannot say the problem; None where it can."""
+    """Returns why `jax.nn.dot_product_attention` cannot express the problem; None if it can."""
     if p.softcap:
         return "jax.nn.dot_product_attention caps no logits"
     return "jax.nn.dot_product_attention takes values as wide as keys" if p.head_dim_v else None
 
 
 def compiles(p: AttentionProblem, target: Target) -> bool:
-    """Whether `jax.nn.dot_product_attention` does under `jax.jit`: it asks for products that only GPUs have."""
+    """Returns whether `jax.nn.dot_product_attention` compiles: its products of float16 are only supported on GPUs."""
     return p.dtype != "float16" or target.platform == "cuda"
 
 
 def q_rows(p: AttentionProblem) -> int:
-    """Queries whose logits are in memory at a time: all, where extents are symbols (`jax.export`)."""
+    """Returns the number of queries in memory at a time: all, if extents are symbolic (`jax.export`)."""
     if not all(isinstance(extent, int) for extent in (p.batch, p.heads, p.q_len, p.kv_len)):
         return p.q_len
     return max(1, min(p.q_len, MOST_LOGITS // (p.batch * p.heads * p.kv_len)))
 
 
 def divided(x: jax.Array, rows: int) -> jax.Array:
-    """``[batch, q_len, ...]`` as ``[blocks, batch, rows, ...]``, the last block filled with zeros."""
+    """Splits ``[batch, q_len, ...]`` into ``[blocks, batch, rows, ...]``; the last block is padded with zeros."""
     blocks = -(-x.shape[1] // rows)
     padded = jnp.pad(x, ((0, 0), (0, blocks * rows - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
     return jnp.moveaxis(padded.reshape(x.shape[0], blocks, rows, *x.shape[2:]), 1, 0)
 
 
 def joined(x: jax.Array, q_len: int) -> jax.Array:
-    """The inverse of `divided`."""
+    """Inverts `divided`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :q_len]
 
 
 def _seen(p: AttentionProblem, of: Lengths, rows: jax.Array) -> jax.Array:
-    """Whether a query sees a key, as ``[batch or 1, 1, 1, rows, kv_len]``."""
+    """Returns whether a query sees a key, as ``[batch or 1, 1, 1, rows, kv_len]``."""
     columns = jnp.arange(p.kv_len)
     if of.q is None and of.kv is None:
         return visible(p, rows, columns, of)[None, None, None]
@@ -153,7 +153,7 @@ def _seen(p: AttentionProblem, of: Lengths, rows: jax.Array) -> jax.Array:
 
 
 def _logits(p: AttentionProblem, q: Any, k: Any, scale: float, softcap: float) -> jax.Array:
-    """Scaled and capped, ``[batch, kv_heads, group, rows, kv_len]``."""
+    """Computes scaled and capped logits, ``[batch, kv_heads, group, rows, kv_len]``."""
     q = q.reshape(*q.shape[:2], p.kv_heads, p.group, p.head_dim)
     logits: jax.Array = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=wide(q)) * scale
     return softcap * jnp.tanh(logits / softcap) if p.softcap else logits
@@ -168,7 +168,7 @@ def _block(
     most = jnp.where(jnp.isfinite(most), most, 0.0)
     e = jnp.exp(logits - most)
     total = jnp.sum(e, axis=-1, keepdims=True)
-    some = total != 0  # NaN among logits stays NaN; of minus infinities alone nothing is left.
+    some = total != 0  # NaN among logits stays NaN; a row of minus infinities sums to 0.
     total = jnp.where(some, total, 1.0)
     out = jnp.einsum("bkgts,bskv->btkgv", (e / total).astype(v.dtype), v, preferred_element_type=wide(q))
     lse = jnp.where(some, most + jnp.log(total), -jnp.inf)
@@ -179,13 +179,13 @@ def _block(
 def _block_gradients(
     p: AttentionProblem, k: Any, v: Any, of: Lengths, operands: Any, rows: jax.Array, *, scale: float, softcap: float
 ) -> tuple[jax.Array, ...]:
-    """Of some queries, dk and dv being their part of the sums; in float32."""
+    """Computes the float32 gradients of some queries; dk and dv are partial sums."""
     q, lse, delta, d_out = operands
     summed, grouped = wide(q), (*q.shape[:2], p.kv_heads, p.group)
     by_row = (p.batch, p.kv_heads, p.group, q.shape[1])
     logits = _logits(p, q, k, scale, softcap)
     lse = jnp.where(lse == -jnp.inf, 0.0, lse).reshape(by_row)[..., None]
-    # What nobody sees may be larger than what is seen: no exponential of it, which could overflow.
+    # An invisible logit may be larger than all visible ones: mask it before exp, which could overflow.
     probabilities = jnp.exp(jnp.where(_seen(p, of, rows), logits - lse, -jnp.inf))
     d_out = d_out.reshape(*grouped, p.value_dim)
     d_probabilities = jnp.einsum("btkgv,bskv->bkgts", d_out, v, preferred_element_type=summed)

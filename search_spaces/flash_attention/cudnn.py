@@ -1,4 +1,4 @@
-"""Attention by cuDNN, the vendor's library: the answer to beat on an NVIDIA GPU, and a legal one."""
+"""Attention by cuDNN, the vendor's library: the baseline on NVIDIA GPUs, and a valid choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from search_spaces.space import Columns, Space
 
 
 class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
-    """What ``jax.nn.dot_product_attention(implementation="cudnn")`` runs, and its statistics in float32."""
+    """Runs the same as ``jax.nn.dot_product_attention(implementation="cudnn")``, with its statistics in float32."""
 
     backend = "cudnn"
     version = 1
@@ -65,7 +65,7 @@ class CudnnFlashAttention(Kernel[FlashAttentionProblem, CudnnSchedule]):
 
 
 def _lengths(p: FlashAttentionProblem, of: Lengths) -> tuple[Any, ...]:
-    """Both or none, from 1 to all: nothing says what cuDNN makes of others."""
+    """Returns both lengths or none, clipped to 1 and more: cuDNN does not document its behaviour for other lengths."""
     if of.q is None and of.kv is None:
         return ()
     given = (of.q, p.q_len), (of.kv, p.kv_len)

@@ -1,4 +1,4 @@
-"""JAX's equation of cuDNN's attention, forward, as a problem."""
+"""Converts JAX's equation of cuDNN's forward attention to a problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from search_spaces.operation import Posed
 
 
 def posed(q: Any, k: Any, v: Any, *rest: Any, is_training: bool, **params: Any) -> Posed[FlashAttentionProblem] | str:
-    """The attention that an equation is, with the log-sum-exp where a gradient will ask for it; or why it is cuDNN's.
+    """Returns the attention of an equation, with the log-sum-exp if a gradient needs it, or why cuDNN keeps it.
 
     Args:
       q, k, v, rest, params: as in `attention.from_cudnn`.

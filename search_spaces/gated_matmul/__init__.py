@@ -1,4 +1,4 @@
-"""A product times the activation of another of the same rows: ``GATED_MATMUL``, its problem and its kernels."""
+"""The gated matmul, a product times the activation of another one: ``GATED_MATMUL``, its problem and its kernels."""
 
 from search_spaces.gated_matmul import front_end, recognise, rules
 from search_spaces.gated_matmul.hopper import MosaicGpuGatedMatmul

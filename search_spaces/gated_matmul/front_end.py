@@ -1,4 +1,4 @@
-"""The gated product as users call it: leading axes are m; what no problem says goes to XLA."""
+"""The user-facing gated matmul call: leading axes become m; unsupported calls go to XLA."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ def bind(
     activation: str = "silu",
     pair: bool = False,
 ) -> Bound[GatedMatmulProblem] | Unbound:
-    """A call of `scheduler.tuned_gated_matmul`, whose arguments these are, each array of a pair by itself.
+    """Binds a call of `scheduler.tuned_gated_matmul` to a problem; a pair's arrays are separate arguments.
 
     Args:
-      others: further operands as `GatedMatmulProblem.of` takes them: all have the axes of the problem.
-      up: the weights of the other factor, where `w` are the gate's alone.
-      up_bias: its bias; where there is one, `bias` is the gate's alone.
-      pair: `others` begin with `up`.
+      others: further operands as `GatedMatmulProblem.of` takes them; all operands then have the axes of the problem.
+      up: the weights of the other factor, if `w` holds only the gate's.
+      up_bias: the bias of the other factor; if given, `bias` is the gate's.
+      pair: whether `others` begins with `up`.
 
     Raises:
-      TypeError, ValueError: what `jnp.matmul` refuses, an unknown activation, weights or a bias of another shape.
+      TypeError, ValueError: for calls that `jnp.matmul` rejects, an unknown activation, or weights or a bias of another
+        shape.
     """
     if others or pair:
         p = GatedMatmulProblem.of(x, w, *others, transpose_w=transpose_w, pair=pair, activation=activation)
@@ -45,7 +46,7 @@ def bind(
     weights = (w,) if up is None else (w, up)
     biases = () if bias is None else (bias,) if up_bias is None else (bias, up_bias)
     columns = _columns(x, weights, transpose_w)
-    jnp.result_type(x, *weights)  # refused where `jax.numpy_dtype_promotion` forbids the mixture
+    jnp.result_type(x, *weights)  # Raises if `jax.numpy_dtype_promotion` forbids the mixture.
     biases = _as_weights(biases, len(weights), columns)
     posed = _problem(x, weights, biases, transpose_w, activation)
     if isinstance(posed, str):
@@ -58,7 +59,7 @@ def bind(
 
 
 def _columns(x: Any, weights: Sequence[Any], transpose_w: bool) -> int:
-    """Of the weights, which are of one shape and multiply `x`."""
+    """Returns the columns of the weights; checks that these have one shape and multiply `x`."""
     shapes = [jnp.shape(w) for w in weights]
     if any(len(shape) != 2 for shape in shapes) or len(set(shapes)) > 1:
         raise ValueError(f"weights have 2 axes, and those of a pair one shape, not {' and '.join(map(str, shapes))}")
@@ -71,7 +72,7 @@ def _columns(x: Any, weights: Sequence[Any], transpose_w: bool) -> int:
 
 
 def _as_weights(biases: Sequence[Any], count: int, columns: int) -> tuple[Any, ...]:
-    """Biases joined or apart as the weights are, which makes a copy of a few kilobytes where the caller's are not."""
+    """Joins or splits biases to match the weights, which copies a few kilobytes if the caller's do not match."""
     if not biases:
         return ()
     n = columns if count == 2 else columns // 2
@@ -91,7 +92,7 @@ def _as_weights(biases: Sequence[Any], count: int, columns: int) -> tuple[Any, .
 def _problem(
     x: Any, weights: Sequence[Any], biases: Sequence[Any], transpose_w: bool, activation: str
 ) -> GatedMatmulProblem | str:
-    """The problem of all rows, or why there is none."""
+    """Returns the problem of all rows, or the reason why there is none."""
     names = ("x", "w", "up") if len(weights) == 2 else ("x", "w")
     given = dict(zip((*names, "bias", "up_bias"), (x, *weights, *biases), strict=False))
     if reason := unposed(given):

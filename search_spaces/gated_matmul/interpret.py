@@ -1,4 +1,4 @@
-"""A tiled gated product in plain ``pallas_call``: the teaching kernel, run by the interpreter on a CPU."""
+"""A tiled gated matmul in plain ``pallas_call``: the teaching kernel, run by the interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from search_spaces.space import Columns, Space, cdiv
 
 @dataclasses.dataclass(frozen=True)
 class InterpretSchedule:
-    """Tile extents: of the result, and of k. Columns of tiles follow each other."""
+    """Tile extents of the result and of k. Consecutive tiles lie along n."""
 
     tile_m: int
     tile_n: int
@@ -85,12 +85,12 @@ class InterpretGatedMatmul(Kernel[GatedMatmulProblem, InterpretSchedule]):
         p, s = problem, schedule
         x, weights, biases = p.apart(args)
         grid = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
-        w_axis = 1 if p.transpose_w else 0  # of k
+        w_axis = 1 if p.transpose_w else 0  # axis of k
 
         def body(x_ref: Any, *refs: Any) -> None:
             weight_refs, bias_refs, (out_ref, *acc_refs) = refs[:2], refs[2:-3], refs[-3:]
             step = pl.program_id(2)
-            # What lies beyond the edge of k is not zero but undefined, and 0 * NaN is NaN: mask both operands.
+            # Elements beyond the edge of k are undefined, not zero, and 0 * NaN is NaN: mask both operands.
             left = p.k - step * s.tile_k
             x_tile = masked(x_ref[...], axis=1, extent=left)
             for w_ref, acc_ref in zip(weight_refs, acc_refs, strict=True):

@@ -1,4 +1,4 @@
-"""The gated product as a problem: operands, inputs, reference and tolerance, whatever computes it."""
+"""The gated matmul problem: operands, inputs, reference and tolerance, independent of the kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 class Operands(NamedTuple):
-    """What belongs to each operand of a problem: of weights and biases one, or the gate's and then the other's."""
+    """One value per operand of a problem; weights and biases are one, or the gate's and then the other factor's."""
 
     x: Any
     weights: tuple[Any, ...]
@@ -31,18 +31,18 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GatedMatmulProblem(Problem):
-    """``activation(x @ gate + gate_bias) * (x @ up + up_bias)``: ``x[m, k]``, and weights ``[k, n]`` each.
+    """``activation(x @ gate + gate_bias) * (x @ up + up_bias)``, with ``x[m, k]`` and weights ``[k, n]`` each.
 
-    Accumulated in float32, in which the rest is computed too: only the result is rounded.
+    The accumulators and the epilogue are in float32; only the result is rounded.
 
     Attributes:
       m, n, k: extents, at least 1; n is that of the result.
       dtype: of `x`, the weights and the result.
       transpose_w: weights are stored ``[n, k]``.
-      pair: the weights are two arrays, and so are the biases; else one, the gate first: ``[k, 2 n]``, or ``[2 n, k]``
-        if transposed, and a bias ``[2 n]``.
+      pair: the weights are two arrays, and so are the biases. Otherwise they are one array, the gate first: ``[k, 2
+        n]``, or ``[2 n, k]`` if transposed, and the bias is ``[2 n]``.
       activation: a name in `epilogue.ACTIVATIONS`.
-      bias: dtype of the biases; "" is none.
+      bias: dtype of the biases; "" means none.
     """
 
     m: int
@@ -70,7 +70,7 @@ class GatedMatmulProblem(Problem):
     def of(
         cls, x: Any, *others: Any, transpose_w: bool = False, pair: bool = False, activation: str = "silu"
     ) -> GatedMatmulProblem:
-        """From operands in the layout of `operands`: the weights and then the biases follow `x`, two each of a pair."""
+        """Builds the problem from operands in the layout of `operands`: `x`, the weights, then the biases."""
         count = 2 if pair else 1
         if len(others) not in (count, 2 * count):
             wanted = "gate and up, and then two biases or none" if pair else "one array of weights, and a bias or none"
@@ -102,7 +102,7 @@ class GatedMatmulProblem(Problem):
         )
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """`x`; the weights, one or two; the biases, none or as many."""
+        """Returns `x`, one or two arrays of weights, and no bias or as many biases as weights."""
         count, columns = (2, self.n) if self.pair else (1, 2 * self.n)
         w = (columns, self.k) if self.transpose_w else (self.k, columns)
         shapes: list[tuple[str, tuple[int, ...]]] = [(self.dtype, (self.m, self.k)), *[(self.dtype, w)] * count]
@@ -110,12 +110,12 @@ class GatedMatmulProblem(Problem):
         return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for dtype, shape in shapes)
 
     def named(self, args: Sequence[Any]) -> Operands:
-        """What belongs to the operands, in the order of `operands`, by name."""
+        """Names values that are given in the order of `operands`."""
         count = 2 if self.pair else 1
         return Operands(args[0], tuple(args[1 : 1 + count]), tuple(args[1 + count :]))
 
     def apart(self, args: Sequence[jax.Array]) -> Operands:
-        """Operands as a pair has them: slices of those that are joined."""
+        """Splits joined operands into the operands of a pair."""
         x, weights, biases = self.named(args)
         if self.pair:
             return Operands(x, weights, biases)
@@ -125,7 +125,7 @@ class GatedMatmulProblem(Problem):
 
     @property
     def gate(self) -> MatmulProblem:
-        """The product that the activation follows."""
+        """The product that feeds the activation."""
         return MatmulProblem(
             self.m,
             self.n,
@@ -144,12 +144,12 @@ class GatedMatmulProblem(Problem):
         return self.gated([self.product(x, w, precision=lax.Precision.HIGHEST) for w in weights], biases)
 
     def product(self, x: jax.Array, w: jax.Array, *, precision: lax.Precision | None = None) -> jax.Array:
-        """``x @ w`` in float32."""
+        """Computes ``x @ w`` in float32."""
         contract = ((1,), (1 if self.transpose_w else 0,))
         return lax.dot_general(x, w, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
     def gated(self, products: Sequence[jax.Array], biases: Sequence[jax.Array]) -> jax.Array:
-        """The result of ``x @ gate`` and ``x @ up``, in their dtype."""
+        """Computes the result from ``x @ gate`` and ``x @ up``, in their dtype."""
         gate, up = (
             acc if bias is None else acc + bias.astype(acc.dtype)
             for acc, bias in zip(products, biases or (None, None), strict=True)
@@ -157,7 +157,10 @@ class GatedMatmulProblem(Problem):
         return epilogue.apply(gate, activation=self.activation) * up
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Standard normal; `x` is scaled so that the accumulators are, too: it is there that activations differ."""
+        """Returns standard normal inputs, with `x` scaled so that the accumulators are standard normal too.
+
+        Activations differ from each other near zero.
+        """
         x, *others = super().inputs(seed)
         return scaled(x, self.k**-0.5), *others
 
@@ -165,7 +168,10 @@ class GatedMatmulProblem(Problem):
         return special_values.KINDS
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        """An accumulator's share of the largest accumulator, times the other factor; of both factors."""
+        """Returns the accumulator's tolerance relative to the largest accumulator, times the other factor.
+
+        For both factors.
+        """
         (one,) = self.gate.special_tolerance(kind)
         return (dataclasses.replace(one, absolute=2 * one.absolute),)
 
@@ -185,14 +191,14 @@ class GatedMatmulProblem(Problem):
 
     @property
     def library_bytes_moved(self) -> float:
-        """The accumulators of both products, in float32, are written by one kernel of XLA's and read by another."""
+        """XLA writes the float32 accumulators of both products in one kernel, and reads them in another."""
         return self.bytes_moved + 2 * 2 * 4 * self.m * self.n
 
     def tolerance(self) -> Tolerance:
-        """Rounding of the result, plus what both accumulators are off by, times the other factor.
+        """Returns the rounding error of the result, plus the errors of both accumulators, times the other factor.
 
-        An accumulator is off by what `MatmulProblem.tolerance` says, with a bias too. Factors stay within 6 of their
-        standard deviations, and an activation is no larger than its argument, and nowhere steeper than 1.13.
+        The error of an accumulator is that of `MatmulProblem.tolerance`, also with a bias. Factors stay within 6
+        standard deviations. An activation is no larger than its argument, and its slope is at most 1.13.
         """
         deviation = math.sqrt(2) if self.bias else 1.0
         one = self.gate.tolerance().absolute

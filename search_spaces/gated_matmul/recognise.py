@@ -1,4 +1,4 @@
-"""A gated product in a jaxpr: SiLU of one product times another of the same rows."""
+"""Recognises a gated matmul in a jaxpr: SiLU of one product times another one of the same rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from search_spaces.silu_and_mul.recognise import gate_and_up, half
 
 
 def recognise(node: Node) -> Recognised | None:
-    """``silu(x @ w1) * (x @ w2)``, or of the halves of one product, without biases."""
+    """Recognises ``silu(x @ w1) * (x @ w2)``, or the same of the halves of one product, without biases."""
     if node.name != "mul" or (found := gate_and_up(node.results[0])) is None:
         return None
     gate, up = map(half, found)
@@ -45,7 +45,7 @@ def recognise(node: Node) -> Recognised | None:
 
 
 class _Product(NamedTuple):
-    """Rows and the weights that multiply them, ``[k, n]`` or transposed."""
+    """A product of rows and weights, ``[k, n]`` or transposed."""
 
     x: Value
     weights: Value

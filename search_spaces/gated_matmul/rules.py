@@ -1,11 +1,11 @@
-"""How a gated product differentiates, in terms of products, and how it batches and divides over devices.
+"""The derivative, batching and sharding rules of a gated matmul; the derivative is in terms of matmuls.
 
-The backward pass needs both products. To compute them anew takes ``4 m n k`` operations, to write them and read them
-again ``8 m n`` bytes in 16 bits, which is less from a k of some 400 on (an H200's 4.2 TB/s and 800 TFLOP/s). So under a
-derivative the forward pass is one product, ``2 n`` wide (two of a pair), rounded to 16 bits as in most training, and a
-pass over it; the backward pass is another such pass, and the transposed products. Of joined weights and SiLU these
-passes are `silu_and_mul` and its gradient, tuned too; elsewhere they are XLA's, of which the second joins its halves in
-a pass of its own (4096 x 14336 on an H200: 289 us, where its bytes take 136).
+The backward pass needs both products. Recomputing them takes ``4 m n k`` operations. Writing and reading them takes ``8
+m n`` bytes in 16 bits, which is faster from a k of about 400 on (an H200's 4.2 TB/s and 800 TFLOP/s). Under a
+derivative, the forward pass is therefore one matmul, ``2 n`` wide (two matmuls for a pair), rounded to 16 bits as in
+most training, and an elementwise pass. The backward pass is another such pass, and the transposed matmuls. For joined
+weights and SiLU these passes are `silu_and_mul` and its gradient, which are tuned too. Otherwise XLA runs them, and
+joins the halves of the second one in a separate pass (4096 x 14336 on an H200: 289 us, where its bytes take 136).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = Callable[..., Any]
 
 
 def jvp(call: Call, p: GatedMatmulProblem, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The tangent is ``activation'(g) u dg + activation(g) du``, of ``g = x @ gate + bias`` and ``u`` likewise."""
+    """Computes the tangent ``activation'(g) u dg + activation(g) du``, with ``g = x @ gate + bias``, `u` likewise."""
     x, weights, biases = p.named(primals)
     dx, dweights, dbiases = p.named(tangents)
     if dx is None and not any(t is not None for t in (*dweights, *dbiases)):
@@ -64,7 +64,7 @@ def jvp(call: Call, p: GatedMatmulProblem, primals: Any, tangents: Any) -> tuple
 
 
 def batch(call: Call, p: GatedMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int] | None:
-    """Batched rows join the rows; not where weights or biases are batched."""
+    """Merges batched rows into m; returns None if weights or biases are batched."""
     if any(dim is not None for dim in dims[1:]):
         return None
     many = dataclasses.replace(p, m=args[0].shape[dims[0]] * p.m)
@@ -72,9 +72,9 @@ def batch(call: Call, p: GatedMatmulProblem, args: Any, dims: Any) -> tuple[jax.
 
 
 def shard(p: GatedMatmulProblem) -> Sharding[GatedMatmulProblem]:
-    """Columns are divided of a pair alone: of joined weights a device would have the gate's, or the other's.
+    """Returns the sharding rule; columns are sharded only for a pair, because a device needs both factors' columns.
 
-    k is whole on each device: to sum over devices takes both accumulators, which the kernel does not return.
+    k is not sharded: the sum over devices needs both accumulators, which the kernel does not return.
     """
     columns, count = ("n", 2) if p.pair else ("columns", 1)
     weights = [f"{columns} k" if p.transpose_w else f"k {columns}"] * count
@@ -83,7 +83,7 @@ def shard(p: GatedMatmulProblem) -> Sharding[GatedMatmulProblem]:
 
 
 def _product(p: GatedMatmulProblem) -> MatmulProblem:
-    """By one array of weights."""
+    """Returns the matmul with one array of weights."""
     columns = p.n if p.pair else 2 * p.n
     return MatmulProblem(p.m, columns, p.k, p.dtype, transpose_b=p.transpose_w)
 
@@ -93,6 +93,6 @@ def _halves(x: jax.Array | None, n: int) -> list[Any]:
 
 
 def _sum(*terms: jax.Array | None) -> jax.Array | None:
-    """Of those that are there."""
+    """Sums the terms that are not None."""
     there = [x for x in terms if x is not None]
     return sum(there[1:], start=there[0]) if there else None

@@ -1,4 +1,4 @@
-"""The gated product as XLA computes it: one or two products by cuBLAS, and a fusion; the answer to beat."""
+"""The gated matmul of XLA: one or two products by cuBLAS, and a fusion; the baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from search_spaces.problem import Tolerance
 
 
 class XlaGatedMatmul(LibraryKernel[GatedMatmulProblem]):
-    """Products, activation and their product in float32; or also as users write that, rounded at each step."""
+    """A gated matmul in float32, or as users write it, rounded at each step."""
 
     version = 1
 
@@ -23,9 +23,10 @@ class XlaGatedMatmul(LibraryKernel[GatedMatmulProblem]):
         return (Library.program, "plain")
 
     def tolerance(self, problem: GatedMatmulProblem, schedule: Library) -> Tolerance:
-        """Of what users write, that of a program which rounds at each step: it is what they would have without us.
+        """Widens the tolerance for the program that users write, which rounds at each step: it is their alternative.
 
-        Both factors are rounded several times, an activation's argument among them, which may reach 6 deviations.
+        Both factors are rounded several times, and so is an activation's argument, which may reach 6 standard
+        deviations.
         """
         exact = problem.tolerance()
         if schedule.program != "plain":
@@ -53,13 +54,13 @@ def _plain(p: GatedMatmulProblem, products: Sequence[jax.Array], biases: Sequenc
 
 
 def formula(x: Any, weights: Sequence[Any], biases: Sequence[Any], *, transpose_w: bool, activation: str) -> jax.Array:
-    """The same of whatever `jnp.matmul` takes, where no problem says it; a pair is joined nowhere.
+    """Computes the gated matmul for operands that no problem describes; a pair is not joined.
 
     Accumulators are in float32 or wider; the result, rounded once, has the dtype of `jnp.matmul`.
 
     Raises:
-      TypeError, ValueError: as `jnp.matmul`; an unknown activation; operands of integers, of 8 bits or complex, or a
-        bias that is.
+      TypeError, ValueError: as `jnp.matmul`; also for an unknown activation, integer, 8-bit or complex operands, or a
+        complex bias.
     """
     if activation not in epilogue.ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is not one of {', '.join(epilogue.ACTIVATIONS)}")

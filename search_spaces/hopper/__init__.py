@@ -1,1 +1,1 @@
-"""What Mosaic GPU kernels for Hopper share, whatever they compute."""
+"""Building blocks shared by the Mosaic GPU kernels for Hopper."""

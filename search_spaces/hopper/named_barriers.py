@@ -1,6 +1,6 @@
-"""Hardware barriers of a CTA by which its warpgroups take turns, and that of one warpgroup.
+"""Hardware barriers of a CTA: for warpgroups that take turns, and for a single warpgroup.
 
-PTX ISA: barrier (bar.sync, bar.arrive). There are 16; Mosaic GPU uses those with low numbers, one for each warpgroup.
+PTX ISA: barrier (bar.sync, bar.arrive). There are 16; Mosaic GPU uses low numbers, one for each warpgroup.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FIRST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The order in which `warpgroups`, the first of a CTA, issue their products: 0, 1, ..., 0, 1, ...
+    """The order in which `warpgroups`, the first of a CTA, issue their wgmmas: 0, 1, ..., 0, 1, ...
 
-    Each has a barrier, at which it waits and its predecessor arrives. Values do not depend on it, so that there is
-    nothing to interpret.
+    Each warpgroup waits at its own barrier, where its predecessor arrives. Results do not depend on the order, so the
+    interpreter ignores it.
     """
 
     warpgroups: int
@@ -38,15 +38,18 @@ class Turns:
             self.give()
 
     def take(self) -> None:
-        """Waits for its turn."""
+        """Waits for this warpgroup's turn."""
         self._barrier(0, "sync")
 
     def give(self) -> None:
-        """Gives the next one its turn."""
+        """Gives the next warpgroup its turn."""
         self._barrier(1, "arrive")
 
     def end(self, warpgroup: Any, taken: Any = 0) -> None:
-        """Takes the last turn that was given, after so many in all; 0 stands for as many of each."""
+        """Takes the last turn that was given, after `taken` turns in all.
+
+        0 means that each warpgroup took the same number.
+        """
 
         @pl.when(warpgroup == lax.rem(taken, self.warpgroups))
         def take() -> None:
@@ -76,7 +79,7 @@ class Turns:
 
 
 def synchronize_warpgroup() -> None:
-    """All threads of this warpgroup wait for each other."""
+    """Synchronizes all threads of this warpgroup."""
 
     @mosaic_gpu_code(lambda: None)
     def synchronize(_: Any) -> None:

@@ -1,8 +1,7 @@
 """A pipeline of shared-memory stages between a producer warpgroup and its consumers.
 
-Both sides count steps from the CTA's first to its last, over all of its tiles, so that the pipeline stays full from one
-tile to the next. Barriers are mbarriers; the operations have the names of CUTLASS (`PipelineTmaAsync`). JAX calls empty
-barriers "consumed".
+Both sides count steps over all tiles of the CTA, so that the pipeline stays full from one tile to the next. Barriers
+are mbarriers; the operations are named as in CUTLASS (`PipelineTmaAsync`). JAX calls empty barriers "consumed".
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from search_spaces.jax_compat import HAS_ONE_WARP, plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """One for all operands of a step.
+    """One pipeline for all operands of a step.
 
     Attributes:
-      stages: steps that shared memory has room for.
-      groups: of consumers. Groups that take tiles in turn (ping-pong) have full barriers of their own, for a barrier
-        tells only who waits for each of its phases.
-      full: ``groups * stages`` barriers: TMA has filled a stage.
-      empty: ``stages`` barriers: its consumers have read it.
+      stages: number of steps that shared memory holds.
+      groups: number of consumer groups. Groups that take tiles in turn (ping-pong) have separate full barriers, because
+        a barrier only works for threads that wait for each of its phases.
+      full: ``groups * stages`` barriers, completed when TMA has filled a stage.
+      empty: ``stages`` barriers, completed when the consumers have read a stage.
     """
 
     stages: int
@@ -38,18 +37,18 @@ class Pipeline:
         return lax.rem(step, self.stages)
 
     def full_barrier(self, tile: Any, stage: Any) -> Any:
-        """That on which the consumers of this CTA's `tile`-th tile wait for a stage."""
+        """Returns the barrier on which the consumers of this CTA's `tile`-th tile wait for a stage."""
         return self.full.at[lax.rem(tile, self.groups) * self.stages + stage if self.groups > 1 else stage]
 
     def producer_acquire(self, step: Any, stage: Any) -> None:
-        """Waits until the `stage` of a `step` may be filled; at first all may."""
+        """Waits until the `stage` of a `step` may be filled; initially all stages may."""
 
         @pl.when(step >= self.stages)
         def wait() -> None:
             plgpu.barrier_wait(self.empty.at[stage])
 
     def producer_tail(self, steps: Any) -> None:
-        """Waits, after so many steps, until all stages are read: other CTAs of a cluster write to them, and arrive."""
+        """Waits after `steps` steps until all stages are read: other CTAs of a cluster write and arrive there."""
 
         def wait(step: Any, _: None) -> None:
             plgpu.barrier_wait(self.empty.at[self.stage(step)])
@@ -64,10 +63,10 @@ class Pipeline:
 
 
 def by_one_warp(do: Callable[[], None]) -> None:
-    """The first warp of this warpgroup does it, and the others wait for that one; all do on JAX without `HAS_ONE_WARP`.
+    """Runs `do` in the first warp of this warpgroup; the others wait for it. Without `HAS_ONE_WARP`, all warps run it.
 
-    All four would wait for each stage, and for each other at each copy: a third of the instructions of a launch, whose
-    power tensor cores could use.
+    With all four warps, each would wait for each stage, and for the others at each copy. That is a third of the
+    instructions of a launch, and takes power from the tensor cores.
     """
 
     def of_each(warp: Any) -> None:

@@ -1,6 +1,7 @@
-"""The registers of an array in a kernel as 32-bit words, which a thread moves as it likes, and an array of words.
+"""Converts an array's registers in a kernel to 32-bit words, which a thread can move freely, and back.
 
-In memory words of several threads lie by accesses: the first `ACCESS` words of each thread, then the next ones.
+In memory, the words of several threads are interleaved by accesses: the first `ACCESS` words of each thread, then the
+next ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ACCESS = ACCESS_BYTES // WORD_BYTES  # words in the widest access of a thread
 
 
 def words(array: Any) -> list[Any]:
-    """Of this thread, in order."""
+    """Returns the words of this thread, in order."""
     bits = ir.IntegerType.get_signless(32)
     return [
         vector.extract(vector.bitcast(ir.VectorType.get(register.type.shape, bits), register), [], [position])
@@ -30,7 +31,7 @@ def words(array: Any) -> list[Any]:
 
 
 def of_words(got: Sequence[Any], like: Any) -> Any:
-    """The array of the type and the layout of `like` whose words these are."""
+    """Builds the array with these words, with the type and the layout of `like`."""
     bits, registers = ir.IntegerType.get_signless(32), np.empty_like(like.registers)
     for number, register in enumerate(like.registers.flat):
         width = register.type.shape[0]
@@ -40,17 +41,17 @@ def of_words(got: Sequence[Any], like: Any) -> Any:
 
 
 def access() -> Any:
-    """The type of what a thread moves at a time."""
+    """Returns the type of a thread's widest access."""
     return ir.VectorType.get((ACCESS,), ir.IntegerType.get_signless(32))
 
 
 def pointer(own: Any, first: int, threads: int) -> Any:
-    """Where a thread's word `first` is, and the next ones, of so many threads, if its words begin at `own`."""
+    """Returns the address of a thread's word `first` among `threads` threads, if its words begin at `own`."""
     return mgpu.utils.getelementptr(own, [first * WORD_BYTES * threads], ir.IntegerType.get_signless(8))
 
 
 def load(own: Any, count: int, threads: int) -> list[Any]:
-    """So many words of a thread, likewise."""
+    """Loads `count` words of a thread from the same layout."""
     got = []
     for first in range(0, count, ACCESS):
         some = llvm.load(access(), pointer(own, first, threads), alignment=ACCESS_BYTES)

@@ -1,9 +1,9 @@
-"""How a tile of an array lies in shared memory: tiled, as Mosaic GPU has it, or untiled, for arrays of any extents.
+"""The layout of an array's tile in shared memory: tiled, as in Mosaic GPU, or untiled, for arrays of any extents.
 
-TMA copies boxes of an array, fills what lies beyond its edges with zeros, and writes nothing there. Mosaic GPU makes
-one copy of a tile that is itself tiled in ``[8, swizzled row]``, but lays these over the whole array in device memory,
-so they must divide it. An untiled one, ``[boxes, rows, swizzled row]``, takes a copy for each box, boxes side by side,
-and demands only that rows of the array start at multiples of 16 bytes.
+TMA copies boxes of an array, fills elements beyond the array's edges with zeros, and does not write there. Mosaic GPU
+copies a tile in ``[8, swizzled row]`` tiling with one copy, but applies the tiling to the whole array in device memory,
+so it must divide the array. An untiled tile, ``[boxes, rows, swizzled row]``, takes one copy for each box, with boxes
+side by side. It only requires that rows of the array start at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SmemTile(abc.ABC):
     """A tile of an array in shared memory: of an operand, of a residual, of the result.
 
     Attributes:
-      rows, columns: its extents, as the array lies in device memory.
+      rows, columns: its extents, in the array's device memory layout.
       dtype: of its elements.
-      swizzle: bytes of a swizzled row; 16 is no swizzle.
+      swizzle: bytes of a swizzled row; 16 means no swizzle.
     """
 
     rows: int
@@ -42,41 +42,41 @@ class SmemTile(abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """In shared memory."""
+        """Its shape in shared memory."""
 
     @property
     @abc.abstractmethod
     def transforms(self) -> tuple[Any, ...]:
-        """What Mosaic GPU has to know of its order there."""
+        """Mosaic GPU's transforms of the shared memory."""
 
     @property
     def copies(self) -> int:
-        """How many TMA copies fill it."""
+        """Number of TMA copies that fill the tile."""
         return len(self.boxes(0, 0))
 
     @abc.abstractmethod
     def boxes(self, row: Any, column: Any) -> list[tuple[tuple[int, ...], tuple[Any, Any]]]:
-        """The copies of the tile at `row` and `column`: the index in shared memory, and the slices of the array."""
+        """Returns the copies of the tile at `row` and `column`, as indices in shared memory and slices of the array."""
 
     @abc.abstractmethod
     def part(self, smem: Any, stage: Any, rows: Any, columns: Any) -> Any:
-        """Of the tile in one of several stages some rows, or some columns: as many as whole swizzled rows hold."""
+        """Returns some rows or some columns of the tile in a stage; columns must be whole swizzled rows."""
 
     @abc.abstractmethod
     def columns_of(self, ref: Any, columns: Any) -> Any:
-        """Of one tile some columns: as many as whole swizzled rows hold."""
+        """Returns some columns of a single tile; they must be whole swizzled rows."""
 
     @abc.abstractmethod
     def load(self, ref: Any, *, transposed: bool) -> jax.Array:
-        """All of it, in the layout of wgmma's accumulators; or its transpose, in the transposed layout."""
+        """Loads the tile in the layout of wgmma's accumulators, or its transpose in the transposed layout."""
 
     @abc.abstractmethod
     def store(self, ref: Any, value: jax.Array, *, transposed: bool) -> None:
-        """Stores what `load` would return."""
+        """Stores a value in the layout that `load` returns."""
 
 
 class Tiled(SmemTile):
-    """One box, tiled in 8 rows as wide as a swizzled one, which 16 bytes are not."""
+    """One box, in tiles of 8 swizzled rows; 16 bytes means no swizzle."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class Tiled(SmemTile):
 
 
 class Untiled(SmemTile):
-    """A box for each column of swizzled rows."""
+    """One box for each column of swizzled rows."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -144,19 +144,20 @@ class Untiled(SmemTile):
 
 
 def needs_untiled(extents: tuple[int, int], itemsize: int) -> bool:
-    """Whether tiles of 8 rows, of 128 bytes each where they are longer, do not divide an array; and untiled ones exist.
+    """Returns whether an array needs the untiled layout, and JAX supports it.
 
-    Tiles of 32 or 64 bytes may divide it, but what TMA asks of the L2 cache for one is as narrow: such products took up
-    to 1.8 times as long.
+    An array needs it if tiles of 8 rows, or rows of 128 bytes where its rows are longer, do not divide it. Tiles of 32
+    or 64 bytes may divide it, but then TMA's requests to the L2 cache are that narrow: such matmuls took up to 1.8
+    times as long.
     """
     rows, row_bytes = extents[0], extents[1] * itemsize
     return HAS_UNTILED_SWIZZLE and ((rows > 8 and rows % 8 > 0) or (row_bytes > 128 and row_bytes % 128 > 0))
 
 
 def swizzled_bytes(row: Any, itemsize: int, extents: tuple[int, ...] = (), least: Any = 32) -> Any:
-    """Bytes of the widest swizzled row that divides `row` elements, and the arrays' `extents` where one does.
+    """Returns the bytes of the widest swizzled row that divides `row` elements, and the arrays' `extents` if possible.
 
-    It is 32, 64 or 128; or 16, which is no swizzle, where `least` allows that.
+    The result is 32, 64 or 128; or 16, which means no swizzle, if `least` allows it.
     """
     widest = np.gcd(row * itemsize, 128)
     for extent in extents:
@@ -166,9 +167,9 @@ def swizzled_bytes(row: Any, itemsize: int, extents: tuple[int, ...] = (), least
 
 
 def tma_extents(extents: tuple[int, int], swizzle: Any, itemsize: Any, *, untiled: bool) -> tuple[Any, Any]:
-    """The least extents of an array that TMA addresses: rows of whole 16 bytes; tiled, also 8 whole swizzled rows.
+    """Returns the least extents that TMA addresses: rows in multiples of 16 bytes; tiled, also 8 whole swizzled rows.
 
-    Within them no edge needs a mask. An array of less than one such tile, in rows or columns, stays as it is there.
+    No edge within them needs a mask. If tiled, an array smaller than one tile, in rows or columns, keeps that extent.
     """
     rows, columns = extents
     aligned = round_up(columns, TMA_GMEM_ALIGNMENT // itemsize)
@@ -180,7 +181,7 @@ def tma_extents(extents: tuple[int, int], swizzle: Any, itemsize: Any, *, untile
 
 
 def padded_bytes(shape: tuple[int, ...], extents: tuple[Any, ...], itemsize: int) -> Any:
-    """Bytes read and written to get from one of an array and its padded twin to the other; 0 where they are alike.
+    """Returns the bytes read and written to convert between an array and its padded copy; 0 if they are the same.
 
     `extents` are those of the padded array's last axes.
     """

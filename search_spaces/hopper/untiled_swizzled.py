@@ -1,8 +1,8 @@
-"""What a warpgroup does with a tile in the untiled swizzled layout, by Mosaic GPU's own functions.
+"""Operations of a warpgroup on a tile in the untiled swizzled layout, by Mosaic GPU's own functions.
 
-Its shape is ``[boxes, rows, swizzled row]``, boxes side by side. 8 rows of a box lie in shared memory as a core matrix
-of ``[8, swizzled row]`` does; only the order of these is another than Pallas takes for wgmma. Its descriptors give the
-distances between core matrices, so it reads both.
+The shape is ``[boxes, rows, swizzled row]``, boxes side by side. 8 rows of a box lie in shared memory like a core
+matrix ``[8, swizzled row]``; only the order of core matrices differs from Pallas's layout for wgmma. wgmma's
+descriptors contain the distances between core matrices, so wgmma reads both layouts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxlib.mlir.dialects import llvm
 from search_spaces.hopper.limits import WARP, WARPGROUP, WARPS
 from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 
-# Rows and columns change places, of core matrices and within each.
+# Swaps rows and columns, of core matrices and within each.
 TRANSPOSED = (1, 0, 3, 2)
 
 
 def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
-    """Accumulators to start with."""
+    """Returns zero accumulators."""
 
     @mosaic_gpu_code(
         lambda: jnp.zeros(shape, dtype),
@@ -42,18 +42,18 @@ def zeros(shape: tuple[int, int], dtype: Any) -> jax.Array:
 def wgmma(
     acc: jax.Array, a: Any, b: Any, swizzle: int, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> jax.Array:
-    """Starts ``acc + a b``, of operands in shared memory: wait for it before any other work on it (`wgmma_async.wait`).
+    """Starts ``acc + a b`` for operands in shared memory; call `wgmma_async.wait` before any other use of the result.
 
     Args:
-      acc: from `zeros`, or from the last call, which may be in flight; no other work on it may come in between.
-      a, b: rows of their boxes are those of ``[m, k]`` and ``[k, n]``, or of ``[k, m]`` and ``[n, k]`` if transposed.
-      swizzle: bytes of a row of both.
+      acc: from `zeros`, or from the last call, which may be in flight; it must not be used otherwise in between.
+      a, b: in boxes, with the rows of ``[m, k]`` and ``[k, n]``, or of ``[k, m]`` and ``[n, k]`` if transposed.
+      swizzle: bytes of a swizzled row of both.
     """
     operand = plgpu.RefType((plgpu.SwizzleTransform(swizzle),))
 
     def meaning(acc: jax.Array, a: Any, b: Any) -> jax.Array:
         a, b = matrix(a[...]), matrix(b[...])
-        plgpu.commit_smem()  # These were read by threads, other than by wgmma: copies must come after.
+        plgpu.commit_smem()  # Threads, unlike wgmma, read these: later copies must be ordered after the reads.
         a, b = a.T if transpose_a else a, b.T if transpose_b else b
         return acc + jnp.dot(a, b, preferred_element_type=acc.dtype)
 
@@ -66,7 +66,7 @@ def wgmma(
         a, b = core_matrices(a), core_matrices(b)
         a = mgpu.memref_transpose(a, TRANSPOSED) if transpose_a else a
         b = mgpu.memref_transpose(b, TRANSPOSED) if transpose_b else b
-        # Nothing touches the accumulators between one wgmma and the next, so they need no fence.
+        # The accumulators are not accessed between one wgmma and the next, so they need no fence.
         accumulator = mgpu.WGMMAAccumulator.from_registers(acc, sync=False)
         accumulator = mgpu.wgmma(accumulator, a, b, swizzle=swizzle)
         commit = "wgmma.commit_group.sync.aligned;"
@@ -78,7 +78,7 @@ def wgmma(
 
 
 def load(tile: Any, swizzle: int, *, transposed: bool) -> jax.Array:
-    """A tile, in the layout of wgmma's accumulators; or its transpose, in the transposed layout."""
+    """Loads a tile in the layout of wgmma's accumulators, or its transpose in the transposed layout."""
     layout = _layout(transposed)
     rows, columns = tile.shape[1], tile.shape[0] * tile.shape[2]
 
@@ -102,7 +102,7 @@ def load(tile: Any, swizzle: int, *, transposed: bool) -> jax.Array:
 
 
 def store(tile: Any, value: jax.Array, swizzle: int, *, transposed: bool) -> None:
-    """Stores what `load` would return."""
+    """Stores a value in the layout that `load` returns."""
 
     def meaning(tile: Any, value: jax.Array) -> None:
         tile[...] = _boxes(value.T if transposed else value, tile.shape[2])
@@ -117,11 +117,11 @@ def store(tile: Any, value: jax.Array, swizzle: int, *, transposed: bool) -> Non
 def store_to_gmem(
     c: Any, row: Any, column: Any, tile: Any, value: jax.Array, swizzle: int, *, transposed: bool
 ) -> None:
-    """`store`, and from there to ``c[row:, column:]`` in device memory, whose rows TMA cannot address.
+    """Stores to `tile`, and from there to ``c[row:, column:]`` in device memory, whose rows TMA cannot address.
 
-    The rows start at any address. So consecutive threads write consecutive elements, two of 16 bits at a time where
-    these lie at a multiple of 4 bytes: an odd row starts and ends with one alone. Call `plgpu.commit_smem` before the
-    tile is used again.
+    The rows start at any address. Consecutive threads therefore write consecutive elements. 16-bit elements are written
+    in pairs at multiples of 4 bytes; an odd row starts and ends with a single element. Call `plgpu.commit_smem` before
+    the tile is used again.
     """
     boxes, rows, width = tile.shape
 
@@ -162,7 +162,7 @@ def _copy_rows(
     row: Any,
     column: Any,
 ) -> None:
-    """From shared memory, where the tile is ``[boxes, rows, width]``, to ``c[row:, column:]``, of these `extents`."""
+    """Copies the tile ``[boxes, rows, width]`` from shared memory to ``c[row:, column:]``, of these `extents`."""
     boxes, rows, width = shape
     m, n = extents
     columns = boxes * width
@@ -171,19 +171,19 @@ def _copy_rows(
     warp, lane = thread // WARP, thread % WARP
     source, target = mgpu.utils.memref_ptr(tile), _number(llvm.ptrtoint(_bits(64), mgpu.utils.memref_ptr(c)))
     start = target + (_wide(row + warp) * n + _wide(column)) * itemsize
-    # The same in all rows of a warp: from one to the next there are `WARPS` rows of the array.
+    # The same in all rows of a warp, because consecutive ones are `WARPS` rows of the array apart.
     odd = (start // itemsize & (each - 1)).astype(_bits(32), is_signed=False)
 
     def pointer(row_of_tile: Any, at: Any) -> Any:
         at = at % columns
         address = ((at // width * rows + row_of_tile) * width + at % width) * itemsize
-        # Of each 128 bytes, a swizzle exchanges runs of 16: their number becomes that xor the number of the 128.
+        # In each 128 bytes, a swizzle permutes runs of 16: the run's index is xored with the index of the 128 bytes.
         address = address ^ ((address >> 7) & (swizzle // 16 - 1)) << 4
         return mgpu.utils.getelementptr(source, [address.registers.item()], _bits(8))
 
     for first in range(0, columns, WARP * each):
         at = lane * each + first
-        # A swizzle repeats itself after 8 rows.
+        # The swizzle repeats after 8 rows.
         pointers = [[pointer(warp + base, at + ahead) for ahead in (0, each)] for base in range(0, 8, WARPS)]
         address, at = start + _wide(at + odd) * itemsize, at + odd
         inside = (at < columns) & (column + at < n)
@@ -197,7 +197,7 @@ def _copy_rows(
 
         counts = range(rows // WARPS)
         for some in (counts[batch : batch + 8] for batch in counts[::8]):
-            # All is asked for before the first is used, which hides the latency of reading.
+            # All loads are issued before the first result is used, which hides their latency.
             for count, (word, next_word) in zip(some, [read(count) for count in some], strict=True):
                 there, further = row + warp + count * WARPS < m, count * WARPS * n * itemsize
                 if each == 1:
@@ -206,7 +206,7 @@ def _copy_rows(
                 pair = _permute(word, next_word, selector)
                 _store_if(address + further, pair, there & both_inside)
                 _store_if(address + further, _half(pair), there & inside & ~both_inside)
-                # The last of an odd row is alone; its thread writes the first, too.
+                # The last element of an odd row is stored alone, by the thread that also stores the first one.
                 _store_if(start + further, _half(next_word), there & wraps)
 
 
@@ -220,12 +220,12 @@ def _store(tile: Any, value: Any, swizzle: int, transposed: bool) -> None:
 
 
 def _bits(width: int) -> Any:
-    """The type of integers so wide."""
+    """Returns the integer type of this width."""
     return ir.IntegerType.get_signless(width)
 
 
 def _number(value: Any) -> Any:
-    """An unsigned integer of each thread's own, for arithmetic."""
+    """Returns a per-thread unsigned integer, for arithmetic."""
     return mgpu.FragmentedArray.splat(value, (), is_signed=False)
 
 
@@ -242,7 +242,7 @@ def _half(word: Any) -> Any:
 
 
 def _permute(word: Any, next_word: Any, selector: Any) -> Any:
-    """4 of the 8 bytes of two words, by their numbers (PTX ISA, prmt)."""
+    """Selects 4 of the 8 bytes of two words by index (PTX ISA, prmt)."""
     operands = [x.registers.item() for x in (word, next_word, selector)]
     return _number(llvm.inline_asm(_bits(32), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"))
 
@@ -261,15 +261,15 @@ def _store_if(address: Any, value: Any, condition: Any) -> None:
 
 
 def core_matrices(boxes: Any) -> Any:
-    """``[rows / 8, boxes, 8, width]`` of ``[boxes, rows, width]``."""
+    """Views ``[boxes, rows, width]`` as ``[rows / 8, boxes, 8, width]``."""
     return mgpu.memref_transpose(mgpu.memref_unfold(boxes, 1, (None, 8)), (1, 0, 2, 3))
 
 
 def matrix(boxes: jax.Array) -> jax.Array:
-    """``[rows, columns]``, as an array lies in device memory, of boxes."""
+    """Converts boxes to ``[rows, columns]``, the layout in device memory."""
     return boxes.swapaxes(0, 1).reshape(boxes.shape[1], -1)
 
 
 def _boxes(matrix: jax.Array, width: int) -> jax.Array:
-    """Boxes of ``[rows, columns]``."""
+    """Converts ``[rows, columns]`` to boxes."""
     return matrix.reshape(matrix.shape[0], -1, width).swapaxes(0, 1)

@@ -1,6 +1,6 @@
-"""Accumulators that are values: a loop may carry them while wgmmas that add to them are in flight.
+"""Accumulators as values: a loop may carry them while wgmmas that add to them are in flight.
 
-Nothing may compute with them before `wait` has returned them.
+They must not be used in computations before `wait` has returned them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 
 
 def wait(groups: int, *accumulators: jax.Array) -> Any:
-    """Waits until at most the last `groups` products are in flight; returns those accumulators, now to compute with."""
+    """Waits until at most the last `groups` wgmma groups are in flight; returns the accumulators, ready for use."""
     layout = plgpu.Layout.WGMMA
 
     @mosaic_gpu_code(

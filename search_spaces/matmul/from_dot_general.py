@@ -1,4 +1,4 @@
-"""A `dot_general` as a matrix product: its arrays read in other axes, and copied only where XLA copies them, too."""
+"""Converts a `dot_general` to a matmul problem, copying arrays only where XLA copies them too."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def posed(
     out_sharding: Any = None,
     stored: Sequence[Axes | None] = (None, None, None),
 ) -> Posed[MatmulProblem] | str:
-    """The product that an equation of `jax.lax.dot_general` is, or why it is XLA's, in words.
+    """Returns the matmul that a `jax.lax.dot_general` equation computes, or the reason why XLA computes it.
 
-    Axes of extent 1 lie anywhere. An array is read (or written) as it lies where those of the batch come first in it,
-    and then the free ones and the contracted ones, one of these groups after the other. Of other arrays a transposed
-    copy is made where XLA makes one before cuBLAS: where a group is interrupted or in another order, or the batch
-    comes last. Where the batch lies between the other two, cuBLAS reads it there: that is left to XLA.
+    Axes of extent 1 may lie anywhere. An array is read (or written) in place if its batch axes come first, followed by
+    the free axes and the contracted axes as two contiguous groups. Other arrays are copied transposed where XLA makes a
+    copy before calling cuBLAS: where a group is interrupted or in another order, or where the batch comes last. If the
+    batch lies between the other two groups, cuBLAS reads the array in place, so XLA computes that product.
 
     Args:
-      a, b: what has a shape and a dtype; the other arguments are the equation's parameters.
-      stored: of `a`, `b` and the result, its axes in the order in which they lie in memory, as a transpose before or
-        after the product tells; None is their own. The result of `Posed` is right whatever is said here.
+      a, b: objects with a shape and a dtype. The keyword arguments up to `out_sharding` are the equation's parameters.
+      stored: for each of `a`, `b` and the result, its axes in memory order, as a transpose before or after the product
+        implies; None means the array's own order. It affects which copies are made, not the correctness of the result.
     """
     if reason := _unposed(a, b, precision, out_sharding):
         return reason
@@ -71,13 +71,13 @@ def posed(
 
 
 class _Stored(NamedTuple):
-    """An array: its extents, and its axes in the order in which they lie in memory."""
+    """The extents of an array, and its axes in memory order."""
 
     shape: tuple[int, ...]
     order: Axes
 
     def lying(self, axes: Iterable[int]) -> list[int]:
-        """Those of `axes` with more than one element, as they lie in memory."""
+        """Returns the given axes with more than one element, in memory order."""
         among = set(axes)
         return [axis for axis in self.order if axis in among and self.shape[axis] != 1]
 
@@ -87,14 +87,14 @@ class _Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Matrices:
-    """An array as a batch of matrices.
+    """An array viewed as a batch of matrices.
 
     Attributes:
-      order: its axes as they are to lie in memory.
+      order: its axes in the required memory order.
       extents: of the batch, of rows and of columns.
-      transposed: whether the columns come before the rows there.
-      copied: how many elements that moves.
-      library_reads: whether cuBLAS takes it where it lies.
+      transposed: whether the columns come before the rows in `order`.
+      copied: number of elements copied to reach `order`.
+      library_reads: whether cuBLAS reads the array in place.
     """
 
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ def _matrices(x: _Stored, batch: Axes, rows: Axes, columns: Axes) -> _Matrices:
 
     extents = tuple(math.prod(x.shape[axis] for axis in group) for group in straight)
     found = next((way for way in (straight, crossed) if lies(*way)), None)
-    # A copy keeps the fastest axis where it can: whole lines are then moved.
+    # A copy keeps the fastest axis if possible, so that whole lines are moved.
     wanted = found or (crossed if lying[-1] in rows else straight)
     between = lies(rows, batch, columns) or lies(columns, batch, rows)
     return _Matrices(
@@ -136,7 +136,7 @@ def _product(
 ) -> Posed[MatmulProblem] | str:
     batch, m, k = a.extents
     n = b.extents[2]
-    swapped = c.transposed  # what lies as c^T is b^T a^T
+    swapped = c.transposed  # c^T = b^T a^T
     try:
         problem = MatmulProblem(
             m=n if swapped else m,
@@ -177,7 +177,7 @@ def _unposed(a: Any, b: Any, precision: Any, out_sharding: Any) -> str | None:
 
 
 def _rounding(precision: Any) -> str | None:
-    """The `MatmulProblem.precision` of an equation's, in which the user's default has its place already."""
+    """Converts an equation's precision to `MatmulProblem.precision`; JAX has already applied the default to it."""
     if precision is None:
         return "default"
     both = precision if isinstance(precision, tuple | list) else (precision, precision)
@@ -186,7 +186,7 @@ def _rounding(precision: Any) -> str | None:
 
 
 def _orders(arrays: Sequence[_Stored], sides: Sequence[Sequence[int]]) -> list[Axes]:
-    """In which orders a group of axes, which each array has as one of `sides`, lies in one of the arrays."""
+    """Returns the distinct memory orders of a group of axes; `sides` names the group's axes in each array."""
     return list(
         dict.fromkeys(
             tuple(sorted(range(len(side)), key=lambda i: x.order.index(side[i])))

@@ -1,4 +1,4 @@
-"""The matrix product as users call it: leading axes are of m or the batch, or fold into n; the rest goes to XLA."""
+"""The user-facing matmul call: leading axes become part of m, n or the batch; unsupported calls go to XLA."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def bind(
     residual: Any = None,
     split_sizes: Sequence[int] | str | None = None,
 ) -> Bound[MatmulProblem] | Unbound:
-    """A call of `scheduler.tuned_matmul`, whose arguments these are.
+    """Binds a call of `scheduler.tuned_matmul` to a problem; the arguments are those of the call.
 
     Args:
-      follows: a bias, a residual or both, as `MatmulProblem.of` takes them: all operands have the axes of the problem.
-      out_dtype: `preferred_element_type` as the problem names it.
+      follows: a bias, a residual or both, as `MatmulProblem.of` takes them. All operands then have the axes of the
+        problem.
+      out_dtype: the problem's name for `preferred_element_type`.
     """
     wanted = out_dtype if preferred_element_type is None else preferred_element_type
     several = "" if split_sizes is None else several_results.spelled(split_sizes)
@@ -55,7 +56,7 @@ def bind(
         p = MatmulProblem.of(a, b, *follows, precision=_rounding(precision) or precision, **how)
         return Bound(p, (a, b, *follows))
     if wanted is None and isinstance(a, jax.Array) and isinstance(b, jax.Array):
-        jnp.result_type(a, b)  # refused where `jax.numpy_dtype_promotion` forbids the mixture
+        jnp.result_type(a, b)  # Raises if `jax.numpy_dtype_promotion` forbids the mixture.
     operands = Operands(a, b, bias, residual)
     posed = _problem(operands, transpose_a, transpose_b, precision, wanted, activation, several)
     if isinstance(posed, str):
@@ -85,7 +86,10 @@ def _problem(
     activation: Any,
     split_sizes: str,
 ) -> MatmulProblem | str:
-    """The problem of one matrix of each operand, or why there is none. Of what `jnp.matmul` refuses, some words."""
+    """Returns the problem of one matrix of each operand, or the reason why there is none.
+
+    Calls that `jnp.matmul` rejects also return a reason.
+    """
     a, b, bias, residual = operands
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     if reason := unposed({"a": a, "b": b} | given):
@@ -126,7 +130,7 @@ def _problem(
 
 
 def _of_leading_axes(p: MatmulProblem, operands: Operands) -> Bound[MatmulProblem]:
-    """What one matrix of each operand poses, `p`, for all of their leading axes."""
+    """Extends `p`, the problem of one matrix of each operand, to all leading axes."""
     a, b, bias, residual = operands
     shape = _result_shape(a, b, p.m, p.n)
     whole = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -160,7 +164,7 @@ def _of_leading_axes(p: MatmulProblem, operands: Operands) -> Bound[MatmulProble
 
 
 def _result_shape(a: jax.Array, b: jax.Array, m: int, n: int) -> tuple[int, ...]:
-    """Of ``jnp.matmul(a, b)``; raises ValueError where leading axes do not broadcast."""
+    """Returns the shape of ``jnp.matmul(a, b)``; raises ValueError if leading axes do not broadcast."""
     lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return *lead, *(() if a.ndim == 1 else (m,)), *(() if b.ndim == 1 else (n,))
 
@@ -181,7 +185,7 @@ _ROUNDINGS: dict[lax.Precision, Literal["default", "high", "highest"]] = {
 
 
 def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
-    """The `MatmulProblem.precision` of what `jnp.matmul` accepts, or None for what only XLA can express."""
+    """Converts a precision of `jnp.matmul` to `MatmulProblem.precision`, or to None if only XLA supports it."""
     precision = _asked(precision)
     if isinstance(precision, tuple | list) and len(precision) == 2 and precision[0] == precision[1]:
         precision = precision[0]
@@ -194,6 +198,6 @@ def _rounding(precision: Any) -> Literal["default", "high", "highest"] | None:
 
 
 def _asked(precision: Any) -> Any:
-    """What a call, or JAX's configuration for those that ask for none, says."""
-    config: Any = jax.config  # its options are no attributes to a type checker in 0.10
+    """Returns the precision of a call, or JAX's configured default if the call has none."""
+    config: Any = jax.config  # these options are not attributes for a type checker in 0.10
     return (config.jax_default_matmul_precision or "default") if precision is None else precision

@@ -1,4 +1,4 @@
-"""A tiled matrix product in plain ``pallas_call``: the teaching kernel, run by the interpreter on a CPU."""
+"""A tiled matmul in plain ``pallas_call``: the teaching kernel, run by the interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from search_spaces.space import Columns, Space, cdiv
 
 @dataclasses.dataclass(frozen=True)
 class InterpretSchedule:
-    """Tile extents, and the axis, "m" or "n", along which tiles follow each other."""
+    """Tile extents, and the axis ("m" or "n") along which consecutive tiles lie."""
 
     tile_m: int
     tile_n: int
@@ -91,7 +91,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
             minor=np.where(s.minor == "m", 1, 2),
             group=np.where(s.minor == "m", rows, columns),
             axes=("batch", "m", "n"),
-            # Several results are cut out of one.
+            # Several results are slices of one array.
             copied_bytes=2.0 * nbytes(p.whole) if p.split_sizes else 0.0,
             launches=1 + len(p.columns) if p.split_sizes else 1,
         )
@@ -115,7 +115,7 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
             def _() -> None:
                 acc_ref[...] = jnp.zeros_like(acc_ref)
 
-            # What lies beyond the edge of k is not zero but undefined, and 0 * NaN is NaN: mask both operands.
+            # Elements beyond the edge of k are undefined, not zero, and 0 * NaN is NaN: mask both operands.
             left = p.k - step * s.tile_k
             a_tile = masked(a_ref[...], axis=a_axes[1], extent=left)
             b_tile = masked(b_ref[...], axis=b_axes[0], extent=left)
@@ -161,12 +161,12 @@ class InterpretMatmul(Kernel[MatmulProblem, InterpretSchedule]):
 
 
 def _itemsize(dtype: str) -> int:
-    """Bytes of an element; none where there is no such operand."""
+    """Returns the bytes of an element, or 0 if there is no such operand."""
     return jnp.dtype(dtype).itemsize if dtype else 0
 
 
 def tile_extents(extent: int) -> tuple[int, ...]:
-    """Powers of two up to the extent, from 16 to 512, and the extent itself where it is smaller."""
+    """Returns the powers of two from 16 to 512 up to the extent, and the extent itself if it is below 512."""
     return tuple(sorted({min(extent, tile) for tile in (16, 32, 64, 128, 256, 512)}))
 
 
@@ -175,5 +175,5 @@ def _steps_of_largest_tiles(p: MatmulProblem) -> int:
 
 
 def masked(tile: jax.Array, axis: int, extent: Any) -> jax.Array:
-    """Zeros along `axis` from `extent` on."""
+    """Zeros the elements of `tile` from index `extent` on along `axis`."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, axis) < extent, tile, jnp.zeros_like(tile))

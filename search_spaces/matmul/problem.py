@@ -1,4 +1,4 @@
-"""The matrix product as a problem: operands, inputs, reference and tolerance, whatever computes it."""
+"""The matmul problem: operands, inputs, reference and tolerance, independent of the kernel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from search_spaces.matmul import epilogue, several_results
 from search_spaces.problem import PROPORTIONAL, Arrays, Problem, TakeRows, Tolerance, nbytes, scaled
 
 _FLOATS = ("bfloat16", "float16", "float32")
-# Operands' dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: they are for the
-# caller to scale, not for a product to round. Five products of int8 may exceed what float16 holds.
+# Operand dtype -> the dtypes that a result may have. Accumulators of 8-bit products exceed 8 bits: the caller scales
+# them, so a matmul does not round them to 8 bits. A sum of five int8 products can exceed the range of float16.
 RESULTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     dict.fromkeys((*_FLOATS, "float8_e4m3fn", "float8_e5m2"), _FLOATS) | {"int8": ("int32", "bfloat16", "float32")}
 )
@@ -30,7 +30,7 @@ PRECISIONS = ("default", "high", "highest")
 
 
 class Operands(NamedTuple):
-    """What belongs to each operand of a problem, by name; None for a bias or a residual that it does not have."""
+    """One value per operand of a problem, by name; None for a bias or a residual that the problem does not have."""
 
     a: Any
     b: Any
@@ -38,7 +38,7 @@ class Operands(NamedTuple):
     residual: Any = None
 
     def added(self, result: tuple[int, ...]) -> dict[str, tuple[Any, tuple[int, ...]]]:
-        """The bias and the residual that are there, by name, with the shapes that a result of this shape wants."""
+        """Returns the bias and the residual that are present, by name, with the shapes that `result` requires."""
         shapes = {"bias": (self.bias, result[-1:] if self.b.ndim > 1 else ()), "residual": (self.residual, result)}
         return {name: (x, shape) for name, (x, shape) in shapes.items() if x is not None}
 
@@ -47,23 +47,24 @@ class Operands(NamedTuple):
 class MatmulProblem(Problem):
     """``c[batch, m, n] = activation(a[batch, m, k] @ b[batch, k, n] + bias[batch, 1, n]) + residual[batch, m, n]``.
 
-    Accumulated in float32, in which the rest is computed too: only the result is rounded. Products of int8 are
-    accumulated in int32; those of 8-bit operands have no epilogue.
+    The accumulators and the epilogue are in float32; only the result is rounded. Products of int8 are accumulated in
+    int32. Products of 8-bit operands have no epilogue.
 
     Attributes:
-      m, n, k: extents, at least 1. The batch axis exists only where `batch` is above 1.
+      m, n, k: extents, at least 1. The batch axis exists only if `batch` is above 1.
       dtype: of both operands.
-      batch: independent products in one call.
-      out_dtype: of the result, one of `RESULTS`; "" is `dtype`, for operands that are not 8-bit.
+      batch: number of independent products in one call.
+      out_dtype: of the result, one of `RESULTS`; "" means `dtype`, and is not allowed for 8-bit operands.
       transpose_a: `a` is stored ``[batch, k, m]``.
       transpose_b: `b` is stored ``[batch, n, k]``.
-      precision: what float32 operands may be rounded to ("default" allows TF32 where the hardware has it, "high" three
-        bfloat16 passes, "highest" nothing); always "default" for narrower ones, whose products are exact in float32.
-      bias: dtype of the bias, stored ``[batch, n]``; "" is none.
-      activation: a name in `epilogue.ACTIVATIONS`; "" is none.
-      residual: dtype of the residual, stored as the result is; "" is none.
-      split_sizes: columns of each result, "4096+1024+1024", where the columns come in several arrays side by side; ""
-        is one array. It goes with no residual, which would have to come in several arrays, too.
+      precision: how far float32 operands may be rounded: "default" allows TF32 where the hardware has it, "high" three
+        bfloat16 passes, "highest" no rounding. Always "default" for narrower operands, whose products are exact in
+        float32.
+      bias: dtype of the bias, stored ``[batch, n]``; "" means none.
+      activation: a name in `epilogue.ACTIVATIONS`; "" means none.
+      residual: dtype of the residual, stored like the result; "" means none.
+      split_sizes: number of columns of each result, such as "4096+1024+1024", if the columns are split into several
+        arrays; "" means one array. It excludes a residual, which would have to be split as well.
     """
 
     m: int
@@ -104,7 +105,7 @@ class MatmulProblem(Problem):
             )
         if self.split_sizes and self.residual:
             raise ValueError(f"residual={self.residual} with split_sizes={self.split_sizes}: add it to the results")
-        # One problem has one spelling, or a cache would hold it twice.
+        # Each problem has one spelling; otherwise a cache would store it twice.
         if self.split_sizes:
             sizes = several_results.numbers(self.split_sizes)
             several_results.check(sizes, self.n)
@@ -128,7 +129,10 @@ class MatmulProblem(Problem):
         activation: str | None = None,
         split_sizes: str = "",
     ) -> MatmulProblem:
-        """From operands in the layout of `operands`; a bias, a residual or both follow `a` and `b`, in this order."""
+        """Builds the problem from operands in the layout of `operands`.
+
+        A bias, a residual or both follow `a` and `b`, in this order.
+        """
         if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[:-2] != b.shape[:-2]:
             raise ValueError(f"a {a.shape} and b {b.shape} are not [m, k] and [k, n], nor batches of one size of these")
         m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
@@ -162,7 +166,7 @@ class MatmulProblem(Problem):
         )
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """`a` and `b`, then the bias and the residual, as far as the problem has them."""
+        """Returns `a` and `b`, then the bias and the residual if the problem has them."""
         a = (self.k, self.m) if self.transpose_a else (self.m, self.k)
         b = (self.n, self.k) if self.transpose_b else (self.k, self.n)
         shapes = ((self.dtype, a), (self.dtype, b), (self.bias, (self.n,)), (self.residual, (self.m, self.n)))
@@ -170,44 +174,44 @@ class MatmulProblem(Problem):
         return tuple(jax.ShapeDtypeStruct((*lead, *shape), jnp.dtype(dtype)) for dtype, shape in shapes if dtype)
 
     def named(self, args: Sequence[Any]) -> Operands:
-        """What belongs to the operands, in the order of `operands`, by name."""
+        """Names values that are given in the order of `operands`."""
         a, b, *rest = args
         return Operands(a, b, rest[0] if self.bias else None, rest[-1] if self.residual else None)
 
     @property
     def plain(self) -> MatmulProblem:
-        """The product alone, without an epilogue."""
+        """The matmul without its epilogue."""
         return dataclasses.replace(self, bias="", activation="", residual="")
 
     @property
     def joined(self) -> MatmulProblem:
-        """The same product with all columns in one array."""
+        """The same matmul with all columns in one array."""
         return dataclasses.replace(self, split_sizes="")
 
     @property
     def unrounded(self) -> MatmulProblem:
-        """The accumulators in float32, in one array, for an epilogue that is applied elsewhere."""
+        """The matmul that returns its float32 accumulators in one array, for an epilogue that is applied elsewhere."""
         return dataclasses.replace(self.plain.joined, out_dtype="float32")
 
     @property
     def fused(self) -> bool:
-        """Whether the product has an epilogue."""
+        """Whether the matmul has an epilogue."""
         return bool(self.bias or self.activation or self.residual)
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Of each result, as they lie side by side."""
+        """The number of columns of each result."""
         return several_results.numbers(self.split_sizes) if self.split_sizes else (self.n,)
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
-        """All columns in one array."""
+        """The result with all columns in one array."""
         lead = (self.batch,) if self.batch > 1 else ()
         return jax.ShapeDtypeStruct((*lead, self.m, self.n), jnp.dtype(self.out_dtype or self.dtype))
 
     @property
     def results_start(self) -> int:
-        """The largest number of columns of which all results but the first start at a multiple; 0 of a single one."""
+        """The largest number of columns that divides the start of every result but the first; 0 for a single result."""
         return math.gcd(*self.columns[:-1])
 
     def result(self) -> jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]:
@@ -217,17 +221,17 @@ class MatmulProblem(Problem):
         return tuple(jax.ShapeDtypeStruct((*rows, n), self.whole.dtype) for n in self.columns)
 
     def cut(self, whole: Any) -> Any:
-        """The results, as `result` has them, of an array of all columns."""
+        """Splits an array of all columns into the results, as in `result`."""
         return several_results.cut(whole, self.columns) if self.split_sizes else whole
 
     @property
     def acc_dtype(self) -> Any:
-        """Of accumulators."""
+        """Dtype of the accumulators."""
         return jnp.dtype(jnp.int32 if self.dtype == "int8" else jnp.float32)
 
     @property
     def dimension_numbers(self) -> lax.DotDimensionNumbers:
-        """As `jax.lax.dot_general` wants them."""
+        """The `dimension_numbers` of `jax.lax.dot_general`."""
         lead = 1 if self.batch > 1 else 0
         contract = ((lead + (0 if self.transpose_a else 1),), (lead + (1 if self.transpose_b else 0),))
         batch = (tuple(range(lead)), tuple(range(lead)))
@@ -238,43 +242,53 @@ class MatmulProblem(Problem):
         return lax.Precision(self.precision)
 
     def reference(self, *args: jax.Array) -> Arrays:
-        """In float32, in which sums of integers are exact up to 2^24: those of `inputs` and `special_inputs` are."""
+        """Computes in float32, where integer sums are exact up to 2^24.
+
+        The sums of `inputs` and `special_inputs` stay below that.
+        """
         a, b = (x.astype(jnp.float32) for x in args[:2])
         acc = lax.dot_general(a, b, self.dimension_numbers, precision=lax.Precision.HIGHEST)
         acc = acc.astype(jnp.int32) if self.out_dtype == "int32" else acc
         return self.cut(self.apply_epilogue(acc, args))
 
     def apply_epilogue(self, acc: jax.Array, args: Sequence[jax.Array]) -> jax.Array:
-        """The epilogue of accumulators ``[batch, m, n]``, in their dtype, with what the whole operands `args` add."""
+        """Applies the epilogue to accumulators ``[batch, m, n]``, in their dtype; `args` are all operands."""
         _, _, bias, residual = self.named(args)
         rows = None if bias is None else as_rows(bias, acc.ndim)
         return epilogue.apply(acc, bias=rows, activation=self.activation, residual=residual)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Standard normal; with an epilogue `a` is scaled so that the accumulators are standard normal, too.
+        """Returns standard normal inputs.
 
-        It is near zero that activations differ, and that a bias and a residual of this size are not lost in them.
+        With an epilogue `a` is scaled so that the accumulators are standard normal too.
+
+        Activations differ from each other near zero, and a bias and a residual of this size are not lost in such
+        accumulators.
         """
         a, *others = super().inputs(seed)
         return (scaled(a, self.k**-0.5) if self.fused else a), *others
 
     def special(self) -> tuple[str, ...]:
-        """All kinds, but no infinities in float32: kernels may multiply it as sums of narrower parts, which are NaN."""
+        """Returns all kinds, but no infinities for float32.
+
+        Kernels may multiply float32 as a sum of narrower parts, which turns infinities into NaN.
+        """
         kinds = special_values.kinds_of([jnp.dtype(self.dtype)])
         return tuple(kind for kind in kinds if self.dtype != "float32" or not kind.endswith("inf"))
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Integers take their extremes; so that sums are exact, only one factor of a product does."""
+        """Sets integers to their extremes, in one factor of each product only, so that sums are exact."""
         if self.dtype != "int8":
             return super().special_inputs(kind, seed)
         a, b = self.inputs(seed)
         return *special_values.altered((a,), kind), b
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        """Of errors that `tolerance` has beside results of several standard deviations, of which it names six.
+        """Returns a tolerance in proportion to the results, for results that are several standard deviations large.
 
-        Sums of 8-bit floats are truncated at each step (0.67 % of the largest was measured on an H100, k = 1024), which
-        adds up where all products have one sign.
+        `tolerance` allows its errors for results of up to six standard deviations. Sums of 8-bit floats are truncated
+        at each step (0.67 % of the largest was measured on an H100, k = 1024), which accumulates if all products have
+        the same sign.
         """
         exact = self.out_dtype == "int32"
         deviation = (1.0 if self.fused else self.k**0.5) * (1 if self.dtype.startswith("float8") else 4)
@@ -294,7 +308,8 @@ class MatmulProblem(Problem):
         def odd_below(extent: int, less: int) -> int:
             return (extent - less) // 2 * 2 - 1 if extent > 8 else extent
 
-        # Different steps down, so that no axis passes for another; of several results the last one's columns.
+        # Each axis shrinks by a different step, so that no two axes are confused. Of several results only the last one
+        # shrinks.
         *others, last = self.columns
         columns = (*others, odd_below(last, 2))
         below = dataclasses.replace(
@@ -312,9 +327,9 @@ class MatmulProblem(Problem):
 
     @property
     def library_bytes_moved(self) -> float:
-        """One kernel writes accumulators for another, which does the epilogue; or a product, which is cut by copies.
+        """Counts the accumulators that one kernel writes for an epilogue kernel, or the copies that split a product.
 
-        A residual alone cuBLAS may add itself (its beta).
+        cuBLAS can add a residual alone itself (its beta).
         """
         if self.bias or self.activation:
             return self.bytes_moved + self._accumulators_moved
@@ -322,12 +337,12 @@ class MatmulProblem(Problem):
 
     @property
     def library_bytes_unsure(self) -> float:
-        """With a residual alone XLA took as long on an H200 as without, or longer by an epilogue of its own."""
+        """With a residual alone, XLA took as long on an H200 as without, or longer by a separate epilogue."""
         return self._accumulators_moved if self.residual and not (self.bias or self.activation) else 0.0
 
     @property
     def _accumulators_moved(self) -> float:
-        """Bytes of all that are written by one kernel and read by the next."""
+        """Bytes of accumulators that one kernel writes and the next one reads."""
         return 2.0 * jnp.dtype(self.acc_dtype).itemsize * self.batch * self.m * self.n
 
     @property
@@ -339,14 +354,14 @@ class MatmulProblem(Problem):
         )
 
     def tolerance(self) -> Tolerance:
-        """Rounding of the result, plus that of products and of accumulation, which grows with k.
+        """Returns the rounding error of the result, plus that of products and of accumulation, which grows with k.
 
-        Operands are standard normal, so the accumulators' standard deviation is sqrt(k), or 1 where `inputs` says so,
-        and 16 M elements stay within 6 of them. A product of TF32 operands is off by up to 2^-10 of itself, and those
-        errors add like a random walk. Tensor cores truncate: each of the k / 16 additions of an instruction drops up to
-        2^-22 of the accumulator. An activation is nowhere steeper than 1.13, and the fast exponential and quotient of
-        GPUs leave some 2^-21 of it. Hopper accumulates 8-bit floats with some 14 bits (DeepSeek-V3, arXiv:2412.19437,
-        3.3.2), of 32 products each. Those of int8 are exact.
+        Operands are standard normal, so the accumulators have the standard deviation sqrt(k), or 1 if `inputs` scales
+        `a`, and 16 M elements stay within 6 standard deviations. A product of TF32 operands has a relative error of up
+        to 2^-10, and these errors add like a random walk. Tensor cores truncate: each of the k / 16 additions of an
+        instruction drops up to 2^-22 of the accumulator. The slope of an activation is at most 1.13, and the fast
+        exponential and quotient of GPUs have a relative error of about 2^-21. Hopper accumulates 8-bit floats with
+        about 14 bits (DeepSeek-V3, arXiv:2412.19437, 3.3.2), 32 products at a time. Products of int8 are exact.
         """
         if self.out_dtype == "int32":
             return Tolerance(absolute=0.0, relative=0.0)
@@ -364,11 +379,11 @@ class MatmulProblem(Problem):
 
 
 def in_proportion(tolerance: Tolerance, largest: float) -> Tolerance:
-    """What is allowed beside a largest element of `largest`, in proportion to that of special operands."""
+    """Scales a tolerance for results of up to `largest` in proportion to the results of special operands."""
     share = max(tolerance.absolute / largest, tolerance.relative)
     return dataclasses.replace(tolerance, absolute=share, scale=PROPORTIONAL)
 
 
 def as_rows(bias: jax.Array, rank: int) -> jax.Array:
-    """``[batch, n]`` as it is added to a result of so many axes, ``[batch, m, n]``: rows may have several."""
+    """Reshapes a bias ``[batch, n]`` for addition to a result ``[batch, m, n]`` of this rank; m may be several axes."""
     return bias.reshape(*bias.shape[:-1], *(1,) * (rank - bias.ndim), bias.shape[-1])

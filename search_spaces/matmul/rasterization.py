@@ -1,6 +1,6 @@
-"""The order in which the tiles of a product are computed, so that those that run together share what they load.
+"""The order in which the tiles of a matmul are computed, so that tiles that run concurrently share what they load.
 
-CUTLASS calls it threadblock swizzle, Triton's tutorial grouped ordering (`GROUP_SIZE_M`).
+CUTLASS calls it threadblock swizzle; Triton's tutorial calls it grouped ordering (`GROUP_SIZE_M`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from search_spaces.space import Rule
 
 
 def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int) -> tuple[Any, Any, Any]:
-    """Product, row and column of a tile by its number, in groups of `width` tiles, every other one backwards.
+    """Returns the product, row and column of a tile by number, in groups of `width` tiles, every other one reversed.
 
-    The order of `plgpu.planar_snake`, which branches between whole groups and the last one; here extents are static,
-    and a `min` does it. Its lowering also differs between versions of JAX.
+    This is the order of `plgpu.planar_snake`, which branches between whole groups and the last one. Here extents are
+    static, so a `min` is enough. The lowering of `plgpu.planar_snake` also differs between versions of JAX.
     """
     rows, columns = grid
     minors, majors = grid if minor_dim == "m" else grid[::-1]
@@ -31,11 +31,11 @@ def planar_snake(number: Any, grid: tuple[int, int], minor_dim: str, width: int)
 
 
 def rules(order_matters: Callable[[Any], Any], grid: Callable[[Any], tuple[Any, Any]]) -> dict[str, Rule]:
-    """Rules of a space of schedules with a `grid_minor_dim`, and groups of `grid_tile_width` tiles.
+    """Returns the rules of a space of schedules with a `grid_minor_dim` and groups of `grid_tile_width` tiles.
 
     Args:
-      order_matters: whether what is loaded depends on the order, by schedule.
-      grid: how many tiles, or clusters of tiles, lie along m and along n, by schedule.
+      order_matters: from a schedule, whether the data loaded depends on the order.
+      grid: from a schedule, the number of tiles, or clusters of tiles, along m and along n.
     """
 
     def minors(s: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How a product differentiates, transposes, batches and divides over devices, in terms of other products."""
+"""The derivative, transpose, batching and sharding rules of a matmul, in terms of other matmuls."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ Call = Callable[..., Any]
 
 
 def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[Arrays, Arrays | None]:
-    """The tangent is ``slope (da b + a db + dbias) + dresidual``: products without epilogue, and the rest for XLA.
+    """Computes the tangent ``slope (da b + a db + dbias) + dresidual``: matmuls without epilogue; XLA does the rest.
 
-    The slope of an activation needs what goes into it. So the product ends with its accumulators in float32, and its
-    epilogue is a pass of its own: 8 more bytes of traffic for each element. To accumulate again would take 2 k
-    operations for each, which is longer from a k of some 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the backward
-    pass JAX keeps the slope, in the dtype of the result.
+    The slope of an activation needs its input. Therefore the matmul returns its accumulators in float32, and its
+    epilogue is a separate pass, which moves 8 more bytes per element. Recomputing the accumulators would take 2 k
+    operations per element, which is slower from k of about 800 on (an H200's 4.2 TB/s and 800 TFLOP/s). For the
+    backward pass JAX saves the slope, in the dtype of the result.
 
-    The tangents of several results are several. Where the epilogue is a pass of its own, that reads all columns in one
-    array, and cuts it.
+    Several results have several tangents. A separate epilogue pass reads all columns in one array and splits it.
     """
     if p.split_sizes and p.activation:
         whole, moved = jvp(call, p.joined, primals, tangents)
@@ -36,7 +35,7 @@ def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[Arra
     da, db, dbias, dresidual = p.named(tangents)
     dtype = p.whole.dtype
     moving = ([] if da is None else [call(p.plain, da, b)]) + ([] if db is None else [call(p.plain, a, db)])
-    if dbias is not None:  # in float32, so that a backward pass sums it over the rows in float32
+    if dbias is not None:  # float32, so that a backward pass sums it over the rows in float32
         shape = _result_shape(p, primals)
         rows = as_rows(dbias.astype(jnp.float32), len(shape))
         moving.append(p.cut(jnp.broadcast_to(rows, shape).astype(dtype)))
@@ -54,14 +53,14 @@ def jvp(call: Call, p: MatmulProblem, primals: Any, tangents: Any) -> tuple[Arra
 
 
 def transpose(call: Call, p: MatmulProblem, cotangent: Any, args: Any) -> tuple[jax.Array | None, ...]:
-    """A bias gets the cotangent's sum over the rows, in float32, and a residual the cotangent.
+    """Computes the cotangents: the bias gets the sum over the rows, in float32, and the residual the cotangent itself.
 
-    Cotangents of several results are joined, zeros where there is none: for results of m x n, of which s products in a
-    row would otherwise each read and write what the one before it left of ``da``, m x k, that moves ``2 m n`` elements
-    in place of ``2 (s - 1) m k`` and ``2 k n`` (parts of `b`), and serves ``db``, too.
+    Cotangents of several results are concatenated, with zeros for those that are None. That moves ``2 m n`` elements,
+    and serves ``db`` as well. With s separate matmuls, each would read and write the partial ``da``, m x k, of the one
+    before it, which moves ``2 (s - 1) m k`` elements, and ``2 k n`` for the parts of `b`.
 
     Raises:
-      NotImplementedError: with an activation it is linear in nothing but the residual.
+      NotImplementedError: with an activation, the matmul is linear in the residual only.
     """
     if p.split_sizes:
         return transpose(call, p.joined, _joined(p, cotangent), args)
@@ -80,10 +79,10 @@ def transpose(call: Call, p: MatmulProblem, cotangent: Any, args: Any) -> tuple[
 
 
 def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: Any) -> tuple[jax.Array | None, ...]:
-    """``da = dc bᵀ`` and ``db = aᵀ dc``, written in the layout that the operand has: no operand is copied."""
+    """Computes ``da = dc bᵀ`` and ``db = aᵀ dc`` in the layout of the operand, so that no operand is copied."""
     other = b if a is None else a
-    # A result wider than the operands has a wider cotangent: narrowing it here would lose what the caller asked for.
-    # 8-bit floats, which JAX promotes to nothing, are exact in whatever the cotangent is.
+    # A result wider than the operands has a wider cotangent; narrowing it here would lose the requested precision.
+    # 8-bit floats, which JAX does not promote, are exact in any dtype of the cotangent.
     narrow = other.dtype.itemsize == 1
     dtype = cotangent.dtype if narrow else jnp.promote_types(cotangent.dtype, other.dtype)
     dc, other = cotangent.astype(dtype), other.astype(dtype)
@@ -105,7 +104,7 @@ def _transpose(call: Call, p: MatmulProblem, cotangent: jax.Array, a: Any, b: An
 
 
 def _joined(p: MatmulProblem, cotangents: Sequence[jax.Array | None]) -> jax.Array:
-    """What belongs to each result, side by side."""
+    """Concatenates the cotangents of the results along the columns."""
     column = next(jnp.zeros_like(ct[..., :1]) for ct in cotangents if ct is not None)
     wanted = zip(cotangents, p.columns, strict=True)
     return jnp.concatenate(
@@ -114,7 +113,7 @@ def _joined(p: MatmulProblem, cotangents: Sequence[jax.Array | None]) -> jax.Arr
 
 
 def _axes(p: MatmulProblem, shapes: Sequence[tuple[int, ...] | None]) -> dict[str, tuple[int, ...]]:
-    """The extents of what a letter of the sharding has in arrays of these shapes, operands and then the result."""
+    """Maps each letter of the sharding rule to its extents in arrays of these shapes (operands, then the result)."""
     plain = p.joined
     sharding = shard(plain)
     of_one = {letter: (extent,) for letter, extent in sharding.extents(plain).items()}
@@ -122,23 +121,22 @@ def _axes(p: MatmulProblem, shapes: Sequence[tuple[int, ...] | None]) -> dict[st
 
 
 def _result_shape(p: MatmulProblem, args: Sequence[Any]) -> tuple[int, ...]:
-    """Of all columns in one array."""
+    """Returns the shape of the result with all columns in one array."""
     axes = _axes(p, [x.shape for x in args])
     return *axes.get("batch", ()), *axes["m"], *axes["n"]
 
 
 def _row_axes(p: MatmulProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a result of this shape."""
+    """Returns the row axes of a result of this shape."""
     axes = _axes(p, [*(None for _ in p.operands()), shape])
     first = len(axes.get("batch", ()))
     return tuple(range(first, first + len(axes["m"])))
 
 
 def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
-    """As one larger product (see `widened`).
+    """Batches as one larger matmul (see `widened`).
 
-    Where biases differ along what would join m, or where neither operand is batched, the epilogue is for XLA to
-    compute.
+    XLA computes the epilogue if neither operand is batched, or if biases differ along an axis that would join m.
     """
     a_dim, b_dim, bias_dim, _ = p.named(dims)
     if b_dim is None and (a_dim is None or bias_dim is not None):
@@ -150,7 +148,7 @@ def batch(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, i
 
 
 class Widened(NamedTuple):
-    """One product in place of several: its problem and operands, and where in each result, once split, they lie."""
+    """One matmul in place of several: its problem and operands, and the new axis `dim` of each result after `split`."""
 
     problem: MatmulProblem
     operands: tuple[jax.Array, ...]
@@ -159,14 +157,14 @@ class Widened(NamedTuple):
 
 
 def widened(p: MatmulProblem, args: Sequence[jax.Array], mapped: Sequence[bool], sizes: tuple[int, ...]) -> Widened:
-    """An operand that is not mapped is read once: the other's new axes join m or n. Two mapped ones batch.
+    """Combines several matmuls into one: if one of `a` and `b` is not mapped, the new axes join m or n; else the batch.
 
-    A residual goes with the result, repeated where it is not mapped, and so does a bias along n. One of `a` and `b` is
-    mapped, and a bias only where `b` is. Along n several results of each would be many: they batch instead, and `a` is
-    repeated.
+    An operand that is not mapped is then read once. A residual follows the result, and a bias follows n; both are
+    repeated if not mapped. At least one of `a` and `b` is mapped, and a bias only if `b` is. Several results cannot be
+    joined along n, because each would become many; these are batched, and `a` is repeated.
 
     Args:
-      args: those that are mapped have axes of these sizes in front.
+      args: mapped operands have leading axes of these sizes.
     """
     new, count = len(sizes), math.prod(sizes)
     axes = _axes(p, [x.shape[new:] if is_mapped else x.shape for x, is_mapped in zip(args, mapped, strict=True)])
@@ -174,20 +172,20 @@ def widened(p: MatmulProblem, args: Sequence[jax.Array], mapped: Sequence[bool],
     given, is_mapped = p.named(args), p.named(mapped)
 
     def at(name: str, place: int) -> jax.Array | None:
-        """An operand with its new axes there; repeated along them where it is not mapped."""
+        """Moves the new axes of an operand to `place`; repeats an operand that is not mapped."""
         if (x := getattr(given, name)) is None:
             return None
         x = x if getattr(is_mapped, name) else jnp.broadcast_to(x, (*sizes, *x.shape))
         return jnp.moveaxis(x, range(new), range(place, place + new))
 
     def joined(name: str, place: int) -> jax.Array | None:
-        """The same, of one axis with the one that was there."""
+        """Does the same as `at`, with the new axes merged into the axis at `place`."""
         x = at(name, place)
         return (
             x if x is None else x.reshape(*x.shape[:place], count * x.shape[place + new], *x.shape[place + new + 1 :])
         )
 
-    if not is_mapped.b:  # in front of m
+    if not is_mapped.b:  # new axes before m
         wider = dataclasses.replace(p, m=count * p.m)
         a, residual = at("a", lead + (steps if p.transpose_a else 0)), at("residual", lead)
         return Widened(wider, _present(a, given.b, given.bias, residual), lambda c: c, lead)
@@ -204,7 +202,7 @@ def widened(p: MatmulProblem, args: Sequence[jax.Array], mapped: Sequence[bool],
 
 
 def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Arrays, int]:
-    """The accumulators by one product, in float32, and the epilogue as a pass over them."""
+    """Computes the accumulators by one matmul, in float32, and the epilogue as a pass over them."""
     a, b, *rest = args
     if dims[0] is None:
         acc, dim = call(p.unrounded, a, b), None
@@ -218,11 +216,11 @@ def _batch_apart(call: Call, p: MatmulProblem, args: Any, dims: Any) -> tuple[Ar
 
 
 def shard(p: MatmulProblem) -> Sharding[MatmulProblem]:
-    """Where k is divided, devices sum products in the result's dtype, and the epilogue is a pass after that.
+    """Returns the sharding rule: if k is sharded, devices sum products in the result's dtype, then apply the epilogue.
 
-    As XLA does for a `dot_general`: a sum of accumulators would move twice the bytes of one in 16 bits. Columns that
-    come in several arrays are not divided: each device would need some of each, which do not lie beside each other in
-    `b`.
+    XLA does the same for a `dot_general`: a sum of float32 accumulators would move twice the bytes of a 16-bit sum.
+    Columns that are split into several arrays are not sharded: each device would need some columns of each array, and
+    these are not adjacent in `b`.
     """
     lead = "batch " if p.batch > 1 else ""
     columns = [f"n{i}" for i in range(len(p.columns))] if p.split_sizes else ["n"]

@@ -1,4 +1,4 @@
-"""Columns of a product in several arrays side by side: how many each has, as text and numbers, and how they are cut."""
+"""The column counts of a matmul with several results, as text and as numbers, and the split of the columns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jax import lax
 
 
 def spelled(sizes: Sequence[int] | str) -> str:
-    """``"4096+1024+1024"``, as a problem and a command line have it, of numbers; a text as it is.
+    """Formats column counts as in a problem or on a command line, ``"4096+1024+1024"``; returns text unchanged.
 
     Raises:
-      TypeError: they are no integers.
+      TypeError: the sizes are not integers.
     """
     if isinstance(sizes, str):
         return sizes
@@ -24,10 +24,10 @@ def spelled(sizes: Sequence[int] | str) -> str:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Those of what `spelled` returns.
+    """Parses the text that `spelled` returns.
 
     Raises:
-      ValueError: there are none, or none that columns have.
+      ValueError: a number is not positive, or there is only one.
     """
     each = text.split("+")
     if not all(number.isascii() and number.isdecimal() and int(number) > 0 for number in each):
@@ -38,11 +38,11 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def check(sizes: tuple[int, ...], n: int) -> None:
-    """Raises a ValueError where they do not divide `n` columns among them."""
+    """Raises a ValueError if the sizes do not add up to `n` columns."""
     if sum(sizes) != n:
         raise ValueError(f"split_sizes={spelled(sizes)} adds up to {sum(sizes)} columns, and the product has {n}")
 
 
 def cut(whole: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """The columns of an array in arrays of so many."""
+    """Splits the columns of an array into arrays of these sizes."""
     return tuple(lax.split(whole, sizes, axis=whole.ndim - 1))

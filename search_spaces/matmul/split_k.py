@@ -1,4 +1,4 @@
-"""The reduction of split-K: XLA adds what a launch left of each split in device memory, with the epilogue."""
+"""The reduction of split-K: XLA adds the partial sums that a launch left in device memory, and applies the epilogue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from search_spaces.problem import Arrays
 
 
 def reduced(p: MatmulProblem, split_k: int, splits: jax.Array, args: Sequence[jax.Array]) -> Arrays:
-    """The results from the accumulators ``[split_k * batch, m, n]`` of all splits, added in order, rounded once."""
+    """Reduces the accumulators ``[split_k * batch, m, n]`` of all splits in order, and rounds the results once."""
     acc = added(splits.reshape(split_k, *p.whole.shape))
     return p.cut(p.apply_epilogue(acc, args).astype(p.whole.dtype))
 
 
 def added(splits: jax.Array) -> jax.Array:
-    """The sum of ``[split_k, ...]`` over splits, first to last: the same bits each time."""
+    """Sums ``[split_k, ...]`` over splits, first to last, so that the result is deterministic."""
     return functools.reduce(operator.add, (splits[split] for split in range(splits.shape[0])))

@@ -1,4 +1,4 @@
-"""The matrix product as XLA computes it (cuBLAS on NVIDIA GPUs): the answer to beat, and a legal one."""
+"""The matmul of XLA (cuBLAS on NVIDIA GPUs): the baseline, and a valid choice."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from search_spaces.problem import Arrays
 
 
 class XlaMatmul(LibraryKernel[MatmulProblem]):
-    """A product and its epilogue in float32; or also as users write that, rounded at each step.
+    """A matmul with its epilogue in float32, or as users write it, rounded at each step.
 
-    Several results are slices of one product. A product for each would be no other program: XLA makes one of them all,
-    and slices that.
+    Several results are slices of one matmul. Writing one matmul per result would give the same program: XLA merges them
+    and slices the result.
     """
 
     version = 1
@@ -33,7 +33,7 @@ class XlaMatmul(LibraryKernel[MatmulProblem]):
 
 
 def _precision(problem: MatmulProblem, target: Target) -> lax.PrecisionLike:
-    """At "high" NVIDIA GPUs multiply TF32, which is less than `problem` asks for, unless three products are named."""
+    """Requests three bfloat16 products for "high": NVIDIA GPUs would multiply TF32, which is not accurate enough."""
     if problem.arithmetic == "bf16_3x" and target.platform == "cuda" and int(target.architecture[3:]) >= 80:
         return lax.DotAlgorithmPreset.BF16_BF16_F32_X3
     return problem.lax_precision
@@ -45,7 +45,7 @@ def _product(
     out = problem.whole.dtype
     if program == "plain":
         return _plain(problem, precision, args).astype(out)
-    # Integers are accumulated as such, whatever they are then rounded to.
+    # Integers are accumulated as integers, for any dtype of the result.
     unrounded = problem.fused or problem.dtype == "int8"
     acc = lax.dot_general(
         args[0],
@@ -66,7 +66,7 @@ def _plain(problem: MatmulProblem, precision: lax.PrecisionLike, args: Sequence[
         precision=precision,
         preferred_element_type=problem.whole.dtype,
     )
-    if bias is not None:  # which may be wider than the result
+    if bias is not None:  # may be wider than the result
         result = result + bias[..., None, :]
     if problem.activation:
         result = getattr(jax.nn, problem.activation)(result)
@@ -76,17 +76,17 @@ def _plain(problem: MatmulProblem, precision: lax.PrecisionLike, args: Sequence[
 def matmul(
     operands: Operands, *, precision: Any = None, preferred_element_type: Any = None, activation: str | None = None
 ) -> jax.Array:
-    """``activation(jnp.matmul(a, b) + bias) + residual`` of whatever `jnp.matmul` takes, where no problem says it.
+    """Computes ``activation(jnp.matmul(a, b) + bias) + residual`` for operands that no problem describes.
 
-    Floating and complex accumulators are in float32 or wider, and the epilogue is in the widest dtype of them, bias
-    and residual; the result, rounded once, has the dtype of `jnp.matmul`.
+    Floating and complex accumulators are in float32 or wider. The epilogue is in the widest dtype of the accumulators,
+    the bias and the residual. The result, rounded once, has the dtype of `jnp.matmul`.
 
     Args:
-      operands: `a` and `b` as `jnp.matmul` takes them; the bias is ``[n]``, or ``[]`` where `b` has one axis, and the
-        residual has the shape of the result.
+      operands: `a` and `b` as `jnp.matmul` takes them. The bias is ``[n]``, or ``[]`` if `b` has one axis. The residual
+        has the shape of the result.
 
     Raises:
-      TypeError, ValueError: as `jnp.matmul`; a wrong activation, bias or residual, with what is wanted.
+      TypeError, ValueError: as `jnp.matmul`; also for a wrong activation, bias or residual, with the expected value.
     """
     a, b, bias, residual = operands
     if bias is None and activation is None and residual is None:
@@ -109,7 +109,7 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
         raise TypeError(
             f"activation={activation!r} wants a floating result, not {out.dtype}: set preferred_element_type"
         )
-    if jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize == 1:  # JAX promotes it to nothing by itself
+    if jnp.issubdtype(out.dtype, jnp.floating) and out.dtype.itemsize == 1:  # JAX does not promote it
         raise TypeError(f"a result of {out.dtype} is too narrow for an epilogue: set preferred_element_type")
     for name, (x, shape) in added.items():
         if not isinstance(x, jax.Array):
@@ -123,7 +123,7 @@ def _check(out: jax.ShapeDtypeStruct, activation: Any, added: Mapping[str, tuple
 
 
 def _kind(dtype: Any) -> int:
-    """Truth values, integers, floating-point numbers, complex ones: each holds those before it."""
+    """Ranks booleans, integers, floating-point and complex numbers; each kind can hold those before it."""
     kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     for i, kind in enumerate(kinds):
         if jnp.issubdtype(dtype, kind):

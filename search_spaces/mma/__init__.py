@@ -1,1 +1,1 @@
-"""What kernels by warp-level MMA share: copies by cp.async, fragments by ldmatrix, tiles of results as rows."""
+"""Building blocks of kernels by warp-level MMA: copies by cp.async, fragments by ldmatrix, result tiles as rows."""

@@ -1,4 +1,4 @@
-"""Which chips kernels by warp-level MMA are for, and what their tensor cores multiply."""
+"""The chips that kernels by warp-level MMA support, and the dtypes that their tensor cores multiply."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from search_spaces.kernel import Target
 
 _HALF = ("bfloat16", "float16", "int8")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
-# PTX ISA, mma.m16n8k16 and mma.m16n8k32: FP8 from sm_89 on. Mosaic GPU has no TF32 (jax 0.12).
+# PTX ISA, mma.m16n8k16 and mma.m16n8k32: FP8 from sm_89 on. Mosaic GPU does not support TF32 (jax 0.12).
 DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"sm_80": _HALF, "sm_86": _HALF, "sm_89": (*_HALF, *_FP8), "sm_90": (*_HALF, *_FP8)}
 )
 _NAMES = {"sm_80": "Ampere", "sm_86": "Ampere", "sm_89": "Ada", "sm_90": "Hopper"}
-# For which Mosaic GPU compiles (jax 0.11.2), with neither TMA nor wgmma.
+# Mosaic GPU compiles for these (jax 0.11.2), without TMA and wgmma.
 BEFORE_HOPPER = frozenset({"sm_80", "sm_86", "sm_89"})
 
 
 def not_before_hopper(target: Target, also_on: frozenset[str] = frozenset()) -> str | None:
-    """Why no kernel for the chips before Hopper runs on `target`, or None; `also_on` are others that it may run on."""
+    """Returns why pre-Hopper kernels do not run on `target`, or None; `also_on` are additional architectures."""
     known = sorted(BEFORE_HOPPER | also_on)
     if target.platform != "cuda" or target.architecture not in known:
         *others, last = dict.fromkeys(_NAMES[architecture] for architecture in known)
@@ -35,7 +35,7 @@ def not_before_hopper(target: Target, also_on: frozenset[str] = frozenset()) -> 
 
 
 def multiplies(target: Target, dtype: str) -> str | None:
-    """Why the tensor cores of `target` multiply no operands of this dtype, or None."""
+    """Returns why the tensor cores of `target` do not multiply operands of this dtype, or None."""
     if dtype in DTYPES[target.architecture]:
         return None
     return f"multiplies {', '.join(DTYPES[target.architecture])} on {target.architecture}, not {dtype}"

@@ -1,11 +1,11 @@
-"""Tiles of arrays in shared memory, swizzled, and how threads copy them there: cp.async, which fills edges with zeros.
+"""Swizzled tiles in shared memory, and their copies from device memory by cp.async, which fills edges with zeros.
 
-A tile has its rows one after the other, as they lie in device memory. Of each 128 bytes a swizzle exchanges runs of 16:
-their number becomes that xor the number of the 128 bytes, so that the 8 runs that ldmatrix reads at a time, from 8
-rows, lie in banks of their own; where a row is shorter than that, as many of its runs as it has.
+A tile has its rows in sequence, as in device memory. In each 128 bytes, a swizzle permutes runs of 16 bytes: a run's
+index is xored with the index of the 128 bytes. The 8 runs, from 8 rows, that ldmatrix reads at a time then lie in
+different banks. If a row is shorter than 128 bytes, only its own runs are permuted.
 
-Copies are written out as PTX: `plgpu.copy_gmem_to_smem` takes no copy that reaches beyond an array where it is done by
-cp.async (jax 0.11.2), and is TMA's on Hopper.
+Copies are inline PTX: with cp.async, `plgpu.copy_gmem_to_smem` does not support copies beyond an array's edge (jax
+0.11.2), and on Hopper it uses TMA.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from search_spaces.hopper.limits import ACCESS_BYTES
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 from search_spaces.mma import lanes
 
-SWIZZLE_RUNS = 8  # runs of 16 bytes that a swizzle exchanges at most
+SWIZZLE_RUNS = 8  # runs of 16 bytes that a swizzle permutes at most
 
 
 @dataclasses.dataclass(frozen=True)
 class SmemTile:
-    """A tile of an array as it lies in shared memory.
+    """A tile of an array in shared memory.
 
     Attributes:
-      rows, columns: of the array in device memory.
+      rows, columns: its extents, in the array's device memory layout.
       dtype: of its elements.
     """
 
@@ -46,23 +46,23 @@ class SmemTile:
 
     @property
     def runs(self) -> int:
-        """Of 16 bytes, that are exchanged with each other."""
+        """Number of 16-byte runs that a swizzle permutes."""
         return min(SWIZZLE_RUNS, self.row_bytes // ACCESS_BYTES)
 
     def swizzle(self, row: Any) -> Any:
-        """What the number of a run becomes by xor in this row, of each thread's own."""
+        """Returns the value that is xored with the index of a run in this row, per thread."""
         return row // (SWIZZLE_RUNS // self.runs) % self.runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """An array in device memory, ``[batch, rows, columns]`` or without the batch, whose rows start at 16 bytes.
+    """An array in device memory, ``[batch, rows, columns]`` or without the batch; rows are aligned to 16 bytes.
 
     Attributes:
       array: a reference to it.
       batched: whether it has a batch axis.
-      reach: the row and the column that the tiles of a launch end at, together: beyond the array, where they do not
-        divide it or are too many.
+      reach: the row and the column where the tiles of a launch end. This is beyond the array's edge if the tiles do not
+        divide the array, or if there are too many tiles.
     """
 
     array: Any
@@ -84,19 +84,20 @@ def copy(
     part: tuple[int, int] = (0, 1),
     when: Any = True,
 ) -> None:
-    """Starts to copy the `tile` at this row and column of an element of the batch; nothing waits for it yet.
+    """Starts the copy of the `tile` at `corner` of a batch element, without waiting for it.
 
     Args:
-      smem: a reference to as many elements as the tile has, at a multiple of 128 bytes.
+      smem: a reference to as many elements as the tile has, aligned to 128 bytes.
       threads: of the CTA, all of which call this.
-      part: of the tile's copies, and in how many they are divided; interpreted, the first one is all.
-      when: whether to; the same for all threads.
+      part: index of a part of the tile's copies, and the number of parts; in the interpreter part 0 copies the whole
+        tile.
+      when: whether to copy; the same for all threads.
     """
     part_number, parts = part
     (extent, columns), itemsize = source.extents, tile.dtype.itemsize
     pitch = columns * itemsize
     at_once = threads // tile.runs  # units of a swizzle's runs
-    # Where whole tiles make up the array no copy needs a condition.
+    # If whole tiles make up the array, no copy needs a condition.
     clip_rows, clip_columns = source.reach[0] > extent, source.reach[1] > columns
 
     def meaning(array: Any, smem: Any, batch: Any, row: Any, column: Any, when: Any) -> None:
@@ -123,7 +124,8 @@ def copy(
         for number in numbers[part_number * len(numbers) // parts : (part_number + 1) * len(numbers) // parts]:
             box, row_of_tile = divmod(number, tile.rows)
             beyond = box * tile.runs * ACCESS_BYTES
-            # Compared here, where no compiler keeps what comes out of it for each copy from step to step.
+            # Compared in inline PTX, so that the compiler does not keep each copy's result in a register from step to
+            # step.
             text = [".reg .pred %within;", ".reg .b32 %size;", f"mov.b32 %size, {ACCESS_BYTES};"]
             limits = [("$2", extent - row_of_tile)] * clip_rows + [("$3", pitch - beyond)] * clip_columns
             for at, limit in limits:
@@ -142,29 +144,29 @@ def copy(
 
 
 def commit() -> None:
-    """What was started since the last time is a group, also where that is nothing."""
+    """Commits the copies since the last call as a group, which may be empty."""
     _instruct("cp.async.commit_group;")
 
 
 def wait(groups: int) -> None:
-    """Until all but the last so many groups of this thread have arrived."""
+    """Waits until all but the last `groups` groups of this thread have arrived."""
     _instruct(f"cp.async.wait_group {groups};")
 
 
 def rolled() -> None:
-    """At the start of a loop's body: ptxas leaves it one, also if it is short, which takes fewer registers."""
+    """Keeps ptxas from unrolling a loop, even a short one, which saves registers; call it at the start of the body."""
     _instruct('.pragma "nounroll";')
 
 
 def meetings(warpgroups: int) -> list[Any]:
-    """Scratch for the barrier of a CTA's warpgroups where they are interpreted, if there are several; else none."""
+    """Returns the interpreter's barrier of a CTA's warpgroups, if there are several; otherwise an empty list."""
     return [plgpu.Barrier(num_arrivals=warpgroups)] if interprets() and warpgroups > 1 else []
 
 
 def synchronize(meeting: Any = None) -> None:
-    """Waits for all threads of the CTA, and for what they wrote to shared memory, or what they waited for there.
+    """Synchronizes all threads of the CTA, including their shared memory writes and the copies they waited for.
 
-    Where it is interpreted, its warpgroups wait at a barrier of theirs, `meeting`, if there are several.
+    In the interpreter, several warpgroups wait at the barrier `meeting`.
     """
     if interprets():
         if meeting is not None:
@@ -188,5 +190,5 @@ def _instruct(text: str) -> None:
 
 
 def following(stage: Any, stages: int) -> Any:
-    """Where the operands of the step lie that follows the one whose lie in this stage."""
+    """Returns the stage that holds the operands of the next step."""
     return jnp.where(stage == stages - 1, 0, stage + 1)

@@ -1,7 +1,7 @@
-"""Products of tiles in shared memory by warp-level MMA: fragments of them by ldmatrix, and where warps find theirs.
+"""Products of tiles in shared memory by warp-level MMA: fragments loaded by ldmatrix, and their assignment to warps.
 
-The four warps of a warpgroup lie over its part of a result in `m_warps` rows and ``4 / m_warps`` columns, and that
-again and again: a warp has every `m_warps`-th 16 rows, and every ``4 / m_warps``-th 8 columns (`plgpu.Layout.MMA_ACC`).
+The four warps of a warpgroup form `m_warps` rows and ``4 / m_warps`` columns, which repeat over its part of a result: a
+warp has every `m_warps`-th group of 16 rows, and every ``4 / m_warps``-th group of 8 columns (`plgpu.Layout.MMA_ACC`).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 from search_spaces.mma import lanes
 from search_spaces.mma.cp_async import SmemTile
 
-# Of one instruction, mma.m16n8 (PTX ISA): rows and columns of the result, and bytes of each operand along k.
+# One instruction, mma.m16n8 (PTX ISA): rows and columns of the result, and bytes of each operand along k.
 MMA_ROWS, MMA_COLUMNS, MMA_K_BYTES = 16, 8, 32
-MATRIX = 8  # rows of one of the matrices that ldmatrix loads, of 16 bytes each
+MATRIX = 8  # rows of one of the matrices that ldmatrix loads, 16 bytes each
 
 
 @dataclasses.dataclass(frozen=True)
 class WarpTiles:
-    """What a warpgroup multiplies of a CTA's tiles.
+    """A warpgroup's part of a CTA's tiles.
 
     Attributes:
       m, n: extents of its part of the result.
-      m_warps: warps along m; the others of four lie along n.
-      along_m: whether the CTA's warpgroups lie along m; else along n.
+      m_warps: warps along m; the remaining factor of four lies along n.
+      along_m: whether the CTA's warpgroups lie along m; otherwise along n.
       dtype: of the operands.
     """
 
@@ -49,7 +49,7 @@ class WarpTiles:
 
     @property
     def k(self) -> int:
-        """Of one instruction, in elements."""
+        """Extent of k of one instruction, in elements."""
         return int(MMA_K_BYTES // self.dtype.itemsize)
 
     @property
@@ -58,7 +58,7 @@ class WarpTiles:
 
     @property
     def layout(self) -> Any:
-        """Of the accumulators."""
+        """Layout of the accumulators."""
         return plgpu.Layout.MMA_ACC(self.dtype, m_warps=self.m_warps)
 
     @property
@@ -72,11 +72,12 @@ class WarpTiles:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """`a` or `b` of a product in shared memory.
+    """`a` or `b` of a product, in shared memory.
 
     Attributes:
       tile: of the whole CTA.
-      k_major: k lies along its rows, as it does in fragments; else ldmatrix transposes, which it can do with 16 bits.
+      k_major: whether k lies along its rows, as in fragments; otherwise ldmatrix transposes, which requires 16-bit
+        elements.
     """
 
     tile: SmemTile
@@ -87,23 +88,23 @@ class Operand:
         return self.tile.columns if self.k_major else self.tile.rows
 
     def k_last(self, flat: jax.Array) -> jax.Array:
-        """What lies there as an array ``[m or n, k]``."""
+        """Returns the tile as an array ``[m or n, k]``."""
         rows = flat.reshape(self.tile.rows, self.tile.columns)
         return rows if self.k_major else rows.T
 
 
 def zeros(warps: WarpTiles) -> jax.Array:
-    """Accumulators to start with."""
+    """Returns zero accumulators."""
     zero = jnp.zeros((warps.m, warps.n), warps.acc_dtype)
     cast: jax.Array = plgpu.layout_cast(zero, warps.layout)
     return cast
 
 
 def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, warps: WarpTiles) -> jax.Array:
-    """``acc + a b``, all of them a warpgroup's, of the k of one instruction."""
+    """Computes ``acc + a b`` of a warpgroup, for the k of one instruction."""
 
     def meaning(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        # In the accumulators' dtype: a CPU does not multiply every narrow one.
+        # In the accumulators' dtype, because CPUs do not multiply every narrow dtype.
         return acc + jnp.dot(a.astype(acc.dtype), b.astype(acc.dtype))
 
     @mosaic_gpu_code(
@@ -119,12 +120,12 @@ def multiply(acc: jax.Array, a: jax.Array, b: jax.Array, warps: WarpTiles) -> ja
 
 
 def lhs(a: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Array:
-    """Fragments of `a`, ``[m, k]`` of the k of the instruction of this number.
+    """Loads fragments of `a`, ``[m, k]``, for the k of instruction `number`.
 
     Args:
       a: reference to flat shared memory.
-      of: what lies there.
-      wg: the warpgroup's number in the CTA.
+      of: the operand stored there.
+      wg: index of the warpgroup in the CTA.
     """
 
     def meaning(a: Any, wg: Any) -> jax.Array:
@@ -146,7 +147,7 @@ def lhs(a: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Arra
 
 
 def rhs(b: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Array:
-    """Fragments of `b`, ``[k, n]``, likewise."""
+    """Loads fragments of `b`, ``[k, n]``, like `lhs`."""
 
     def meaning(b: Any, wg: Any) -> jax.Array:
         every = of.k_last(b[...])[:, number * warps.k :][:, : warps.k].T
@@ -159,7 +160,7 @@ def rhs(b: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Arra
     )
     def load(_: Any, b: Any, wg: Any) -> Any:
         loads = _Loads(_rhs_lanes(of, warps, lanes.number(wg)), lanes.smem_address(b), of)
-        # Registers are numbered along k first.
+        # Registers are ordered along k first.
         words = loads.all(warps.n, 2 * warps.n_warps * MMA_COLUMNS, number, warps)
         return _fragment(words, (warps.k, warps.n), warps, warps.rhs_layout)
 
@@ -169,7 +170,7 @@ def rhs(b: Any, of: Operand, warps: WarpTiles, wg: Any, number: int) -> jax.Arra
 
 @dataclasses.dataclass(frozen=True)
 class _Lane:
-    """Where a lane's row of a matrix lies that ldmatrix loads first: its row, and the run of 16 bytes in it."""
+    """The position of a lane's row in the first matrices that ldmatrix loads: the row, and the 16-byte run in it."""
 
     row: Any
     run: Any
@@ -180,9 +181,9 @@ class _Loads:
     """Loads of an operand's matrices.
 
     Attributes:
-      lane: of the first.
+      lane: the lane's position in the first matrices.
       base: address of the tile.
-      operand: what lies there.
+      operand: the operand stored there.
     """
 
     lane: _Lane
@@ -190,10 +191,10 @@ class _Loads:
     operand: Operand
 
     def four(self, row: int, run: int) -> list[Any]:
-        """Four matrices, `row` rows and `run` runs after the first ones.
+        """Loads four matrices, `row` rows and `run` runs after the first ones.
 
-        `row` is a multiple of 16, and the bits of `run` are none of those of any lane's run, except whole multiples of
-        the swizzle's runs: so what is added here needs no swizzle of its own.
+        `row` is a multiple of 16. The bits of `run` do not overlap those of any lane's run, except for whole multiples
+        of the swizzle's runs. The offsets added here therefore need no swizzle.
         """
         tile = self.operand.tile
         high, low = divmod(run, tile.runs)
@@ -211,7 +212,7 @@ class _Loads:
         return [llvm.extractvalue(lanes.bits(32), loaded, [at]) for at in range(4)]
 
     def all(self, extent: int, each: int, number: int, warps: WarpTiles) -> list[Any]:
-        """Of the k of the instruction of this number, and of all of `extent`, of which four matrices cover `each`."""
+        """Loads all of `extent` for the k of instruction `number`; four matrices cover `each` of it."""
         if self.operand.k_major:
             along_k = number * (MMA_K_BYTES // ACCESS_BYTES)
             places = [(first, along_k) for first in range(0, extent, each)]
@@ -221,12 +222,12 @@ class _Loads:
 
 
 def _place() -> tuple[Any, Any]:
-    """The lane in its warp, and the warp in its warpgroup."""
+    """Returns the index of the lane in its warp, and of the warp in its warpgroup."""
     return lanes.thread() % WARP, lanes.thread() % WARPGROUP // WARP
 
 
 def _lhs_lanes(a: Operand, warps: WarpTiles, wg: Any) -> _Lane:
-    """Of the matrices of 16 rows of `a`, upper and lower, of the first and of the second half of k."""
+    """Returns the lane's position for 16 rows of `a`: upper and lower matrix of the first, then second half of k."""
     lane, warp = _place()
     warp_m = warp // warps.n_warps
     first = wg * warps.m if warps.along_m else wg * 0
@@ -237,10 +238,10 @@ def _lhs_lanes(a: Operand, warps: WarpTiles, wg: Any) -> _Lane:
 
 
 def _rhs_lanes(b: Operand, warps: WarpTiles, wg: Any) -> _Lane:
-    """Of the matrices of a warp's first 8 columns of `b`, of the first and the second half of k, then of the next 8."""
+    """Returns the lane's position for a warp's first 8 columns of `b` (first, second half of k), then the next 8."""
     lane, warp = _place()
     first = wg * 0 if warps.along_m else wg * warps.n
-    columns = lane // MMA_ROWS * warps.n_warps + warp % warps.n_warps  # in eights
+    columns = lane // MMA_ROWS * warps.n_warps + warp % warps.n_warps  # in units of 8
     half = lane // MATRIX % 2
     if b.k_major:
         return _Lane(first + columns * MMA_COLUMNS + lane % MATRIX, half)

@@ -1,4 +1,4 @@
-"""Numbers and accesses of each thread's own, in Mosaic GPU's terms: addresses in bytes, words of memory, barriers."""
+"""Per-thread numbers and memory accesses in Mosaic GPU: addresses in bytes, words of memory, barriers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from search_spaces.hopper.limits import ACCESS_BYTES
 
 
 def bits(width: int) -> Any:
-    """The type of integers so wide."""
+    """Returns the integer type of this width."""
     return ir.IntegerType.get_signless(width)
 
 
 def number(value: Any, *, signed: bool = False) -> Any:
-    """An integer of each thread's own, for arithmetic: of an MLIR value, or of a scalar of Pallas."""
+    """Returns a per-thread integer for arithmetic, from an MLIR value or a scalar of Pallas."""
     registers = getattr(value, "registers", None)
     return mgpu.FragmentedArray.splat(value if registers is None else registers.item(), (), is_signed=signed)
 
 
 def wide(value: Any) -> Any:
-    """The same in 64 bits."""
+    """Converts to 64 bits."""
     return value.astype(bits(64), is_signed=False)
 
 
@@ -33,17 +33,17 @@ def wide_signed(value: Any) -> Any:
 
 
 def as_signed(value: Any) -> Any:
-    """The same bits."""
+    """Reinterprets the bits as signed."""
     return number(register(value), signed=True)
 
 
 def unsigned(value: Any) -> Any:
-    """The same bits."""
+    """Reinterprets the bits as unsigned."""
     return number(register(value))
 
 
 def thread() -> Any:
-    """Of the CTA."""
+    """Returns the index of the thread in the CTA."""
     return number(mgpu.thread_idx())
 
 
@@ -53,17 +53,17 @@ def gmem_address(ref: Any) -> Any:
 
 
 def smem_address(ref: Any) -> Any:
-    """Within the CTA's shared memory, whose addresses have 32 bits."""
+    """Returns the 32-bit address within the CTA's shared memory."""
     return number(llvm.ptrtoint(bits(32), mgpu.utils.memref_ptr(ref)))
 
 
 def register(value: Any) -> Any:
-    """As an operand of an instruction."""
+    """Returns the value as an operand of an instruction."""
     return value.registers.item()
 
 
 def instruct(text: str, constraints: str, operands: Sequence[Any], result: Any = None) -> Any:
-    """An instruction that stays in its place among those that touch memory."""
+    """Emits an instruction that keeps its order among memory accesses."""
     nothing = ir.Type.parse("!llvm.void")
     return llvm.inline_asm(
         nothing if result is None else result, list(operands), text, constraints, has_side_effects=True
@@ -71,14 +71,14 @@ def instruct(text: str, constraints: str, operands: Sequence[Any], result: Any =
 
 
 def synchronize() -> None:
-    """Waits for all threads of the CTA, and for what they wrote to shared memory."""
+    """Synchronizes all threads of the CTA, and their shared memory writes."""
     gpu.barrier()
 
 
 def load(space: str, address: Any, offset: int, element: Any, count: int, inside: Any = None) -> Any:
-    """A vector of so many elements from "shared" or "global" memory, at a multiple of its size; zeros if not `inside`.
+    """Loads a vector of `count` elements from "shared" or "global" memory; zeros if not `inside`.
 
-    It lies `offset` bytes behind the address, and is read by accesses of 16 bytes at most.
+    It lies `offset` bytes after the address, aligned to its size, and is read by accesses of at most 16 bytes.
     """
     width = mgpu.utils.bitwidth(element) * count
     words = _words(width)
@@ -91,7 +91,7 @@ def load(space: str, address: Any, offset: int, element: Any, count: int, inside
         predicate = f"@${len(words) + 1} "
     for first, some in _accesses(results, words[0]):
         text.append(f"{predicate}ld.{space}{_vector(some)}.b{words[0]} {_braced(some)}, [{given}+{offset + first}];")
-    # Results are written before the last operand is read.
+    # Early clobber: results are written before the last operand is read.
     marks = [f"=&{'h' if words[0] == 16 else 'r'}"] * len(words)
     marks += ["r" if space == "shared" else "l", *(["b"] if inside is not None else [])]
     integer = bits(words[0])
@@ -108,7 +108,7 @@ def load(space: str, address: Any, offset: int, element: Any, count: int, inside
 
 
 def store(space: str, address: Any, offset: int, value: Any, inside: Any = None) -> None:
-    """Stores a vector likewise; nothing if not `inside`."""
+    """Stores a vector as `load` reads it; does nothing if not `inside`."""
     kind = ir.VectorType(value.type)
     words = _words(mgpu.utils.bitwidth(kind.element_type) * kind.shape[0])
     integer = bits(words[0])
@@ -126,12 +126,12 @@ def store(space: str, address: Any, offset: int, value: Any, inside: Any = None)
 
 
 def _words(width: int) -> list[int]:
-    """Widths of the registers that hold so many bits."""
+    """Returns the widths of the registers that hold `width` bits."""
     return [16] if width == 16 else [32] * (width // 32)
 
 
 def _accesses(names: list[str], width: int) -> list[tuple[int, list[str]]]:
-    """Registers by access, and the byte at which each begins."""
+    """Groups registers by access, with the byte offset of each access."""
     most = ACCESS_BYTES * 8 // width
     return [(first * width // 8, names[first : first + most]) for first in range(0, len(names), most)]
 

@@ -1,8 +1,9 @@
-"""From accumulators to rows: a warpgroup's results through shared memory, and what belongs to them in device memory.
+"""From accumulators to rows: moves a warpgroup's results through shared memory, and loads and stores matching rows.
 
-Threads hold accumulators as MMA leaves them, in pairs. In shared memory they change places: each thread then has a few
-elements next to each other in a row, consecutive threads consecutive ones, so that results are stored, and what is
-added to them is loaded, in whole sectors. A thread's elements lie in the array, or none of them does.
+Threads hold accumulators in the pairs of MMA's layout. Through shared memory, they are rearranged so that each thread
+holds a few adjacent elements of a row, and consecutive threads hold consecutive elements. Results are then stored, and
+epilogue operands loaded, in whole sectors. A thread's vector of elements lies either entirely inside the array or
+entirely outside.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 from search_spaces.mma import lanes
 from search_spaces.mma.fragments import MMA_COLUMNS, MMA_ROWS, WarpTiles
 
-MATRIX_ROWS = 8  # of accumulators that a warp's threads have in one register each
+MATRIX_ROWS = 8  # rows of accumulators that a warp's threads hold in one register each
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Some rows of a warpgroup's part of a tile, as its threads hold them one after the other: 8 of each warp along m.
+    """Some rows of a warpgroup's part of a tile, held by its threads row by row: 8 rows of each warp along m.
 
-    Between the 8 of one warp and of the next are 8 others of the tile.
+    In the tile, 8 other rows lie between the rows of two consecutive warps.
 
     Attributes:
       warps: of the warpgroup.
-      vector: elements of a thread that are next to each other; a warpgroup's at a time divide a row, or are several.
+      vector: adjacent elements of a thread. The elements that a warpgroup holds at a time are a fraction of a row or
+        whole rows.
     """
 
     warps: WarpTiles
@@ -46,7 +48,7 @@ class Rows:
 
     @property
     def firsts(self) -> list[int]:
-        """The rows of the warpgroup's part at which all such rows of it begin."""
+        """The first rows of all such groups of rows in the warpgroup's part."""
         each = self.warps.m_warps * MMA_ROWS
         return [first + half for first in range(0, self.warps.m, each) for half in range(0, MMA_ROWS, MATRIX_ROWS)]
 
@@ -60,29 +62,30 @@ class Rows:
 
     @property
     def pitch(self) -> int:
-        """Bytes from a row to the next in shared memory: four rows of pairs of a warp lie in banks of their own."""
+        """Bytes between rows in shared memory; four rows of a warp's pairs then lie in different banks."""
         return staging_pitch(self.warps.n)
 
     def first(self) -> tuple[Any, Any]:
-        """Row, of these rows, and column of the first element that a thread holds."""
+        """Returns the row (within these rows) and the column of the first element that a thread holds."""
         element = lanes.thread() % WARPGROUP * self.vector
         return element // self.warps.n, element % self.warps.n
 
     @property
     def others(self) -> list[tuple[int, int]]:
-        """How many rows and columns further each of its vectors begins: whole rows or parts of one are held at a time.
+        """Offsets of each of a thread's vectors from the first, as rows and columns.
 
-        That is a constant, also for rows of the tile (`in_tile`).
+        They are constants, also as rows of the tile (`in_tile`), because whole rows or parts of one row are held at a
+        time.
         """
         at_once, (rows, columns) = WARPGROUP * self.vector, self.shape
         return [divmod(start, columns) for start in range(0, rows * columns, at_once)]
 
     def in_tile(self, row: Any) -> Any:
-        """The row of the tile that is this one of these, both from the first on."""
+        """Converts a row of these rows to a row of the tile; both count from the first row."""
         return row // MATRIX_ROWS * MMA_ROWS + row % MATRIX_ROWS
 
     def boxes(self, row: Any, column: Any) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """Where they lie in an array in which they begin there, 8 at a time, and the first of them."""
+        """Yields the first of each 8 rows, and their box in an array where all rows begin at `row` and `column`."""
         for warp in range(self.warps.m_warps):
             box = pl.ds(row + warp * MMA_ROWS, MATRIX_ROWS), pl.ds(column, self.warps.n)
             yield warp * MATRIX_ROWS, box
@@ -98,11 +101,11 @@ def staging_pitch(n: Any) -> Any:
 
 
 def exchange(acc: jax.Array, first: int, smem: Any, offset: int, to: Rows) -> jax.Array:
-    """The rows of the accumulators that begin with the row `first`, in the layout of `to`.
+    """Returns the rows of the accumulators that begin with row `first`, in the layout of `to`.
 
     Args:
-      smem: a reference to shared memory that nobody else uses, of which this warpgroup has what begins...
-      offset: ...so many bytes from its own number times this.
+      smem: a reference to shared memory that is not in use otherwise.
+      offset: bytes of `smem` per warpgroup; a warpgroup's part begins at its index times this.
     """
     warps, dtype = to.warps, to.warps.acc_dtype
 
@@ -122,10 +125,10 @@ def exchange(acc: jax.Array, first: int, smem: Any, offset: int, to: Rows) -> ja
         row = warp // warps.n_warps * MATRIX_ROWS + lane // 4
         column = warp % warps.n_warps * MMA_COLUMNS + lane % 4 * 2
         own = base + row * to.pitch + column * ACCUMULATOR_BYTES
-        # Columns in eights of each warp, of both halves of the 16 rows of an instruction.
+        # Each warp has groups of 8 columns, of both halves of the 16 rows of an instruction.
         instruction, half = divmod(first, warps.m_warps * MMA_ROWS)
         every = acc.registers.reshape(warps.m // (warps.m_warps * MMA_ROWS), -1, 2)
-        mgpu.warpgroup_barrier()  # The rows before these have been read.
+        mgpu.warpgroup_barrier()  # The previous rows have been read.
         for number, pair in enumerate(every[instruction, :, half // MATRIX_ROWS]):
             lanes.store("shared", own, number * warps.n_warps * MMA_COLUMNS * ACCUMULATOR_BYTES, pair)
         mgpu.warpgroup_barrier()
@@ -144,12 +147,12 @@ def exchange(acc: jax.Array, first: int, smem: Any, offset: int, to: Rows) -> ja
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Where rows of a tile lie in an array in device memory, ``[batch, rows, columns]`` as far as it has these axes.
+    """The position of a tile's rows in an array in device memory, ``[batch, rows, columns]`` (batch, rows optional).
 
     Attributes:
       batched: whether it has a batch axis.
-      by_row: whether it has rows, or one row for all.
-      clip_rows, clip_columns: whether a tile may reach beyond them.
+      by_row: whether it has rows; otherwise one row serves all.
+      clip_rows, clip_columns: whether a tile may extend beyond the array's rows or columns.
     """
 
     batched: bool
@@ -159,7 +162,7 @@ class Window:
 
 
 def load(array: Any, window: Window, corner: tuple[Any, Any, Any], down: int, to: Rows) -> jax.Array:
-    """The rows of an array, zeros beyond its edges, as float32: as `store` has them."""
+    """Loads rows of an array as float32, with zeros beyond its edges; the arguments are those of `store`."""
     dtype = array.dtype
 
     def meaning(array: Any, batch: Any, row: Any, column: Any) -> jax.Array:
@@ -191,11 +194,11 @@ def load(array: Any, window: Window, corner: tuple[Any, Any, Any], down: int, to
 
 
 def store(array: Any, window: Window, corner: tuple[Any, Any, Any], down: int, value: jax.Array, of: Rows) -> None:
-    """Stores rows to an array; nothing beyond its edges.
+    """Stores rows to an array, and nothing beyond its edges.
 
     Args:
-      corner: element of the batch, row and column at which the warpgroup's part of a tile begins.
-      down: how many rows further these do: known here, so that a thread's addresses differ by constants.
+      corner: batch element, row and column where the warpgroup's part of a tile begins.
+      down: offset of the rows from there; static, so that a thread's addresses differ by constants.
     """
 
     def meaning(array: Any, batch: Any, row: Any, column: Any, value: jax.Array) -> None:
@@ -214,15 +217,15 @@ def store(array: Any, window: Window, corner: tuple[Any, Any, Any], down: int, v
 
 @dataclasses.dataclass(frozen=True)
 class _Own:
-    """What a thread holds of a tile's rows, in an array.
+    """A thread's elements of a tile's rows, in an array.
 
     Attributes:
-      address: of its first element, which may lie beyond the array, or before it.
-      row, column: where that lies.
+      address: of its first element, which may lie outside the array.
+      row, column: of its first element.
       extents: rows and columns of the array.
       itemsize: bytes of an element.
-      window: how the array lies.
-      rows: which the thread has a part of.
+      window: the position of the rows in the array.
+      rows: the rows that the warpgroup holds.
     """
 
     address: Any
@@ -250,7 +253,10 @@ class _Own:
         return cls(address, row, column, (extent, columns), itemsize, window, rows)
 
     def at(self, down: int, row: int, column: int) -> tuple[int, Any]:
-        """Bytes to what lies so many rows, then of these rows, and columns on; if it lies there, None where it must."""
+        """Returns the byte offset of an element, and whether it is inside the array (None if always).
+
+        The element is `down` rows of the tile, then `row` of these rows and `column` columns after the first one.
+        """
         (extent, columns), row = self.extents, down + self.rows.in_tile(row)
         inside = None
         if self.window.clip_rows and self.window.by_row:

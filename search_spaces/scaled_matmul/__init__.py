@@ -1,4 +1,4 @@
-"""A product of narrow operands and their scales: ``SCALED_MATMUL``, its problem and its kernels."""
+"""The matmul of narrow operands and their scales: ``SCALED_MATMUL``, its problem and its kernels."""
 
 from search_spaces.operation import Operation
 from search_spaces.scaled_matmul import front_end, rules

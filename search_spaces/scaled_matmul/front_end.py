@@ -1,4 +1,4 @@
-"""The scaled product as users call it: leading axes are m; what no problem says goes to XLA."""
+"""The user-facing scaled matmul call: leading axes become m; unsupported calls go to XLA."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from search_spaces.unfolded import lead
 def bind(
     a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool = False, out_dtype: Any = "bfloat16"
 ) -> Bound[ScaledMatmulProblem] | Unbound:
-    """A call of `scheduler.tuned_scaled_matmul`, whose arguments these are.
+    """Binds a call of `scheduler.tuned_scaled_matmul` to a problem; the arguments are those of the call.
 
     Raises:
-      TypeError, ValueError: operands that do not multiply or are complex, a scale of a shape that is none of theirs, a
-        result of another dtype than `RESULTS`.
+      TypeError, ValueError: for operands that do not multiply or are complex, a scale of an unsupported shape, or a
+        dtype of the result that is not in `RESULTS`.
     """
     if jnp.ndim(a) < 1 or jnp.ndim(b) != 2 or jnp.shape(a)[-1] != jnp.shape(b)[1 if transpose_b else 0]:
         raise ValueError(f"a {jnp.shape(a)} and b {jnp.shape(b)} are not [..., k] and [k, n] ({transpose_b=})")
@@ -58,7 +58,7 @@ def bind(
 
 
 def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Any:
-    """A scale in the shape in which a problem has it; one number is a number for each row."""
+    """Reshapes a scale to its shape in a problem; a scalar is repeated for each row."""
     if not jnp.shape(scale):
         return jnp.broadcast_to(scale, next(iter(shapes)))
     if jnp.shape(scale) not in shapes:
@@ -68,7 +68,7 @@ def _shaped(name: str, scale: Any, shapes: dict[tuple[int, ...], tuple[int, ...]
 
 
 def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any) -> str | None:
-    """Why no problem describes them, in words."""
+    """Returns the reason why no problem describes the operands, or None."""
     if reason := unposed({"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}):
         return reason
     if reason := weakly_typed(a, b):
@@ -81,6 +81,6 @@ def _unposed(a: Any, b: Any, a_scale: Any, b_scale: Any) -> str | None:
 
 
 def _formula(a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool, out_dtype: Any) -> jax.Array:
-    """Operands times their scales, multiplied: whatever they are."""
+    """Computes the product of the dequantized operands, of any dtypes."""
     left, right = dequantized(*map(jnp.asarray, (a, b, a_scale, b_scale)), transpose_b=transpose_b)
     return jnp.matmul(left, right.T if transpose_b else right).astype(out_dtype)

@@ -1,4 +1,4 @@
-"""A product of operands that are stored narrow, beside their scales: by rows, or by blocks of 128."""
+"""The scaled matmul problem: narrow operands with scales by rows, or by blocks of 128."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from search_spaces.problem import Problem, TakeRows, Tolerance
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 RESULTS = ("bfloat16", "float16", "float32")
 SCALES = ("blocks", "rows")
-# Elements of k that share a scale, and rows of b^T that do.
+# Extent of k, and of rows of b^T, that shares a scale.
 BLOCK = 128
-# The largest scale that `inputs` draws of each operand, and one over the smallest.
+# The largest scale that `inputs` draws, and the inverse of the smallest.
 LARGEST_SCALE = 2.0
 
 
 class Operands(NamedTuple):
-    """What belongs to each operand, by name."""
+    """One value per operand, by name."""
 
     a: Any
     b: Any
@@ -71,7 +71,7 @@ class ScaledMatmulProblem(Problem):
     def of(
         cls, a: Any, b: Any, a_scale: Any, b_scale: Any, *, transpose_b: bool = False, out_dtype: Any = "bfloat16"
     ) -> ScaledMatmulProblem:
-        """From operands in the layout of `operands`."""
+        """Builds the problem from operands in the layout of `operands`."""
         if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1 if transpose_b else 0]:
             raise ValueError(f"a {a.shape} and b {b.shape} are not [m, k] and [k, n] ({transpose_b=})")
         if a.dtype != b.dtype:
@@ -95,7 +95,7 @@ class ScaledMatmulProblem(Problem):
         return dataclasses.replace(whole, **kinds)
 
     def operands(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """`a` and `b`, and their scales."""
+        """Returns `a` and `b`, and then their scales."""
         blocks_n, blocks_k = -(-self.n // BLOCK), -(-self.k // BLOCK)
         b, b_blocks = (self.k, self.n), (blocks_k, blocks_n)
         if self.transpose_b:
@@ -109,7 +109,7 @@ class ScaledMatmulProblem(Problem):
 
     @property
     def product(self) -> MatmulProblem:
-        """The product alone, without scales."""
+        """The matmul without scales."""
         return MatmulProblem(self.m, self.n, self.k, self.dtype, out_dtype=self.out_dtype, transpose_b=self.transpose_b)
 
     def result(self) -> jax.ShapeDtypeStruct:
@@ -123,7 +123,7 @@ class ScaledMatmulProblem(Problem):
         return dequantized(*args, transpose_b=self.transpose_b)
 
     def inputs(self, seed: int) -> tuple[jax.Array, ...]:
-        """Operands are standard normal; scales lie between one over `LARGEST_SCALE` and that."""
+        """Returns standard normal operands, and scales between ``1 / LARGEST_SCALE`` and `LARGEST_SCALE`."""
         a, b, *scales = super().inputs(seed)
         return a, b, *(reference_programs.run(_as_scale, x) for x in scales)
 
@@ -131,12 +131,12 @@ class ScaledMatmulProblem(Problem):
         return special_values.KINDS
 
     def special_inputs(self, kind: str, seed: int) -> tuple[jax.Array, ...]:
-        """Scales are those of `inputs`: what scales operands to their dtype's range is finite, and not zero."""
+        """Alters the operands only: scales that map operands to their dtype's range are finite and nonzero."""
         a, b, *scales = self.inputs(seed)
         return *special_values.altered((a, b), kind), *scales
 
     def special_tolerance(self, kind: str) -> tuple[Tolerance, ...]:
-        """As of a product of 8-bit floats: see `MatmulProblem.special_tolerance`."""
+        """Returns the tolerance of a product of 8-bit floats (see `MatmulProblem.special_tolerance`)."""
         return (in_proportion(self.tolerance(), self.k**0.5),)
 
     def at_rows(self, rows: npt.NDArray[np.int32]) -> tuple[ScaledMatmulProblem, TakeRows]:
@@ -155,10 +155,10 @@ class ScaledMatmulProblem(Problem):
         return self.product.flops
 
     def tolerance(self) -> Tolerance:
-        """Rounding of the result, plus that of accumulation: see `MatmulProblem.tolerance`.
+        """Returns the rounding error of the result, plus that of accumulation (see `MatmulProblem.tolerance`).
 
-        Where scales are by blocks, no more than a block of products is accumulated narrower than in float32. Sums have
-        a standard deviation of sqrt(k) times scales, at most.
+        With scales by blocks, at most one block of products is accumulated with less precision than float32. The
+        standard deviation of the sums is at most sqrt(k) times the scales.
         """
         summed = BLOCK if "blocks" in (self.a_scales, self.b_scales) else self.k
         accumulation = max(1.0, summed / 32) * 2.0**-14 + max(1.0, self.k / 16) * 2.0**-22
@@ -169,11 +169,11 @@ class ScaledMatmulProblem(Problem):
 def dequantized(
     a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, *, transpose_b: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """`a` and `b` times their scales, in float32.
+    """Multiplies `a` and `b` by their scales, in float32.
 
     Args:
-      a: ``[..., k]``, of any leading axes; its scales have the same ones, and may have one of blocks.
-      b, b_scale: as a problem has them.
+      a: ``[..., k]``, with any leading axes. Its scales have the same leading axes, and may have an axis of blocks.
+      b, b_scale: as in a problem.
     """
     a, b, a_scale, b_scale = (x.astype(jnp.float32) for x in (a, b, a_scale, b_scale))
     a_factors = a_scale[..., None] if a_scale.ndim < a.ndim else jnp.repeat(a_scale, BLOCK, axis=-1)[..., : a.shape[-1]]

@@ -1,4 +1,4 @@
-"""How a scaled product batches and divides over devices; a derivative is that of XLA's program."""
+"""The batching and sharding rules of a scaled matmul; its derivative is that of XLA's program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from search_spaces.unfolded import in_front
 
 
 def batch(call: Callable[..., Any], p: ScaledMatmulProblem, args: Any, dims: Any) -> tuple[jax.Array, int] | None:
-    """Batched rows, with batched scales or one set for all, join the rows; not where `b` or its scales are batched."""
+    """Merges batched rows into m, with batched or shared scales; returns None if `b` or its scales are batched."""
     a_dim, b_dim, a_scale_dim, b_scale_dim = dims
     if a_dim is None or b_dim is not None or b_scale_dim is not None:
         return None
@@ -25,7 +25,7 @@ def batch(call: Callable[..., Any], p: ScaledMatmulProblem, args: Any, dims: Any
 
 
 def shard(p: ScaledMatmulProblem) -> Sharding[ScaledMatmulProblem]:
-    """Rows are divided; columns of `b` with scales of their own, too. Blocks of 128 stay on one device."""
+    """Returns the sharding rule: rows, and columns of `b` with scales by rows; blocks of 128 stay on one device."""
     b = "n k" if p.transpose_b else "k n"
     blocks = "blocks_n blocks_k" if p.transpose_b else "blocks_k blocks_n"
     a_scale = "m blocks_k" if p.a_scales == "blocks" else "m"

@@ -1,4 +1,4 @@
-"""The scaled product as XLA computes it: the answer to beat."""
+"""The scaled matmul of XLA: the baseline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from search_spaces.space import round_up
 
 
 class XlaScaledMatmul(LibraryKernel[ScaledMatmulProblem]):
-    """Two programs.
+    """Two programs, "float32" and "plain".
 
-    "float32": a product of each block of k as it is stored, scaled and added up in float32; one of all of k where no
-    block has a scale of its own. "plain": what users write, one product of operands that were scaled in bfloat16.
+    "float32" multiplies each block of k as stored, scales it and adds it up in float32; if no operand has scales by
+    blocks, it is one product over all of k. "plain" is the program that users write: one product of operands that were
+    scaled in bfloat16.
     """
 
     version = 1
@@ -28,7 +29,7 @@ class XlaScaledMatmul(LibraryKernel[ScaledMatmulProblem]):
         return (Library.program, "plain")
 
     def tolerance(self, problem: ScaledMatmulProblem, schedule: Library) -> Tolerance:
-        """Of what users write, that of operands rounded to bfloat16, half of 2^-8 of themselves at most, each."""
+        """Widens the tolerance of "plain" by the rounding of operands to bfloat16: up to 2^-9, relative, each."""
         exact = problem.tolerance()
         if schedule.program != "plain":
             return exact
@@ -47,7 +48,7 @@ class XlaScaledMatmul(LibraryKernel[ScaledMatmulProblem]):
 
 
 def _by_blocks(p: ScaledMatmulProblem, args: Sequence[jax.Array]) -> jax.Array:
-    """Sums of scaled products of blocks of k, in float32; of one block where no block has a scale of its own."""
+    """Sums the scaled products of blocks of k, in float32; one block if no operand has scales by blocks."""
     a, b, a_scale, b_scale = args
     by_row = a_scale[:, None] if p.a_scales == "rows" else None
     by_column = b_scale[None, :] if p.b_scales == "rows" else None

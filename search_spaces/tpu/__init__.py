@@ -1,1 +1,1 @@
-"""What kernels for TPUs share."""
+"""Building blocks shared by the TPU kernels."""

@@ -1,1 +1,1 @@
-"""What the attention kernels for Hopper share."""
+"""Building blocks shared by the attention kernels for Hopper."""

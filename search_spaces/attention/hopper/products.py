@@ -1,7 +1,7 @@
-"""Products on tensor cores that stay in flight: started, and waited for (hopper/wgmma_async.py) with others in between.
+"""Asynchronous wgmma products whose accumulators are values, to be waited for later (hopper/wgmma_async.py).
 
-`plgpu.wgmma` keeps accumulators in references, which one step of a loop cannot hand, still in flight, to the next.
-Here they are values.
+`plgpu.wgmma` keeps accumulators in references, which a loop cannot carry from one step to the next while they are in
+flight. Here accumulators are values.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from search_spaces.hopper.dsmem import ptx
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import interprets, mosaic_gpu_code, plgpu
 
-WGMMA_DEPTH = 16  # of the contracted axis, 16-bit elements that one instruction takes (PTX ISA, wgmma.mma_async)
-# The package has a function of the same name.
+WGMMA_DEPTH = 16  # 16-bit elements of the contracted axis in one instruction (PTX ISA, wgmma.mma_async)
+# The package exports a function of the same name.
 _wgmma = importlib.import_module("jax.experimental.mosaic.gpu.wgmma")
 
 
 def start(
     acc: jax.Array | None, a: Any, b: Any, *, columns: int, transforms: Any, transpose_a: bool, transpose_b: bool
 ) -> jax.Array:
-    """Starts ``acc + a b``, float32 of 64 rows: wait for it (`wgmma_async.wait`).
+    """Starts ``acc + a b``, float32 with 64 rows; call `wgmma_async.wait` before using the result.
 
     Args:
-      acc: an earlier result, in flight or not, that nothing has computed with since; None is zeros.
-      a: of 64 rows, in SMEM, or an array in registers, in wgmma's layout, whose cast to 16 bits no product in flight
-        preceded (ptxas else waits for each product before it starts the next, with a warning, C7513).
-      b: of `columns` columns, in SMEM.
-      transforms: of `a` (None in registers) and `b` in SMEM. Untiled ones have three axes (smem_layout.py).
-      transpose_a, transpose_b: rows of the operand in SMEM are columns of the factor.
+      acc: an earlier result, in flight or not, that has not been used since; None means zeros.
+      a: 64 rows, in SMEM, or an array in registers in wgmma's layout. No product may be in flight before its cast to 16
+        bits; otherwise ptxas waits for each product before it starts the next one, with warning C7513.
+      b: `columns` columns, in SMEM.
+      transforms: of `a` (None in registers) and `b` in SMEM. Untiled operands have three axes (smem_layout.py).
+      transpose_a, transpose_b: whether rows of the operand in SMEM are columns of the factor.
     """
     in_registers = isinstance(a, jax.Array)
     shape = (WGMMA_ROWS, columns)
@@ -46,7 +46,7 @@ def start(
     def meaning(*operands: Any) -> jax.Array:
         *sum_so_far, a, b = operands
         a, b = a if in_registers else _matrix(a), _matrix(b)
-        plgpu.commit_smem()  # These were read by threads, other than by wgmma: copies must come after.
+        plgpu.commit_smem()  # Threads, unlike wgmma, read these: later copies must be ordered after the reads.
         a, b = a.T if transpose_a else a, b.T if transpose_b else b
         product: jax.Array = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
         return sum_so_far[0] + product if sum_so_far else product
@@ -63,7 +63,7 @@ def start(
         *sum_so_far, a, b = operands
         if sum_so_far:
             accumulator = mgpu.WGMMAAccumulator.from_registers(sum_so_far[0], sync=False)
-        else:  # Not read, and so not there.
+        else:  # Undefined, because it is not read.
             zero = llvm.ConstantOp(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0)).result
             zeros = mgpu.FragmentedArray.splat(zero, shape, layout.to_mgpu())
             accumulator = mgpu.WGMMAAccumulator.from_registers(zeros, sync=False)
@@ -80,10 +80,11 @@ def start(
 
 
 def own_index(index: Any) -> Any:
-    """`index`, the number of the calling warpgroup, found anew each time.
+    """Returns `index`, the index of the calling warpgroup, recomputed at each call.
 
-    Addresses that follow from it are then computed where they are used: else they are all computed before a loop, and
-    fill registers through it (LLVM's loop-invariant code motion; some 40 of 64 bits, which spill).
+    Addresses that depend on it are then computed where they are used. Otherwise they would all be computed before a
+    loop and occupy registers throughout (LLVM's loop-invariant code motion; about 40 addresses of 64 bits, which
+    spill).
     """
 
     @mosaic_gpu_code(
@@ -100,9 +101,9 @@ def own_index(index: Any) -> Any:
 
 
 def end_basic_block(index: Any) -> None:
-    """Keeps ptxas from moving what comes before, exponentials say, behind a wait that comes after.
+    """Keeps ptxas from moving preceding code, for example exponentials, after a later wait.
 
-    A branch that is never taken, which ptxas cannot know.
+    It emits a branch that is never taken, which ptxas cannot know.
 
     Args:
       index: from `own_index`.
@@ -117,10 +118,11 @@ def end_basic_block(index: Any) -> None:
 
 
 def meet(barrier: Any, *, threads: int) -> None:
-    """All consumers wait for each other, and what each has stored in SMEM is there for products and TMA of all.
+    """Synchronizes all consumers, and makes their SMEM stores visible to wgmma and TMA.
 
     Args:
-      barrier: of one arrival for each consumer, in the interpreter, which has no named barriers; else None.
+      barrier: in the interpreter, which has no named barriers, a barrier with one arrival for each consumer; otherwise
+        None.
       threads: of all consumers.
     """
 
@@ -137,8 +139,8 @@ def meet(barrier: Any, *, threads: int) -> None:
 
 
 def add(gmem: Any, value: jax.Array, smem: Any) -> None:
-    """Adds an array in registers to one in device memory, atomically, through `smem`, when that is free again."""
-    if interprets():  # It has no such copies, and one CTA after the other.
+    """Adds an array in registers atomically to one in device memory, through `smem`, once that is free."""
+    if interprets():  # The interpreter has no such copies, and runs CTAs in sequence.
         gmem[...] += value
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -147,7 +149,7 @@ def add(gmem: Any, value: jax.Array, smem: Any) -> None:
     plgpu.copy_smem_to_gmem(smem, gmem, reduction_op="add")
 
 
-# Mosaic GPU takes the low ones of 16 for its own warpgroups.
+# Mosaic GPU uses the low ones of 16 for its warpgroups.
 NAMED_BARRIER = 8
 
 
@@ -163,7 +165,7 @@ def _core_matrices(ref: Any, transpose: bool) -> Any:
 
 
 def _issue(accumulator: Any, a: Any, b: Any, columns: int, *, fresh: bool) -> Any:
-    """The instructions of a product, as one group to wait for."""
+    """Emits the instructions of a product, as one group to wait for."""
     (depth, _), element = mma_utils.tiled_memref_shape(b)
     registers: np.ndarray[Any, Any] = accumulator._value.registers.copy()
     b_base, b_steps, b_transpose = _descriptor(b, columns, depth, left=False)
@@ -196,9 +198,9 @@ def _issue(accumulator: Any, a: Any, b: Any, columns: int, *, fresh: bool) -> An
 def _instruction(
     registers: Any, a: Any, b: Any, *, transposes: tuple[bool, ...], columns: int, dtype: Any, accumulate: bool
 ) -> Any:
-    """One wgmma; without `accumulate` the accumulators are results only, and no instruction need have defined them.
+    """Emits one wgmma; without `accumulate` the accumulators are results only, and need not be defined before.
 
-    (What defines them while products are in flight makes ptxas wait for each product: C7515.)
+    An instruction that defines them while products are in flight makes ptxas wait for each product (C7515).
     """
     i32 = ir.IntegerType.get_signless(32)
     one = registers.flat[0].type
@@ -230,11 +232,11 @@ def _instruction(
 
 
 def _descriptor(ref: Any, extent: int, depth: int, *, left: bool) -> tuple[Any, list[int], bool]:
-    """Of a factor in SMEM: its descriptor, its steps' distances from there in bytes, and whether it is transposed."""
+    """Returns a factor's descriptor in SMEM, the byte offsets of its steps, and whether it is transposed."""
     tiling = ir.MemRefType(ref.type).shape[2:]
     k_tiling = tiling[1] if left else tiling[0]
     width = max(tiling)
-    # 8 x width elements are in one run; the contracted axis is the run's longer one, or its shorter one, of 8.
+    # 8 x width elements are contiguous; the contracted axis is the longer one, or the shorter one, of 8.
     group = width if k_tiling == width else WGMMA_DEPTH
     (base, _), (_, stride), fastest = mma_utils.create_descriptor(
         ref,

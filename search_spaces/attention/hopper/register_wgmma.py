@@ -1,7 +1,7 @@
-"""Products of a matrix in registers, such as probabilities, with one in shared memory, 16 rows of the latter at a time.
+"""Products of a matrix in registers, such as probabilities, with one in shared memory, 16 rows at a time.
 
-Mosaic GPU's own `wgmma` wants these rows in whole swizzled widths, which are 64 where a row is 128 bytes of 16-bit
-elements. One instruction takes 16 (PTX ISA, wgmma.mma_async), so that blocks of keys may have any multiple of 16.
+Mosaic GPU's own `wgmma` requires these rows in whole swizzled widths, which are 64 for rows of 128 bytes of 16-bit
+elements. One instruction takes 16 rows (PTX ISA, wgmma.mma_async). Here blocks of keys may have any multiple of 16.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from search_spaces.jax_compat import issue_wgmma_of_registers, mosaic_gpu_code, 
 
 
 def start(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
-    """Starts ``acc + a b``; nothing may touch the result before `finish`.
+    """Starts ``acc + a b``; the result must not be used before `finish`.
 
     Args:
       acc: ``float32[64, n]`` in the layout of wgmma's accumulators.
       a: ``[64, k]`` of 16 bits in the same layout.
-      b: ``[k, n]`` in shared memory, in tiles of 8 rows, or untiled, of three axes (smem_layout.py).
+      b: ``[k, n]`` in shared memory, in tiles of 8 rows, or untiled, with three axes (smem_layout.py).
       swizzle: bytes of a swizzled row.
     """
     untiled = len(b.shape) == 3
@@ -33,7 +33,7 @@ def start(acc: jax.Array, a: jax.Array, b: Any, swizzle: int) -> jax.Array:
 
     def meaning(acc: jax.Array, a: jax.Array, b: Any) -> jax.Array:
         b = untiled_swizzled.matrix(b[...]) if untiled else b[...]
-        plgpu.commit_smem()  # This was read by threads, other than by wgmma: copies must come after.
+        plgpu.commit_smem()  # Threads, unlike wgmma, read this: later copies must be ordered after the reads.
         return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
     @mosaic_gpu_code(

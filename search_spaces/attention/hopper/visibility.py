@@ -1,4 +1,4 @@
-"""Which keys of a block the queries of a warpgroup see, as a mask in the layout of wgmma's accumulators."""
+"""The keys of a block that the queries of a warpgroup see, as a mask in the layout of wgmma's accumulators."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from jax import lax
 
 from search_spaces.jax_compat import plgpu
 
-# In place of minus infinity where maxima begin: the difference of two is a number.
+# The initial maximum, instead of minus infinity, so that the difference of two maxima is a number.
 LEAST = -1e30
 
 
 def visible(
     shape: tuple[int, int], row: Any, column: Any, *, left: int | None, right: int | None, columns: Any
 ) -> jax.Array | None:
-    """Whether the query of each row sees the key of each column; None where nothing needs a mask.
+    """Returns whether the query of each row sees the key of each column; None if no mask is needed.
 
-    A limit for each row, with which the numbers of columns are compared, takes fewer registers than the numbers of rows
-    and columns of each element would.
+    Column indices are compared with a limit per row, which takes fewer registers than row and column indices per
+    element.
 
     Args:
       shape: of the block, rows and columns.
-      row, column: numbers of its first query and key.
-      left, right: query i sees keys from ``i - left`` to ``i + right``; None is no bound.
-      columns: keys there are; None where no block reaches beyond them.
+      row, column: indices of its first query and key.
+      left, right: query i sees keys from ``i - left`` to ``i + right``; None means no bound.
+      columns: number of keys; None if no block extends beyond them.
     """
     layout = plgpu.Layout.WGMMA
     number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)

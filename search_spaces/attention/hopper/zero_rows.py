@@ -1,7 +1,7 @@
-"""Zeroes rows of a tile in shared memory that lie beyond a sequence's end, before a product reads them.
+"""Zeros rows of a tile in shared memory beyond a sequence's end, before a product reads them.
 
-Their probabilities are 0, but 0 times NaN is NaN, and what is there may be anything. (TMA fills with zeros only what
-lies beyond an array.) A warpgroup zeroes whatever its own products read: others may write the same zeros beside it.
+Their probabilities are 0, but 0 times NaN is NaN, and the rows may hold anything. (TMA only fills with zeros beyond an
+array's edge.) A warpgroup zeros all rows that its own products read; other warpgroups may write the same zeros.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from search_spaces.jax_compat import mosaic_gpu_code, plgpu
 
 _for: Any = scf.ForOp  # Its annotations are those of another class.
 CHUNK = 16  # bytes that a thread stores at once
-CORE_ROWS = 8  # A tiled array lies in shared memory by so many rows of all swizzled columns.
+CORE_ROWS = 8  # A tiled array in shared memory is stored in groups of 8 rows of all swizzled columns.
 
 
 def zero_rows_from(first: Any, tile: SmemTile, smem: Any) -> None:
-    """Zeroes the tile's rows from `first` on, if any, for the calling warpgroup's products and for later copies.
+    """Zeros the tile's rows from `first` on, if any, for the calling warpgroup's products and for later copies.
 
     Args:
-      first: int32; all rows where it is not above 0.
+      first: int32; all rows are zeroed if it is 0 or less.
       smem: the tile, which has arrived.
     """
 
@@ -59,9 +59,9 @@ def zero_rows_from(first: Any, tile: SmemTile, smem: Any) -> None:
 
 
 def _row(tile: SmemTile, chunk: Any) -> Any:
-    """Of the tile, that of a chunk: swizzling moves chunks within their row alone."""
+    """Returns the row of the tile that holds a chunk; swizzling only moves chunks within their row."""
     bits = ir.IntegerType.get_signless(32)
-    row = arith.divui(chunk, mgpu.c(tile.swizzle // CHUNK, bits))  # of one swizzled column after the other
+    row = arith.divui(chunk, mgpu.c(tile.swizzle // CHUNK, bits))  # rows are counted over consecutive swizzled columns
     if isinstance(tile, Untiled):
         return arith.remui(row, mgpu.c(tile.rows, bits))
     boxes = tile.columns * tile.dtype.itemsize // tile.swizzle

@@ -1,4 +1,4 @@
-"""The gated product on Hopper: the matrix product's kernel with two factors, and its schedules."""
+"""The gated matmul on Hopper: the matmul kernel with two factors, and its schedules."""
 
 from search_spaces.gated_matmul.hopper.launch import MosaicGpuGatedMatmul
 

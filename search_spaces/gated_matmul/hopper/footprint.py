@@ -1,4 +1,4 @@
-"""What a launch of a schedule demands: what that of one factor does, and what the other adds."""
+"""The footprint of a launch: that of one factor, plus the demands of the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from search_spaces.space import Columns, round_up
 
 
 def footprint(p: GatedMatmulProblem, s: Columns) -> Footprint:
-    """Both factors multiply the same stages of `x`, each by stages of its own weights."""
+    """Returns the footprint; both factors multiply the same stages of `x`, each by stages of its own weights."""
     gate = p.gate
     one, t = of_product(gate, s), Tiling(gate, s)
     x, weights = one.step.loads
@@ -37,7 +37,7 @@ def footprint(p: GatedMatmulProblem, s: Columns) -> Footprint:
                 dataclasses.replace(weights, name="up"),
             ),
             flops=2 * one.step.flops,
-            # Each factor's wgmmas read the rows of their own again.
+            # Each factor's wgmmas read the rows again.
             onchip_bytes_read=2 * one.step.onchip_bytes_read,
         ),
         tile=dataclasses.replace(
@@ -59,7 +59,7 @@ def footprint(p: GatedMatmulProblem, s: Columns) -> Footprint:
 
 
 def _onchip_bytes(p: GatedMatmulProblem, s: Columns, t: Tiling) -> Any:
-    """What the second factor takes in shared memory: its weights lie in one array with the first one's."""
+    """Returns the shared memory of the second factor; its weights share one array with those of the first."""
     stage = s.stages * s.tile_k * s.tile_n * jnp.dtype(p.dtype).itemsize
     more = round_up(2 * stage, SMEM_ALIGNMENT) - round_up(stage, SMEM_ALIGNMENT)
     if not p.bias:
@@ -69,7 +69,7 @@ def _onchip_bytes(p: GatedMatmulProblem, s: Columns, t: Tiling) -> Any:
 
 
 def _copies(p: GatedMatmulProblem, s: Columns, t: Tiling) -> tuple[Any, Any]:
-    """Bytes that are copied before and after the launch, and launches in all."""
+    """Returns the bytes copied before and after the launch, and the number of launches."""
     itemsize, out = jnp.dtype(p.dtype).itemsize, p.result()
     x = padded_bytes((p.m, p.k), t.extents[0], itemsize)
     half = half_extents(p)

@@ -1,11 +1,11 @@
-"""The gated product on Hopper: what it supports, and how one is launched.
+"""The gated matmul on Hopper: supported problems, and the launch of one gated matmul.
 
-The kernel is that of the matrix product (search_spaces/matmul/hopper), whose launch multiplies the results of two
-factors. A tile of either has as many results as the result itself, so that `HopperSchedule` means here what it means
-there, but for twice the accumulators. Where k is split, the reduction kernel multiplies.
+The kernel is that of the matmul (search_spaces/matmul/hopper), in a launch that multiplies the results of two factors.
+A tile of either factor has as many elements as the result's tile, so `HopperSchedule` has the same meaning as for the
+matmul, with twice the accumulators. With split-K the reduction kernel multiplies.
 
-**Joined weights** are read where they lie: the second factor's tiles begin n columns further on. Where TMA cannot
-start there, or arrays must be padded for it, each half is copied into an array of its own.
+**Joined weights** are read in place: the second factor's tiles begin n columns after the first's. If TMA cannot start
+there, or if arrays must be padded for TMA, each half is copied into a separate array.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
         return not_hopper(target)
 
     def largest_array(self, problem: GatedMatmulProblem) -> int:
-        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        # Rows that are not whole swizzled rows of 128 bytes are copied into padded ones.
         return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: GatedMatmulProblem, target: Target) -> Space[HopperSchedule]:
@@ -53,7 +53,7 @@ class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
     ) -> jax.Array:
         p, s = problem, schedule
         whole = s.split_k == 1
-        inside = p.gate if whole else p.gate.plain  # The reduction kernel applies the epilogue of a split.
+        inside = p.gate if whole else p.gate.plain  # With split-K, the reduction kernel applies the epilogue.
         t = Tiling(inside, s)
         joined = not p.pair and bool(read_joined(p, t))
         x, weights, _ = p.named(args) if joined else p.apart(args)
@@ -65,6 +65,6 @@ class MosaicGpuGatedMatmul(Kernel[GatedMatmulProblem, HopperSchedule]):
 
 
 def _reduce(p: GatedMatmulProblem, s: HopperSchedule, splits: jax.Array, args: Any) -> jax.Array:
-    """The result from the accumulators ``[2 * split_k, m, n]`` of all splits, added first to last, rounded once."""
+    """Computes the result from all splits' accumulators ``[2 * split_k, m, n]``, added in order and rounded once."""
     factors = splits.reshape(2, s.split_k, p.m, p.n)
     return p.gated([added(factor) for factor in factors], p.apart(args).biases).astype(p.result().dtype)

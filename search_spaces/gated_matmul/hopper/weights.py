@@ -1,4 +1,4 @@
-"""Where the weights and biases of a gated product lie, and whether the kernel reads them there."""
+"""The layout of a gated matmul's weights and biases, and whether the kernel reads them in place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from search_spaces.matmul.hopper.tiling import Tiling
 
 
 def read_joined(p: GatedMatmulProblem, t: Tiling) -> Any:
-    """Whether TMA reads both halves of joined weights where they lie, for each schedule of a tiling.
+    """Returns whether TMA reads both halves of joined weights in place, for each schedule of a tiling.
 
-    Neither is padded, and in the tiled layout the second one begins where a tile of 8 swizzled rows does.
+    This requires that neither half is padded. In the tiled layout, the second half must also begin at a tile of 8
+    swizzled rows.
     """
     rows, columns = half_extents(p)
     as_is = np.equal(t.extents[1][0], rows) & np.equal(t.extents[1][1], columns)
@@ -24,10 +25,10 @@ def read_joined(p: GatedMatmulProblem, t: Tiling) -> Any:
 
 
 def reads_joined_bias(p: GatedMatmulProblem) -> bool:
-    """Whether the second half of a joined bias begins at a multiple of 16 bytes, as bulk copies demand."""
+    """Returns whether the second half of a joined bias begins at a multiple of 16 bytes, as bulk copies require."""
     return not p.pair and bool(p.bias) and p.n * jnp.dtype(p.bias).itemsize % TMA_GMEM_ALIGNMENT == 0
 
 
 def half_extents(p: GatedMatmulProblem) -> tuple[int, int]:
-    """Of the weights of one factor."""
+    """Returns the extents of one factor's weights."""
     return (p.n, p.k) if p.transpose_w else (p.k, p.n)

@@ -1,4 +1,4 @@
-"""The gated product on TPUs: the matrix product's kernel with two factors, and its schedules."""
+"""The gated matmul on TPUs: the matmul kernel with two factors, and its schedules."""
 
 from search_spaces.gated_matmul.tpu.launch import MosaicTpuGatedMatmul
 

@@ -1,10 +1,10 @@
-"""The gated product on TPUs: what it supports, and how one is launched.
+"""The gated matmul on TPUs: supported problems, and the launch of one gated matmul.
 
-The kernel is that of the matrix product (search_spaces/matmul/tpu) with two factors: each step multiplies a block of
-`x` by one of each factor's weights, and what finishes a tile multiplies both results in float32.
+The kernel is that of the matmul (search_spaces/matmul/tpu) with two factors: each step multiplies a block of `x` by a
+block of each factor's weights, and the epilogue of a tile multiplies both results in float32.
 
-**Joined weights** are read where they lie if the second factor's begin with a tile; else each half is copied into an
-array of its own.
+**Joined weights** are read in place if the second factor's begin at a tile; otherwise each half is copied into a
+separate array.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class MosaicTpuGatedMatmul(Kernel[GatedMatmulProblem, TpuSchedule]):
 
 
 def read_joined(p: GatedMatmulProblem, s: Any) -> Any:
-    """Whether the second half of joined weights and biases begins with a tile, for one schedule or many.
+    """Returns whether the second half of joined weights and biases begins at a tile, for one schedule or many.
 
-    A tile of all columns that are no whole lanes would be neither a multiple of these nor the whole of such an array.
+    If a tile of all columns is not a multiple of the lanes, it is not a valid block of a joined array, because it is
+    not the whole axis either.
     """
     return np.equal(p.n % s.tile_n, 0) & np.equal(s.tile_n % LANES, 0)

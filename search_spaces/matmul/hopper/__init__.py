@@ -1,4 +1,4 @@
-"""The matrix product on Hopper: a persistent, warp-specialized Mosaic GPU kernel, its schedules, and float32 by it."""
+"""The matmul on Hopper: a persistent, warp-specialized Mosaic GPU kernel, its schedules, and its float32 variant."""
 
 from search_spaces.matmul.hopper.bf16_3x import MosaicGpuBf16x3Matmul
 from search_spaces.matmul.hopper.launch import MosaicGpuMatmul

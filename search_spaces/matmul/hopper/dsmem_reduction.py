@@ -1,13 +1,13 @@
-"""Cluster split-K: how two CTAs that share a tile reduce their parts of k through each other's shared memory (DSMEM).
+"""Cluster split-K: two CTAs that share a tile reduce their parts of k through distributed shared memory (DSMEM).
 
-Each sends the other the half of its accumulators that the other finishes. A thread of a consumer writes them straight
-into the shared memory of the other CTA, for the thread there that has the same places of the tile: no pass through
-device memory, no launch, and the same bits each time, as there are two addends. They take the space of operands, which
-nobody needs any more: a cluster along k has one tile. All threads of both CTAs meet at the hardware's cluster barrier,
-once before, when all operands have been read, and once when all accumulators are written, so that nobody writes to the
-memory of a CTA that has ended either.
+Each CTA sends the other the half of its accumulators that the other CTA finishes. A consumer thread writes them
+directly into the shared memory of the other CTA, for the thread that holds the same elements of the tile. This needs no
+pass through device memory and no second launch, and is deterministic, because there are two addends. The accumulators
+reuse the space of the operands, which is free by then: a cluster along k has one tile. All threads of both CTAs wait at
+the hardware's cluster barrier twice: after all operands have been read, and after all accumulators have been written.
+The barrier also prevents writes to the memory of a CTA that has ended.
 
-The interpreter knows no DSMEM. There the accumulators go through a mailbox, an array in device memory.
+The interpreter does not support DSMEM. There the accumulators go through a mailbox, an array in device memory.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MEET = ARRIVE + WAIT
 
 @dataclasses.dataclass(frozen=True)
 class DsmemReduction:
-    """What the consumers of a CTA get from those of the other.
+    """The accumulators that the consumers of a CTA receive from the other CTA.
 
     Attributes:
-      rows, columns: of a consumer's accumulators the half that it finishes.
+      rows, columns: extents of the half of a consumer's accumulators that it finishes.
       dtype: of the accumulators.
-      consumers: of a CTA.
+      consumers: number of consumers of a CTA.
     """
 
     rows: int
@@ -50,16 +50,16 @@ class DsmemReduction:
 
     @property
     def onchip_bytes(self) -> int:
-        """What all consumers of a CTA get, in bytes."""
+        """Bytes that all consumers of a CTA receive."""
         return self.consumers * self.rows * self.columns * self.dtype.itemsize
 
     def scratch(self) -> dict[str, Any]:
-        """The barriers of a CTA, by the name that `add` has for them: none but the hardware's on a device."""
+        """Returns the barriers of a CTA by `add`'s names; empty on a device, where the hardware barrier is used."""
         arrivals = {"num_arrivals": 1, "num_barriers": self.consumers}
         return {"arrived": plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)} if interprets() else {}
 
     def mailbox(self, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What a launch of so many clusters returns beside its result: for the interpreter alone."""
+        """Returns the extra outputs of a launch of this many clusters; empty outside the interpreter."""
         shape = (clusters, 2, self.consumers, self.rows, self.columns)
         return (jax.ShapeDtypeStruct(shape, self.dtype),) if interprets() else ()
 
@@ -73,13 +73,13 @@ class DsmemReduction:
         *,
         arrived: Any = None,
     ) -> jax.Array:
-        """The half that this CTA finishes, of both CTAs' accumulators. Its producer calls `meet` meanwhile.
+        """Adds both CTAs' accumulators for the half that this CTA finishes. The producer must call `meet` meanwhile.
 
         Args:
           acc: ``[rows, 2 * columns]`` of this CTA's part of k, in the layout of wgmma's accumulators.
-          consumer: number of the warpgroup among the consumers, which are the first of the CTA.
-          smem: an array in shared memory that nobody needs any more, of `onchip_bytes` or more.
-          transforms: what Mosaic GPU has to know of the order of `smem`.
+          consumer: index of the warpgroup among the consumers, which come first in the CTA.
+          smem: an array in shared memory that is no longer in use, of at least `onchip_bytes`.
+          transforms: Mosaic GPU's transforms of `smem`.
           mailbox: see `mailbox`.
           arrived: see `scratch`.
         """
@@ -108,7 +108,7 @@ class DsmemReduction:
         return own + received
 
     def meet(self) -> None:
-        """The cluster barriers, for threads that accumulate nothing."""
+        """Waits at the cluster barriers, for threads without accumulators."""
 
         @mosaic_gpu_code(lambda: None)
         def meet(_: Any) -> None:
@@ -118,7 +118,7 @@ class DsmemReduction:
 
 
 def dsmem_reduction(problem: MatmulProblem, schedule: HopperSchedule) -> DsmemReduction | None:
-    """Of a schedule with cluster split-K; None for others."""
+    """Returns the reduction of a schedule with cluster split-K; None for other schedules."""
     if schedule.cluster != "split_k":
         return None
     p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
@@ -126,7 +126,7 @@ def dsmem_reduction(problem: MatmulProblem, schedule: HopperSchedule) -> DsmemRe
     return DsmemReduction(t.wg_m, t.wg_n // t.cluster_k, jnp.dtype(p.acc_dtype), t.consumers)
 
 
-# PTX ISA, mapa: the address in the other CTA of a pair, of what is at an address in this one.
+# PTX ISA, mapa: converts an address in this CTA to the same address in the other CTA of the pair.
 PEER_ADDRESS = """{
     .reg .b32 rank;
     mov.u32 rank, %cluster_ctarank;
@@ -136,7 +136,7 @@ PEER_ADDRESS = """{
 
 
 def _exchange(other: Any, smem: Any, threads: int) -> Any:
-    """Writes registers to `smem` in the other CTA, and reads here what the other CTA has written."""
+    """Writes registers to `smem` in the other CTA, and reads from `smem` the registers that the other CTA wrote."""
     bits, sent = ir.IntegerType.get_signless(32), words(other)
     own = mgpu.utils.getelementptr(smem, [mgpu.thread_idx()], access())
     there = llvm.inline_asm(bits, [llvm.ptrtoint(bits, own)], PEER_ADDRESS, "=r,r", has_side_effects=True)

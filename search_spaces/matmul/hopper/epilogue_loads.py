@@ -1,14 +1,14 @@
 """The operands of the epilogue, a bias and a residual: prefetched by each consumer, and applied subtile by subtile.
 
-Each consumer warpgroup loads for itself, so that nobody else has to know when its stages are empty. As it starts a tile
-it asks for the bias of its columns and for the first subtiles of the residual, which arrive during the main loop. It
-asks for a later subtile as soon as it has used the one before it in its stage: the latency hides behind the subtiles in
-between, and shows in part where a consumer's result has more subtiles than stages.
+Each consumer warpgroup loads its own operands, so that no other warpgroup has to track its empty stages. At the start
+of a tile it requests the bias of its columns and the first subtiles of the residual, which arrive during the main loop.
+It requests a later subtile as soon as it has used the subtile that occupied the same stage. The latency is hidden
+behind the subtiles in between. It is partly exposed if a consumer's result has more subtiles than stages.
 
-In shared memory that takes, for each consumer, its columns of the bias, and as many subtiles of the residual as of the
-result, in the residual's dtype. They are not the stages of the result: those are empty only when TMA has read them, for
-which the residual would have to wait. To hold all subtiles would hide all latency, and take the space of one or two
-stages of operands.
+In shared memory each consumer needs its columns of the bias, and as many subtiles of the residual as of the result, in
+the residual's dtype. These do not share the stages of the result: those become empty only after TMA has read them, and
+the residual would have to wait for that. Holding all subtiles would hide all latency, but would take the space of one
+or two stages of operands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from search_spaces.matmul.problem import MatmulProblem
 
 
 def bias_scratch(p: MatmulProblem, t: Tiling) -> dict[str, Any]:
-    """The barriers and the array of a CTA, by the names that `EpilogueLoads` has for them: none without a bias."""
+    """Returns the barriers and the array of a CTA's bias by `EpilogueLoads`'s names; empty without a bias."""
     if not p.bias:
         return {}
     return {
@@ -40,7 +40,7 @@ def bias_scratch(p: MatmulProblem, t: Tiling) -> dict[str, Any]:
 
 
 def residual_scratch(p: MatmulProblem, t: Tiling) -> dict[str, Any]:
-    """Likewise for a residual."""
+    """Returns the same for a residual."""
     if not p.residual:
         return {}
     stages, tile = int(t.epi_stages), residual_tile(p, t)
@@ -57,14 +57,14 @@ def residual_tile(p: MatmulProblem, t: Tiling) -> SmemTile:
 
 @dataclasses.dataclass(frozen=True)
 class EpilogueLoads:
-    """Of one consumer warpgroup.
+    """The epilogue loads of one consumer warpgroup.
 
     Attributes:
       tiling: of the launch.
-      problem: whose `bias`, `activation` and `residual` are applied.
-      swap_ab: accumulators are those of the transposed result.
-      consumer: its number among the consumers.
-      bias, residual: where they lie in device memory; None where there is none.
+      problem: its `bias`, `activation` and `residual` are applied.
+      swap_ab: whether the accumulators are those of the transposed result.
+      consumer: index of the warpgroup among the consumers.
+      bias, residual: in device memory; None if there is none.
       bias_full, bias_smem, residual_full, residual_smem: see `bias_scratch` and `residual_scratch`.
     """
 
@@ -80,7 +80,7 @@ class EpilogueLoads:
     residual_smem: Any = None
 
     def fetch_bias(self, batch: Any, first_column: Any) -> None:
-        """Asks for the columns of the result that the consumer computes."""
+        """Starts the load of the bias for the columns that the consumer computes."""
         if self.bias is not None:
             (first_column,) = self.bias.at(first_column)
             columns = pl.ds(first_column, self.bias_smem.shape[-1])
@@ -91,7 +91,7 @@ class EpilogueLoads:
             )
 
     def fetch_residual(self, stage: int, batch: Any, row: Any, column: Any) -> None:
-        """Asks for a subtile, by its first row and column of the result, whose stage nobody reads any more."""
+        """Starts the load of the subtile at `row` and `column` of the result, into a stage that is no longer read."""
         if self.residual is not None:
             for index, box in residual_tile(self.problem, self.tiling).boxes(row, column):
                 plgpu.copy_gmem_to_smem(
@@ -105,12 +105,12 @@ class EpilogueLoads:
             plgpu.barrier_wait(self.bias_full.at[self.consumer])
 
     def apply(self, acc: jax.Array, stage: int, columns: Any) -> jax.Array:
-        """The result of a subtile, unrounded.
+        """Returns the result of a subtile, before rounding.
 
         Args:
-          acc: float32, in the layout of wgmma's accumulators, or, with `swap_ab`, in the transposed one.
+          acc: float32, in the layout of wgmma's accumulators, or, with `swap_ab`, in the transposed layout.
           stage: of the subtile of the residual.
-          columns: of the subtile, among those of the consumer.
+          columns: of the subtile, relative to the consumer's columns.
         """
         layout = plgpu.Layout.WGMMA_TRANSPOSED if self.swap_ab else plgpu.Layout.WGMMA
         bias = residual = None

@@ -1,8 +1,8 @@
-"""What leaves the epilogue: subtiles, from shared memory to the results in device memory, which lie side by side.
+"""Stores of the epilogue: subtiles go from shared memory to the results in device memory, which split the columns.
 
-Several results are arrays of their own, each with its TMA descriptor. No subtile reaches from one into the next (a rule
-of the space), so that its first column tells where it goes; a branch that all threads of a warpgroup take alike. A tile
-may reach over several.
+Several results are separate arrays, each with its own TMA descriptor. No subtile spans two results (a rule of the
+space), so its first column selects the result, by a branch that is uniform in a warpgroup. A tile may span several
+results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from search_spaces.matmul.hopper.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class EpilogueStores:
-    """Of one consumer warpgroup.
+    """The epilogue stores of one consumer warpgroup.
 
     Attributes:
       plan: of the launch.
@@ -37,7 +37,7 @@ class EpilogueStores:
     results: tuple[Any, ...]
 
     def by_threads(self, product: Any, row: Any, column: Any, smem: Any, value: jax.Array) -> None:
-        """Stores a subtile by its first row and column, and the number of its product; `smem` is a stage for it."""
+        """Stores the subtile at `row` and `column` of a product by ordinary stores; `smem` is a stage for it."""
 
         def store(c: Any, column: Any) -> None:
             swizzle, transposed = self.plan.out_tile.swizzle, self.plan.s.swap_ab
@@ -47,7 +47,7 @@ class EpilogueStores:
         plgpu.commit_smem()
 
     def by_tma(self, product: Any, row: Any, column: Any, smem: Any) -> None:
-        """Likewise one that lies in its stage in shared memory; TMA has read it when as many groups have ended."""
+        """Stores a subtile from its stage by TMA, in one commit group, which ends when TMA has read the stage."""
 
         def send(c: Any, column: Any) -> None:
             boxes = self.plan.out_tile.boxes(row, column)
@@ -57,7 +57,7 @@ class EpilogueStores:
         self._where_it_lies(product, row, column, send)
 
     def _where_it_lies(self, product: Any, row: Any, column: Any, store: Callable[[Any, Any], None]) -> None:
-        """Calls ``store(result, column of it)`` for the result that holds a `row` and `column` of the product."""
+        """Calls ``store(result, column within it)`` for the result that contains `row` and `column` of the product."""
         several = self.plan.outputs > 1
         of_product = [c.at[product] if several else c for c in self.results]
         ends = list(itertools.accumulate(self.plan.problem.columns))
@@ -74,7 +74,7 @@ class EpilogueStores:
 
                 pl.when(here)(store_here)
 
-        if not (within := self._to_be_clipped(row, column, ends[-1])):  # TMA writes nothing that lies beyond
+        if not (within := self._to_be_clipped(row, column, ends[-1])):  # TMA clips stores beyond the edge
             choose()
             return
         here = functools.reduce(operator.and_, within)
@@ -82,10 +82,11 @@ class EpilogueStores:
         pl.when(jnp.logical_not(here))(plgpu.commit_smem_to_gmem_group)  # stages are counted in groups
 
     def _to_be_clipped(self, row: Any, column: Any, end: int) -> list[Any]:
-        """What must hold of a subtile that TMA would not clip.
+        """Returns the conditions under which a subtile lies inside the array, where TMA would not clip it.
 
-        Mosaic GPU drops an axis of which both an array and a box have no more than one swizzled tile of 8 rows, and
-        with it where the box begins (jax 0.11.2, launch_context.py): what lies beyond would be stored at the start.
+        Mosaic GPU drops an axis along which both the array and the box have at most one swizzled tile (8 rows), and
+        ignores the offset of the box along that axis (jax 0.11.2, launch_context.py). Elements beyond the edge would be
+        stored at the start.
         """
         out, s = self.plan.out_tile, self.plan.s
         if isinstance(out, Untiled):

@@ -1,7 +1,7 @@
-"""Products of one `a` whose results a launch multiplies: one, or the two of a gated product.
+"""The products that a launch computes with one `a` and multiplies: one, or the two of a gated matmul.
 
-``activation(a @ b + bias) * (a @ up + up_bias)``: each step multiplies its stage of `a` by a stage of both, so that `a`
-is loaded once and no accumulator leaves its registers before the two meet in the epilogue.
+For ``activation(a @ b + bias) * (a @ up + up_bias)``, each step multiplies its stage of `a` by a stage of both weights.
+`a` is loaded once, and accumulators stay in registers until the epilogue combines them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from search_spaces.matmul.problem import MatmulProblem
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """Makes a product the gate of another of the same shapes and dtypes, which has no activation.
+    """Makes a matmul the gate of another one, of the same shapes and dtypes and without activation.
 
     Attributes:
-      joined: both take their columns from one array, ``[batch, k, 2 n]``, the gate first; else from one each.
-      bias_joined: likewise their biases, ``[batch, 2 n]``.
+      joined: both read their columns from one array, ``[batch, k, 2 n]``, the gate first; otherwise from one array
+        each.
+      bias_joined: the same for the biases, ``[batch, 2 n]``.
     """
 
     joined: bool
@@ -33,12 +34,12 @@ class Source(NamedTuple):
     first: tuple[int, ...] = ()
 
     def at(self, *corner: Any) -> tuple[Any, ...]:
-        """Coordinates within the operand as coordinates of the array."""
+        """Converts coordinates within the operand to coordinates of the array."""
         return tuple(x + by if by else x for x, by in zip(corner, self.first or (0,) * len(corner), strict=True))
 
 
 class Sources(NamedTuple):
-    """The operands of a launch: `b` and the bias once for each factor; no bias, or no residual, where there is none."""
+    """The operands of a launch, with one `b` and one bias per factor; `bias` is empty and `residual` None if absent."""
 
     a: Any
     b: tuple[Source, ...]
@@ -47,12 +48,12 @@ class Sources(NamedTuple):
 
 
 def factors(problem: MatmulProblem, gate: Gate | None) -> tuple[MatmulProblem, ...]:
-    """The products that are multiplied, `problem` first."""
+    """Returns the matmuls that are multiplied, `problem` first."""
     return (problem,) if gate is None else (problem, dataclasses.replace(problem, activation=""))
 
 
 def sources(problem: MatmulProblem, gate: Gate | None, arrays: Sequence[Any]) -> tuple[Sources, list[Any]]:
-    """A launch's operands, and the arrays that follow them."""
+    """Returns a launch's operands, and the arrays that follow them."""
     count = len(problem.operands())
     if gate is None:
         a, b, bias, residual = problem.named(arrays[:count])

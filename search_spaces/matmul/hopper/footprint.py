@@ -1,4 +1,4 @@
-"""What a launch of a schedule demands of a Hopper GPU."""
+"""The footprint of a launch on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from search_spaces.matmul.hopper.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, cdiv, round_up
 
-# What a consumer's thread holds besides its accumulators. With 192 of these it does not spill, with 208 it does
-# (ptxas); where an activation or a bias and a residual are applied, with 192 it spills one or two registers, with 160
-# none.
+# Registers of a consumer thread besides its accumulators. It does not spill with 192 accumulator registers, and does
+# with 208 (ptxas). With an activation, or a bias and a residual, it spills one or two registers with 192 and none with
+# 160.
 OTHER_REGISTERS = 40
-# FP32 operations of a lane for each 4 bytes that it stores of a result whose rows TMA cannot address:
-# 1024 x 50257 x 768 took 40 us longer than if TMA stored it, and 65 us where subtiles are half a warp wide (H200).
+# FP32 operations of a lane per 4 bytes that it stores, for a result whose rows TMA cannot address: 1024 x 50257 x 768
+# took 40 us longer than with TMA stores, and 65 us longer with subtiles half a warp wide (H200).
 STORE_OPERATIONS = 50
 
 
 def footprint(p: MatmulProblem, s: Columns) -> Footprint:
-    """A block is a work tile; copies before and after the kernel, and the reduction of split-K, are copied bytes."""
+    """Returns the footprint; a block is a work tile, and copied bytes cover copies and the split-K reduction."""
     t = Tiling(p, s)
     itemsize, result = jnp.dtype(p.dtype).itemsize, p.whole
     blocks_m, blocks_n = t.grid_m * t.cluster_m, t.grid_n * t.cluster_n
     row_bytes = p.k / (t.steps * s.split_k * t.cluster_k) * itemsize
     registers = t.wg_m * t.wg_n // WARPGROUP + OTHER_REGISTERS
-    # The epilogue is applied to complete accumulators: in the kernel, or where splits are reduced.
+    # The epilogue is applied to complete accumulators: in the kernel, or in the split-K reduction.
     whole = s.split_k == 1
     epilogue, epilogue_onchip_bytes = _epilogue(p, s, t)
     epilogue_bytes = sum(array.size * array.dtype.itemsize for array in p.operands()[2:])
@@ -50,18 +50,18 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
     ]
     before = [*padded[:2], *(whole * copy for copy in padded[2:])]
     elements = np.prod(result.shape, dtype=np.int64)
-    # The reduction reads the accumulators of all splits, and the epilogue's operands, and writes the results.
+    # The reduction reads the accumulators of all splits and the epilogue's operands, and writes the results.
     reduced = elements * (s.split_k * ACCUMULATOR_BYTES + result.dtype.itemsize) + epilogue_bytes
     after = [
         np.where(s.split_k > 1, reduced / len(p.columns), padded_bytes(each.shape, extents, each.dtype.itemsize))
         for each, extents in zip(p.results(), t.c_extents, strict=True)
     ]
     exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation] / t.cluster_k
-    # A warp stores a row of a subtile at a time, each lane 4 bytes.
+    # A warp stores one row of a subtile at a time, 4 bytes per lane.
     warps_wide = cdiv(np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n) * result.dtype.itemsize, 4 * WARP)
     rows_of_subtiles = s.tile_m * s.tile_n / np.where(s.swap_ab, WGMMA_ROWS, s.epi_tile_n)
     stored = np.where(t.stored_by_threads, rows_of_subtiles / t.cluster_k * warps_wide * WARP * STORE_OPERATIONS, 0.0)
-    # Extents, and into how many they fall.
+    # Extents, and the number of parts along each.
     m, n, k = (p.m, blocks_m), (p.n, blocks_n), (p.k, t.steps * s.split_k * t.cluster_k)
     a_rows, a_tile = (k, (s.tile_k, s.tile_m)) if p.transpose_a else (m, (s.tile_m, s.tile_k))
     b_rows, b_tile = (n, (s.tile_n, s.tile_k)) if p.transpose_b else (k, (s.tile_k, s.tile_n))
@@ -92,7 +92,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
                 ),
             ),
             flops=2.0 * s.tile_m * s.tile_n * s.tile_k,
-            # Each multiplication of 64 rows reads these, and its columns once more.
+            # Each 64-row wgmma reads its rows, and its columns once more.
             onchip_bytes_read=t.cooperating
             * (t.wg_rows + t.wg_rows // WGMMA_ROWS * t.wg_columns)
             * s.tile_k
@@ -114,7 +114,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         group=s.grid_tile_width * np.where(s.grid_minor_dim == "m", t.cluster_m, t.cluster_n),
         snake=True,
         axes=("batch", "m", "n"),
-        # A stage whose wgmma may be pending is loaded again one step later, unless consumers in order keep it busy.
+        # A stage with a pending wgmma is loaded again one step later, unless ordered consumers keep the pipeline busy.
         stages=s.stages - s.delay_release * (s.consumers != "ordered_ping_pong"),
         consumers=t.cooperating,
         ping_pong=np.isin(s.consumers, PING_PONG),
@@ -129,37 +129,40 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         tail_bytes=s.tile_m * s.tile_n * ACCUMULATOR_BYTES,
         persistent=True,
         copied_bytes=sum(before) + sum(after),
-        # Semaphores are zeroed before.
+        # One launch zeros the semaphores.
         launches=1 + (s.tail_split_k > 1) + sum(copy > 0 for copy in (*before, *after)),
     )
 
 
 def registers_per_block(t: Tiling, registers: Any) -> Any:
-    """Of a CTA whose consumers need so many for each thread: with one, nobody gives any back, and all have as many."""
+    """Returns the registers of a CTA.
+
+    With one consumer no warpgroup changes its count, so all threads have the same.
+    """
     allocated = round_up(registers, 8)
     return WARPGROUP * (t.consumers * allocated + np.where(t.consumers == 1, allocated, PRODUCER_REGISTERS))
 
 
 def _fill_rows(rows: tuple[int, Any], tile: tuple[Any, Any], width: Any) -> Any:
-    """Swizzled rows, `width` elements wide, that a part of an array of so many rows fills beyond its edge, on average.
+    """Returns the average number of swizzled rows, `width` elements wide, that a part fills beyond the array's edge.
 
-    A group of eight in which the array has a row costs nothing extra: 1 x 4096 x 14336 with tiles of 8 rows comes to
-    what memory delivers.
+    A group of eight rows that contains at least one row of the array costs nothing extra: 1 x 4096 x 14336 with tiles
+    of 8 rows reaches the memory bandwidth.
     """
     extent, parts = rows
     return (parts * tile[0] - round_up(extent, 8)) / parts * tile[1] / width
 
 
 def _start_bytes(extents: tuple[Any, Any], itemsize: int) -> Any:
-    """Of the rows of an array in device memory: the largest power of two that divides their pitch."""
+    """Returns the largest power of two that divides the row pitch of an array in device memory, in bytes."""
     pitch = extents[1] * itemsize
     return np.where(extents[0] > 1, pitch & -pitch, 0)
 
 
 def _epilogue(p: MatmulProblem, s: Columns, t: Tiling) -> tuple[tuple[Operand, ...], Any]:
-    """What a block loads of the bias and the residual, and what they take on chip, in bytes.
+    """Returns a block's loads of the bias and the residual, and their on-chip bytes.
 
-    Nothing where k is split: `footprint` counts them with the reduction.
+    Both are zero for split-K: `footprint` counts them with the reduction.
     """
     whole = s.split_k == 1
     columns, rows = p.n / (t.grid_n * t.cluster_n), p.m / (t.grid_m * t.cluster_m)

@@ -1,4 +1,4 @@
-"""Operands that wgmma cannot read as they lie: XLA turns them, before the launch, so that k is their last axis."""
+"""Transposes operands that wgmma cannot read in place: before the launch, XLA makes k their last axis."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from search_spaces.problem import nbytes
 
 
 def k_last(p: MatmulProblem) -> MatmulProblem:
-    """What a launch computes of `p`: 16-bit operands as they lie, of others only those whose last axis is k.
+    """Returns the matmul that a launch computes for `p`: 16-bit operands in place, others with k as their last axis.
 
-    wgmma reads these from shared memory in that order alone (PTX ISA, asynchronous warpgroup level matrix).
+    wgmma reads operands that are not 16-bit from shared memory in that order only (PTX ISA, asynchronous warpgroup
+    level matrix).
     """
     if jnp.dtype(p.dtype).itemsize == 2:
         return p
@@ -25,16 +26,16 @@ def k_last(p: MatmulProblem) -> MatmulProblem:
 
 
 def turned(p: MatmulProblem, args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """The operands of `k_last(p)`, of those of `p`."""
+    """Converts the operands of `p` to those of `k_last(p)`."""
     a, b, *rest = args
     a, b = (jnp.swapaxes(x, -1, -2) if turns else x for x, turns in zip((a, b), _turns(p), strict=True))
     return a, b, *rest
 
 
 def with_turning(p: MatmulProblem, launch: Footprint) -> Footprint:
-    """The footprint of `launch` and of the copies before it, each read once and written once.
+    """Adds the copies before the launch to its footprint, each read once and written once.
 
-    Matrices of a single row or column lie the same either way.
+    Matrices of a single row or column need no copy.
     """
     copied: list[Any] = [
         2.0 * nbytes(x) for x, turns in zip(p.operands()[:2], _turns(p), strict=True) if turns and 1 not in x.shape[-2:]
@@ -45,6 +46,6 @@ def with_turning(p: MatmulProblem, launch: Footprint) -> Footprint:
 
 
 def _turns(p: MatmulProblem) -> tuple[bool, bool]:
-    """Of `a` and of `b`, whether it is turned."""
+    """Whether `a` and `b` are transposed."""
     launch = k_last(p)
     return p.transpose_a != launch.transpose_a, p.transpose_b != launch.transpose_b

@@ -1,9 +1,9 @@
-"""The kernel itself: what a CTA keeps in shared memory, and what its warpgroups do with it.
+"""The kernel: the shared memory of a CTA, and the roles of its warpgroups.
 
-A persistent CTA computes one tile of the result after the other (which: tile_scheduler.py). Its producer warpgroup
-loads the operands of each step of k by TMA into a pipeline of `stages`; its consumers multiply them, and hand their
-accumulators over in the epilogue.
-Time runs down; tiles of two steps, "ordered_ping_pong" (t, k: step k of tile t):
+A persistent CTA computes one tile of the result after another (see tile_scheduler.py for the order). Its producer
+warpgroup loads the operands of each step of k by TMA into a pipeline of `stages`. Its consumers multiply them, and
+process the accumulators in the epilogue.
+Time runs down. Tiles of two steps with "ordered_ping_pong" (t, k: step k of tile t):
 
       producer          consumer 0                   consumer 1
       load 0, 0         wait full
@@ -15,7 +15,7 @@ Time runs down; tiles of two steps, "ordered_ping_pong" (t, k: step k of tile t)
       load 2, 1         wgmma 2, 0 -> empty             :
          :              wgmma 2, 1 -> empty             :
 
-Cooperative consumers share each tile instead, so that the epilogue of both runs beside the loads of the next tile:
+Cooperative consumers share each tile instead, and the epilogue of both overlaps the loads of the next tile:
 
       producer          consumer 0                   consumer 1
       load 0, 0         wait full                    wait full
@@ -24,18 +24,18 @@ Cooperative consumers share each tile instead, so that the epilogue of both runs
       load 1, 1         epilogue of its half of 0    epilogue of its half of 0
       wait empty        wgmma 1, 0 -> empty          wgmma 1, 0 -> empty
 
-"-> empty" comes when the wgmma has ended, or, with `delay_release`, when the next one has been started. In a cluster
-along m or n each CTA loads half of the operand that both need, for both (multicast): its stages are empty when the
-consumers of both have read them. In one along k the CTAs reduce their accumulators before the epilogue
+"-> empty" happens when the wgmma has ended, or, with `delay_release`, when the next one has started. In a cluster along
+m or n, each CTA loads half of the shared operand for both CTAs (multicast), so its stages are empty when the consumers
+of both have read them. In a cluster along k, the CTAs reduce their accumulators before the epilogue
 (dsmem_reduction.py).
 
-**Why not `plgpu.emit_pipeline_warp_specialized`**, as in JAX's `hopper_matmul_mgpu`. It too can keep its pipeline full
-from one tile to the next (`pipeline_state`), but all of its consumers take part in every step: no ping-pong, where one
-runs its epilogue beside the other's main loop. And a block of its operands is one TMA copy, where a stage in the
-untiled layout takes several.
+**Why not `plgpu.emit_pipeline_warp_specialized`**, as in JAX's `hopper_matmul_mgpu`? It can also keep its pipeline full
+from one tile to the next (`pipeline_state`), but all of its consumers take part in every step. This excludes ping-pong,
+where the epilogue of one consumer overlaps the main loop of the other. Also, a block of its operands is one TMA copy,
+whereas a stage in the untiled layout takes several.
 
-Below, `a` fills the rows of wgmma and `b` its columns. With `swap_ab` that is the mirrored product, and only what
-leaves the kernel is turned back.
+Below, `a` fills the rows of wgmma and `b` its columns. With `swap_ab` this is the mirrored matmul, and only the results
+are transposed back.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from search_spaces.matmul.hopper.tail_reduction import TailReduction, tail_reduc
 from search_spaces.matmul.hopper.tile_scheduler import WorkTile, tile_scheduler
 from search_spaces.matmul.problem import MatmulProblem
 
-# Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down); what
-# the producer's threads give back, the consumers share. With one consumer each thread starts with all that it can
-# address, and nobody needs to give.
+# Registers per thread, in multiples of 8. A CTA of 384 threads starts with 168 each (65,536 / 384, rounded down). The
+# consumers share the registers that the producer's threads release. With one consumer, each thread starts with as many
+# registers as it can address, and none are released.
 PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 
@@ -76,7 +76,7 @@ CONSUMER_REGISTERS = 232
 def kernel(
     problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None, scaling: Scaling | None = None
 ) -> Callable[..., None]:
-    """The kernel, from its arrays in device memory: operands, and results or the accumulators of splits of k.
+    """Builds the kernel, a function of arrays in device memory: operands, then results or the accumulators of splits.
 
     With a `scaling`, the scales of `a` and of `b` follow the operands.
     """
@@ -114,7 +114,7 @@ def kernel(
             )
             _take_roles(cta)
 
-        # In their order: by name, JAX would sort them.
+        # Positional, to keep the order: JAX would sort keyword arguments.
         pl.run_scoped(with_scratch, *types.values(), collective_axes="wg")
 
     return matmul
@@ -140,7 +140,7 @@ def _take_roles(cta: Cta) -> None:
 
 
 def produce(cta: Cta) -> None:
-    """The producer: loads the operands of all steps of all tiles, by one of its warps."""
+    """Runs the producer: one of its warps loads the operands of all steps of all tiles."""
     p, s, pipeline = cta.plan.p, cta.plan.s, cta.pipeline
 
     def load_tile(number: Any, _: None) -> None:
@@ -166,7 +166,7 @@ def produce(cta: Cta) -> None:
 
 
 def consume(cta: Cta) -> None:
-    """A consumer: main loop and epilogue of all tiles, or in ping-pong of every other one."""
+    """Runs a consumer: main loop and epilogue of all tiles, or in ping-pong of every other tile."""
     launch, s, t = cta.plan, cta.plan.s, cta.plan.t
     reduction, others = launch.reduction, dict(cta.others)
     arrived = {name: others.pop(name) for name in (reduction.scratch() if reduction else ())}
@@ -181,7 +181,7 @@ def consume(cta: Cta) -> None:
     first_own = first_column + cta.rank * launch.out_n if reduction else first_column
     consumer = Consumer(cta, first_row, first_column, first_own, loads)
 
-    # Where each step is waited for, there is nothing to order.
+    # If each step is waited for, there is nothing to order.
     waits = cta.scales is not None and cta.scales.scaling.by_steps
     turns = Turns(launch.groups) if s.consumers == "ordered_ping_pong" and not waits else None
 
@@ -201,7 +201,7 @@ def consume(cta: Cta) -> None:
             accs = (share(cta.tail, work, *accs),)
         if s.split_k == 1:
             finishes(lambda: finish(consumer, work, accs))
-        else:  # The reduction kernel multiplies.
+        else:  # The reduction kernel multiplies the factors.
             for factor, acc in enumerate(accs):
                 finish(consumer, work, (acc,), factor)
 
@@ -218,14 +218,14 @@ def consume(cta: Cta) -> None:
 
 
 def share(tail: TailReduction, work: WorkTile, acc: jax.Array) -> jax.Array:
-    """Leaves the accumulators of a part for another CTA, or adds those that others have left."""
+    """Leaves the accumulators of a part for another CTA, or adds the accumulators that other CTAs have left."""
     pl.when(work.leaves)(lambda: tail.leave(acc))
     whole: jax.Array = lax.cond(work.adds, tail.add, lambda acc: acc, acc)
     return whole
 
 
 def prefetch(consumer: Consumer, work: WorkTile) -> None:
-    """Asks for what the epilogue of a tile begins with."""
+    """Starts the first loads of a tile's epilogue."""
     launch = consumer.cta.plan
     first = work.row + consumer.first_row if launch.s.swap_ab else work.column + consumer.first_own
     for loads in consumer.loads:
@@ -235,14 +235,14 @@ def prefetch(consumer: Consumer, work: WorkTile) -> None:
 
 
 def finish(consumer: Consumer, work: WorkTile, accs: tuple[jax.Array, ...], factor: int = 0) -> None:
-    """The epilogue: bias, activation and residual, rounding and store of a tile, subtile by subtile.
+    """Runs the epilogue of a tile, subtile by subtile: bias, activation and residual, rounding, store.
 
-    Several accumulators are multiplied then; `factor` says whose a split's are.
+    Several accumulators are multiplied; for a single one with split-K, `factor` is the index of its factor.
     """
     cta, launch = consumer.cta, consumer.cta.plan
     fused, swap_ab, out_dtype = launch.problem.fused, launch.s.swap_ab, launch.out_tile.dtype
     stages, width, subtiles = int(launch.tiling.epi_stages), consumer.subtile_columns, consumer.subtiles
-    # A plain product is rounded whole, another one subtile by subtile.
+    # Without an epilogue the whole tile is rounded at once, otherwise each subtile.
     accs = accs if fused else tuple(acc.astype(out_dtype) for acc in accs)
     product = work.product + factor * launch.t.products if factor else work.product
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -266,7 +266,7 @@ def finish(consumer: Consumer, work: WorkTile, accs: tuple[jax.Array, ...], fact
 
 
 def store(cta: Cta, product: Any, corner: tuple[Any, Any], smem: Any, value: jax.Array) -> None:
-    """A subtile of a product's results, through its stage in shared memory."""
+    """Stores a subtile of a product's results through its stage in shared memory."""
     launch = cta.plan
     stores = EpilogueStores(launch, cta.results)
     if launch.tiling.stored_by_threads:

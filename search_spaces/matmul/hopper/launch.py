@@ -1,35 +1,37 @@
-"""The matrix product on Hopper: what it supports, and how one product is launched.
+"""The matmul on Hopper: supported problems, and the launch of one matmul.
 
-**Split-K.** Where the tiles of a result leave SMs idle, CTAs share a tile. Two of them, a cluster in split-K, reduce
-their accumulators through DSMEM (dsmem_reduction.py). For more splits, `split_k` CTAs write theirs to places of their
-own in device memory, and a reduction kernel adds them up, first to last, and applies the epilogue. Either way the bits
-are the same each time. For results of m x n and s splits the latter costs ``4 s m n`` bytes written and as many read
-(from L2, where they fit), and one small launch, in which XLA fuses the reduction with the epilogue: 3 us more than
-DSMEM for 2048 x 576 x 7168 on an H200. The alternatives:
+**Split-K.** If the tiles of a result leave SMs idle, CTAs share a tile. With cluster split-K two CTAs reduce their
+accumulators through DSMEM (dsmem_reduction.py). For more splits, `split_k` CTAs each write their accumulators to device
+memory, and a reduction kernel adds them, first to last, and applies the epilogue. Both are deterministic. For results
+of m x n and s splits, the reduction kernel costs ``4 s m n`` bytes written and the same number read (from L2, if they
+fit), and one small launch, in which XLA fuses the reduction with the epilogue: 3 us more than DSMEM for 2048 x 576 x
+7168 on an H200. The alternatives:
 
-- One CTA adds up what the others leave, in the same launch, as a last wave does that is split (tail_reduction.py): as
-  many bytes, no second launch; but it adds what all SMs leave, and XLA zeroes semaphores before each call.
-- Each split waits for the one before it and adds to its accumulators, by semaphores: half of the bytes, no second
-  launch; but the splits finish one after the other, and CTAs that wait must all be resident at once, or none ends.
+- One CTA adds the accumulators that the others leave, in the same launch, as for a split last wave (tail_reduction.py):
+  the same number of bytes and no second launch, but it adds the accumulators of all SMs, and XLA zeros semaphores
+  before each call.
+- Each split waits for the one before it and adds to its accumulators, using semaphores: half of the bytes and no second
+  launch, but the splits finish one after another, and all waiting CTAs must be resident at once to avoid a deadlock.
 - TMA reductions in device memory: half of the bytes, but the order is that of arrival, so the bits differ from run to
-  run as soon as there are three addends, and a launch must zero the array before.
-- Stream-K, where splits end anywhere in k: evens out a last wave, too; CTAs at different places of k share nothing in
-  the L2 cache (docs/kernels/matmul-hopper.md).
+  run with three or more addends, and a launch must zero the array first.
+- Stream-K, where splits end anywhere in k: also balances the last wave, but CTAs at different positions of k share
+  nothing in the L2 cache (docs/kernels/matmul-hopper.md).
 
-**The epilogue.** Bias, activation and residual are applied to complete accumulators, before their one rounding: in the
+**The epilogue.** Bias, activation and residual are applied to complete accumulators, before the single rounding: in the
 kernel (epilogue_loads.py), or in the reduction kernel.
 
-**Several results** side by side are arrays of their own, to which subtiles are stored (epilogue_stores.py); from splits
-of k the reduction kernel cuts them out.
+**Several results** are separate arrays, to which subtiles are stored (epilogue_stores.py). With split-K the reduction
+kernel slices them.
 
-**Ragged rows.** TMA reaches beyond an array's edge at no cost, but Mosaic GPU lays tiles of 8 rows over arrays in
-device memory, and TMA asks for no more at a time than a swizzled row: 128 bytes, or the 64 or 32 that divide an array.
-Where one has more than 8 rows that are no multiple of 8, or rows that are over 128 bytes long and no multiple of that,
-all tiles have the untiled swizzled layout (smem_layout.py), which TMA fills from any rows that start at multiples of 16
-bytes. Operands whose rows do not are copied into padded ones; a result's are stored by threads (untiled_swizzled.py),
-and the reduction kernel of split-K cuts the result out of the accumulators.
+**Ragged rows.** TMA handles accesses beyond an array's edge at no cost. But Mosaic GPU tiles arrays in device memory by
+8 rows, and TMA requests at most one swizzled row at a time: 128 bytes, or 64 or 32 if they divide the array. The
+untiled swizzled layout (smem_layout.py) is used for all tiles if an array has more than 8 rows and their number is not
+a multiple of 8, or if its rows are longer than 128 bytes and not a multiple of 128 bytes. TMA fills this layout from
+any rows that start at multiples of 16 bytes. Operands with other rows are copied into padded arrays. Results with other
+rows are stored by threads (untiled_swizzled.py), or, with split-K, sliced from the accumulators by the reduction
+kernel.
 
-JAX 0.10 does not know that layout: there narrow swizzles divide an array, or it is copied into a padded one.
+JAX 0.10 does not support that layout: there narrow swizzles divide an array, or the array is copied into a padded one.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
         return None
 
     def largest_array(self, problem: MatmulProblem) -> int:
-        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        # Rows that are not whole swizzled rows of 128 bytes are copied into padded ones.
         return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[HopperSchedule]:
@@ -81,9 +83,9 @@ class MosaicGpuMatmul(Kernel[MatmulProblem, HopperSchedule]):
     ) -> Arrays:
         p, s = k_last(problem), schedule
         args = turned(problem, args)
-        # The reduction kernel of a split applies the epilogue, and cuts out several results.
+        # The reduction kernel of split-K applies the epilogue, and slices several results.
         inside = p if s.split_k == 1 else p.plain.joined
-        extents = Tiling(inside, s).extents  # of a split: a and b
+        extents = Tiling(inside, s).extents  # of a and b, for one split
         operands = [padded(x, each) for x, each in zip(args, extents, strict=False)]
         results = launched(inside, s, target, operands, posed=p)
         return p.pack(results) if s.split_k == 1 else reduced(p, s.split_k, results[0], args)

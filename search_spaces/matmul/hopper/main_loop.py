@@ -1,4 +1,4 @@
-"""The main loop (mainloop) of a consumer: the accumulators of a tile, from the steps that the producer loads."""
+"""The main loop of a consumer: accumulates a tile from the steps that the producer loads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from search_spaces.matmul.hopper.tile_scheduler import WorkTile
 
 
 def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) -> tuple[jax.Array, ...]:
-    """Each factor's accumulators of a work tile, or of the consumer's half of it.
+    """Computes each factor's accumulators of a work tile, or of the consumer's half of it.
 
-    With `turns` they are issued in this consumer's, which ends before they do.
+    With `turns`, the wgmmas are issued in this consumer's turn, and the turn ends before the wgmmas do.
     """
     cta, p, s, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.s, consumer.cta.plan.t
     pipeline, delay, untiled = cta.pipeline, s.delay_release, cta.plan.tiling.untiled
@@ -32,7 +32,7 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
         return pipeline.stage(work.start + k_step)
 
     def start(stage: Any, references: Any, values: Any) -> Any:
-        """Adds to accumulators in place, or to `values`, of which it returns the new ones: the next step's."""
+        """Accumulates the next step in place into `references`, or into `values`, and returns the new `values`."""
         parts = [
             (
                 cta.a.part(factor, stage, *((whole, rows) if p.transpose_a else (rows, whole))),
@@ -50,13 +50,13 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
         )
 
     def release(stage: Any, pending: int) -> None:
-        """Empties a stage when no more than so many steps, all later ones, are `pending`."""
+        """Releases a stage when at most `pending` later steps are still running."""
         plgpu.wgmma_wait(pending * count)
         pipeline.consumer_release(stage)
 
     def steps(*references: Any, values: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, ...]:
-        # Of a turn the last wgmma is also the end of the loop: the next consumer clears accumulators and passes a
-        # barrier while it runs.
+        # The last wgmma of a turn still runs after the turn ends: the next consumer zeros its accumulators and passes a
+        # barrier meanwhile.
         in_turns = turns is not None
         ahead = delay + in_turns
 
@@ -86,9 +86,9 @@ def main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) ->
 
 
 def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = None) -> jax.Array:
-    """The sums of a work tile, or of the consumer's half of it, scaled: a step is a block of k (scales.py).
+    """Computes the scaled sums of a work tile, or of the consumer's half; each step is a block of k (scales.py).
 
-    While one consumer scales what it has accumulated, the other's wgmmas run.
+    While one consumer scales its accumulators, the wgmmas of the other one run.
     """
     cta, p, t = consumer.cta, consumer.cta.plan.p, consumer.cta.plan.t
     pipeline, untiled, scales = cta.pipeline, cta.plan.tiling.untiled, cta.scales
@@ -121,7 +121,7 @@ def scaled_main_loop(consumer: Consumer, work: WorkTile, turns: Turns | None = N
     def step(k_step: Any, carried: Any) -> Any:
         total, factors = carried
         stage = pipeline.stage(work.start + k_step)
-        asked = ask(k_step + 1)  # a step ahead, or wgmma would wait for them
+        asked = ask(k_step + 1)  # one step ahead, otherwise wgmma would wait for the scales
         pipeline.consumer_wait(work.number, stage)
         acc = multiply(stage)
         pipeline.consumer_release(stage)

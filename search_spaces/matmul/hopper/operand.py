@@ -1,4 +1,4 @@
-"""An operand of wgmma in a launch: where it lies in device memory, and its stages in shared memory."""
+"""An operand of wgmma in a launch: its arrays in device memory, and its stages in shared memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Operand:
 
     Attributes:
       sources: in device memory: one, or one for each factor (factors.py).
-      batched: whether these have a batch axis.
-      tile: a stage of a source...
-      smem: ...of which there are so many in shared memory, those of one step next to each other.
-      multicast: the CTAs of a cluster load halves of each stage for each other.
+      batched: whether the sources have a batch axis.
+      tile: the layout of one stage of a source.
+      smem: the stages in shared memory; the tiles of one step are adjacent.
+      multicast: whether the CTAs of a cluster load halves of each stage for each other.
     """
 
     sources: tuple[Source, ...]
@@ -29,7 +29,7 @@ class Operand:
     multicast: bool
 
     def load(self, batch: Any, corner: tuple[Any, Any], stage: Any, full: Any) -> None:
-        """Loads the tile at `corner` of each source into a stage; `full` then tells."""
+        """Loads the tile at `corner` of each source into a stage, and signals the barrier `full`."""
         for factor, source in enumerate(self.sources):
             slot = self._slot(stage, factor)
             for index, box in self.tile.boxes(*source.at(*corner)):
@@ -41,7 +41,7 @@ class Operand:
                 )
 
     def part(self, factor: int, stage: Any, rows: Any, columns: Any) -> Any:
-        """Some rows, or some columns, of a stage of one factor; of what all factors share if it has one source."""
+        """Returns some rows or columns of a stage of one factor; all factors share a single source."""
         return self.tile.part(self.smem, self._slot(stage, factor), rows, columns)
 
     def _slot(self, stage: Any, factor: int) -> Any:

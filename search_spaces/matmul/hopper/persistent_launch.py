@@ -1,4 +1,4 @@
-"""One launch of persistent CTAs: how many clusters there are, the arrays that they leave, and Pallas's call."""
+"""One launch of persistent CTAs: the number of clusters, the output arrays, and the Pallas call."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def launched(
     gate: Gate | None = None,
     scaling: Scaling | None = None,
 ) -> list[jax.Array]:
-    """The results ``[..., m, n]``; of splits of k the accumulators of each, and of each factor, along the first axis.
+    """Runs the launch and returns the results ``[..., m, n]``.
+
+    With split-K, returns the accumulators of each split and of each factor, along the first axis.
 
     Args:
-      problem: the product that this launch computes: with split-K that of `posed` without its epilogue.
-      operands: as they lie in device memory; with a `scaling`, the scales of `a` and of `b` follow them.
+      problem: the matmul that this launch computes: with split-K, that of `posed` without its epilogue.
+      operands: in their device memory layout; with a `scaling`, followed by the scales of `a` and of `b`.
 
     Raises:
-      ValueError: two CTAs share each tile along k, and there are more tiles than clusters; or the last wave is split
-        where there are not as many for all parts, or steps.
+      ValueError: two CTAs share each tile along k, and there are more tiles than clusters; or the last wave is split,
+        and there are too few clusters or steps for all parts.
     """
     launch = plan(problem, schedule, gate)
     t, reduction = launch.tiling, launch.reduction
@@ -73,8 +75,8 @@ def launched(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    # Indices are 32 bits wide, whatever the user's default.
+    # Indices are 32 bits wide, regardless of the user's default.
     with jax.enable_x64(False):
         stored: Sequence[jax.Array] = run(*operands)
-    results = zip(stored, t.c_extents, problem.columns, strict=False)  # beside mailboxes and workspaces
+    results = zip(stored, t.c_extents, problem.columns, strict=False)  # ignores mailboxes and workspaces
     return [c if extents == (problem.m, n) else c[..., : problem.m, :n] for c, extents, n in results]

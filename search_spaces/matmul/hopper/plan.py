@@ -1,4 +1,4 @@
-"""What is known of a launch before it is traced: tilings, SMEM layouts, scratch."""
+"""The plan of a launch, known before tracing: tilings, SMEM layouts, scratch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from search_spaces.matmul.problem import MatmulProblem
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a launch before it is traced.
+    """The plan of a launch, known before tracing.
 
     Attributes:
-      problem, tiling: of the arrays as they lie in device memory.
-      p, s, t: problem, schedule and tiling as wgmma sees them: with `swap_ab` the mirrored ones.
+      problem, tiling: of the arrays as stored in device memory.
+      p, s, t: problem, schedule and tiling as wgmma sees them; with `swap_ab` the mirrored ones.
       a_tile, b_tile: a stage of each operand.
       out_tile: an epilogue subtile.
-      reduction: of cluster split-K.
-      factors: the products of `a` whose results are multiplied, the first of which is `problem`.
+      reduction: of cluster split-K; None for other schedules.
+      factors: the matmuls with `a` whose results are multiplied; the first one is `problem`.
     """
 
     problem: MatmulProblem
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def larger(self) -> SmemTile:
-        """The operand whose stages a reduction takes, when nobody needs them any more."""
+        """The operand whose stages a reduction reuses after the main loop."""
         return self.a_tile if self.s.tile_m > self.s.tile_n else self.b_tile
 
     @property
@@ -53,25 +53,25 @@ class Plan:
 
     @property
     def without(self) -> tuple[None, ...]:
-        """One None for each factor: in place of biases, or mailboxes, that a launch does not have."""
+        """One None per factor, in place of absent biases or mailboxes."""
         return (None,) * len(self.factors)
 
     @property
     def outputs(self) -> int:
-        """Matrices that a launch writes: its results, or with split-K the accumulators of each split and factor."""
+        """Number of matrices that a launch writes: its results, or with split-K one per split and factor."""
         return int(self.t.products * (len(self.factors) if self.s.split_k > 1 else 1))
 
     @property
     def groups(self) -> int:
-        """Of consumers that take whole tiles in turn."""
+        """Number of consumer groups that take whole tiles in turn."""
         return int(self.t.consumers // self.t.cooperating)
 
 
 def plan(problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = None) -> Plan:
-    """Of a launch for `problem` by a legal schedule.
+    """Returns the plan of a launch for `problem` with a legal schedule.
 
     Raises:
-      ValueError: the stages of neither operand have space for what a reduction through DSMEM receives.
+      ValueError: the stages of neither operand are large enough for the data that a DSMEM reduction receives.
     """
     tiling = Tiling(problem, schedule)
     p, s = mirrored(problem, schedule) if schedule.swap_ab else (problem, schedule)
@@ -99,11 +99,11 @@ def plan(problem: MatmulProblem, schedule: HopperSchedule, gate: Gate | None = N
 
 
 def scratch(launch: Plan) -> dict[str, Any]:
-    """Arrays and barriers of a CTA, by name."""
+    """Returns the arrays and barriers of a CTA, by name."""
     s, t, dtype = launch.s, launch.t, launch.a_tile.dtype
     a, b, out = launch.a_tile, launch.b_tile, launch.out_tile
     weights = len(launch.factors)
-    of_a, of_b = (weights, 1) if s.swap_ab else (1, weights)  # tiles of a step
+    of_a, of_b = (weights, 1) if s.swap_ab else (1, weights)  # tiles per step
     empty = {"num_arrivals": t.cooperating, "num_barriers": s.stages}
     return {
         "a_smem": plgpu.SMEM((s.stages * of_a, *a.shape), dtype, transforms=a.transforms),
@@ -114,7 +114,7 @@ def scratch(launch: Plan) -> dict[str, Any]:
         "out_smem": plgpu.SMEM(
             (t.consumers, int(launch.tiling.epi_stages), *out.shape), out.dtype, transforms=out.transforms
         ),
-        # A stage that two CTAs fill is empty when both have read theirs.
+        # A stage that two CTAs fill is empty when both CTAs have read their copy.
         "empty": plgpu.Barrier(**empty)
         if s.cluster in ("none", "split_k")
         else plgpu.ClusterBarrier(collective_axes=("cluster",), **empty),
@@ -128,7 +128,7 @@ def scratch(launch: Plan) -> dict[str, Any]:
 
 
 def by_factor(launch: Plan, others: dict[str, Any]) -> list[dict[str, Any]]:
-    """The scratch of each factor's epilogue, by the names that `EpilogueLoads` has for it."""
+    """Returns the scratch of each factor's epilogue, by `EpilogueLoads`'s names."""
     first = {name: x for name, x in others.items() if not name[-1].isdigit()}
     more = [
         {name.removesuffix(end): x for name, x in others.items() if name.endswith(end)}

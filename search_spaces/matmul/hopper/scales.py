@@ -1,8 +1,8 @@
-"""Scales of a product's operands: by blocks of k, which each step of k applies, or by rows, which the epilogue does.
+"""Scales of a matmul's operands: per block of k, applied in each step of k, or per row, applied in the epilogue.
 
-``c[i, j] = sum over blocks of k (a_scale[i, block] * b_scale[j / 128, block] * sum within it a[i, k] * b[j, k])``. What
-wgmma has accumulated of one block is multiplied by its scales and added to float32 sums in registers (two sets of
-accumulators), as DeepSeek-V3 does (arXiv:2412.19437, 3.3.2): wgmma keeps some 14 bits of 8-bit products, sums of 128.
+``c[i, j] = sum over blocks of k (a_scale[i, block] * b_scale[j / 128, block] * sum within it a[i, k] * b[j, k])``. The
+wgmma accumulators of one block are multiplied by its scales and added to float32 sums in registers (two sets of
+accumulators), as in DeepSeek-V3 (arXiv:2412.19437, 3.3.2): wgmma keeps about 14 bits of 8-bit products, in sums of 128.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Scale = Literal["blocks", "rows"]
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What a launch's scales belong to.
+    """The granularity of a launch's scales.
 
     Attributes:
-      a: "blocks", an array ``[blocks of k, m]``; or "rows", ``[m]``. Either reaches to the end of the last tile.
-      b: "blocks", ``[blocks of n, blocks of k]``; or "rows", ``[n]``, which reaches to the end of the last tile.
-      block: elements of k, and columns of the result, that share a scale.
+      a: "blocks", an array ``[blocks of k, m]``; or "rows", ``[m]``. Both are padded to the end of the last tile.
+      b: "blocks", ``[blocks of n, blocks of k]``; or "rows", ``[n]``, padded to the end of the last tile.
+      block: number of elements of k, and of columns of the result, that share a scale.
     """
 
     a: Scale
@@ -35,21 +35,21 @@ class Scaling:
 
     @property
     def by_steps(self) -> bool:
-        """Whether steps of k have scales of their own."""
+        """Whether each step of k has its own scales."""
         return "blocks" in (self.a, self.b)
 
 
 class Scales(NamedTuple):
-    """Those of a launch, in device memory."""
+    """The scales of a launch, in device memory."""
 
     scaling: Scaling
     a: Any
     b: Any
 
     def of_step(self, row: Any, rows: int, column: Any, step: Any) -> list[jax.Array]:
-        """The scales of one block of k, whose product multiplies the accumulators ``[rows, columns]`` of that step.
+        """Returns the scales of one block of k; the product of them scales the step's accumulators ``[rows, columns]``.
 
-        A vector ``[rows]`` where `a` has blocks, and a scalar where `b` has: the columns from `column` on lie in one.
+        A vector ``[rows]`` if `a` has blocks, and a scalar if `b` has: the columns from `column` on lie in one block.
         """
         found = []
         if self.scaling.a == "blocks":
@@ -59,7 +59,7 @@ class Scales(NamedTuple):
         return found
 
     def apply(self, acc: jax.Array, row: Any, column: Any) -> jax.Array:
-        """The sums ``[rows, columns]`` of all steps times the scales of rows, of `a` and of `b`."""
+        """Multiplies the sums ``[rows, columns]`` of all steps by the per-row scales of `a` and of `b`."""
         rows, columns = acc.shape
         if self.scaling.a == "rows":
             acc = times(acc, _by_row(self.a.at[pl.ds(row, rows)]), 0)
@@ -70,7 +70,7 @@ class Scales(NamedTuple):
 
 
 def times(acc: jax.Array, scale: jax.Array, axis: int) -> jax.Array:
-    """Each row (axis 0) or column (axis 1) times its scale; all of them times a scalar."""
+    """Multiplies each row (axis 0) or column (axis 1) by its scale, or all elements by a scalar."""
     if scale.ndim:
         scale = lax.broadcast_in_dim(scale, acc.shape, (axis,))
     return acc * scale

@@ -1,4 +1,4 @@
-"""The schedules of a matrix product on Hopper that are worth considering, and why the others are not."""
+"""The search space of a matmul on Hopper: the schedules worth considering, and the rules that exclude the others."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from search_spaces.matmul.hopper.wave_quantization import MOST_RESULTS, ordered,
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Space, cdiv, round_up
 
-# A split of k that is shorter is over before its pipeline is full.
+# A shorter split of k ends before its pipeline is full.
 FEWEST_STEPS = 4
-# Of the last wave. What CTAs leave of a part takes as long as some steps; after many waves there is little to gain.
+# Splits of the last wave. Exchanging the partial sums takes as long as some steps, and after many waves the gain is
+# small.
 TAIL_SPLITS, FEWEST_STEPS_OF_TAIL, MOST_WAVES_BEFORE_TAIL = (2, 3, 4), 8, 6
-# Of fewer stages none can be spared for a wgmma that is pending, where consumers cooperate: 1024 x 1024 x 2048 takes
-# 8.6 us with delay_release and 9.1 without on an H200, with eight stages of 64; with four of 128 9.8 and 9.1.
+# With fewer stages, and cooperative consumers, no stage can be spared for a pending wgmma: on an H200, 1024 x 1024 x
+# 2048 takes 8.6 us with delay_release and 9.1 us without for eight stages of 64, but 9.8 and 9.1 us for four of 128.
 LONG_PIPELINE = 6
-# Columns of the narrowest epilogue subtile, but for tiles that leave SMs idle: results side by side start at multiples.
+# Columns of the narrowest epilogue subtile, except for tiles that leave SMs idle. Results of a split start at multiples
+# of this.
 LEAST_STEP = 32
 SPLITS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedule]:
-    """The schedules for `p` on a chip of so many cores: some hundreds for small problems, thousands for large ones.
+    """Returns the schedules for `p` on a chip with `cores` SMs: hundreds for small problems, thousands for large ones.
 
-    Of products of one `a` that are multiplied there are several `factors`: each has its tile of `b` and its results.
+    `factors` is the number of products of one `a` that are multiplied; each has its own tile of `b` and accumulators.
     """
     itemsize, out_itemsize = jnp.dtype(p.dtype).itemsize, p.whole.dtype.itemsize
 
@@ -39,11 +41,11 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         return p.batch * cdiv(p.m, tile_m) * cdiv(p.n, tile_n)
 
     def work_tiles(s: Any) -> Any:
-        """What is dealt out to CTAs: a tile, or its part of k."""
+        """Returns the number of work tiles: tiles, times the parts of k."""
         return tiles(s.tile_m, s.tile_n) * k_splits(s)
 
     def waves(s: Any) -> Any:
-        """Work tiles of the busiest CTA."""
+        """Returns the number of work tiles of the busiest CTA."""
         return cdiv(work_tiles(s), cores)
 
     def pipeline_bytes(s: Any, stages: Any) -> Any:
@@ -56,7 +58,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
         return (waves(s) > 1) & (clusters(p, s, "m") > 1) & (clusters(p, s, "n") > 1)
 
     def rows(s: Any) -> Any:
-        """Of one consumer, as wgmma sees them."""
+        """Returns the rows of one consumer, as wgmma sees them."""
         return as_wgmma(s, *wg_tile(s))[0]
 
     tile_m, tile_n = _up_to(p.m, (128, 256, 64)), _up_to(p.n, (256, 128, 64))
@@ -65,7 +67,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
     idle_cores, few_rows = tiles(64, 64) < cores, p.m <= WGMMA_ROWS
 
     def busiest(tile_m: Any, tile_n: Any, splits: int) -> Any:
-        """Results of the whole k that the busiest CTA computes."""
+        """Returns the work of the busiest CTA, as the number of results with the whole k."""
         whole = tiles(tile_m, tile_n)
         area = cdiv(whole * splits, cores) * tile_m * tile_n / splits
         return area if splits == 1 else np.where(whole * splits <= cores, area, np.inf)
@@ -78,26 +80,26 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
     ]
 
     def busiest_split(tile_m: Any, tile_n: Any, splits: Any) -> Any:
-        """The same where the last wave alone is split, by tail_split_k."""
+        """Returns the same if only the last wave is split, by tail_split_k."""
         whole = tiles(tile_m, tile_n)
         work = (whole // cores + 1 / splits) * tile_m * tile_n
         return np.where(_parts_fit(cores, whole, splits), work, np.inf)
 
     def wave(s: Any) -> tuple[Any, Any]:
-        """Clusters, or CTAs where these are none, that run at once, and what there is for them."""
+        """Returns how many clusters (or single CTAs) run at once, and how many there are in total."""
         return cores // (1 + ((s.cluster == "m") | (s.cluster == "n"))), p.batch * clusters(p, s, "m") * clusters(
             p, s, "n"
         )
 
     several_waves = p.batch * cdiv(p.m, 128) * cdiv(p.n, 128) > cores
     in_order = ordered(p, factors) if several_waves else []
-    # Factors of one result would leave the accumulators of each.
+    # Several factors would each need partial sums.
     tail_splits = TAIL_SPLITS if several_waves and factors == 1 and not few_rows else ()
     split_tail = split_tails(p, squares, even, tail_splits, busiest, busiest_split)
     unusual = (*even, *in_order, *split_tail)
-    # All of m at once; where it lies along a's rows, as wide as a swizzled one.
+    # All of m at once; where m lies along a's rows, as wide as a swizzled row.
     whole_m = WGMMA_ROWS if p.transpose_a else round_up(p.m, _columns_step(p))
-    # A residual's subtiles take as much space again as the result's: narrow ones leave it to one more stage.
+    # A residual's subtiles double the space of the subtiles: narrow ones leave room for one more stage.
     least_subtile_bytes, subtile_widths = (64, "64, 128 or 256") if p.residual else (128, "128 or 256")
 
     return Space(
@@ -187,7 +189,7 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
             "ping-pong is for CTAs that compute several tiles": lambda s: (
                 np.logical_not(np.isin(s.consumers, PING_PONG)) | (waves(s) > 1)
             ),
-            # In the untiled layout whoever has a stage may also keep the tensor cores busy while the other waits.
+            # In the untiled layout, either consumer can keep the tensor cores busy while the other one waits.
             "delay_release is for one consumer a tile, or for the only wave": lambda s: np.where(
                 s.delay_release == 1,
                 np.isin(s.consumers, ("one", *PING_PONG)) | (s.stages >= LONG_PIPELINE) & (waves(s) == 1),
@@ -213,13 +215,13 @@ def space(p: MatmulProblem, cores: int, factors: int = 1) -> Space[HopperSchedul
 
 
 def _parts_fit(at_once: Any, tiles: Any, parts: Any) -> Any:
-    """Whether all parts of the tiles of a last wave run at once, after whole waves."""
+    """Returns whether all parts of the tiles of a last wave run at once, after whole waves."""
     waves, tail = np.divmod(tiles, at_once)
     return (waves > 0) & (waves <= MOST_WAVES_BEFORE_TAIL) & (tail > 0) & (tail * parts <= at_once)
 
 
 def _of_several_results(p: MatmulProblem) -> dict[str, Any]:
-    """Rules for results side by side: the first column of a subtile tells where it is stored (epilogue_stores.py)."""
+    """Returns the rules for several results: a subtile's first column selects its result (epilogue_stores.py)."""
     if not p.split_sizes:
         return {}
     return {
@@ -237,17 +239,17 @@ def _among(tiles: list[tuple[int, int, int, bool]], tile_m: Any, tile_n: Any, sp
 
 
 def _columns_step(p: MatmulProblem) -> int:
-    """Columns of wgmma come in eights, those of integers beyond 32 in sixteens (PTX ISA, wgmma.mma_async)."""
+    """Returns the step of wgmma's columns: 8, or 16 for integers beyond 32 columns (PTX ISA, wgmma.mma_async)."""
     return 16 if p.dtype == "int8" and p.m > 32 else 8
 
 
 def _columns(s: Any) -> Any:
-    """Columns, as wgmma sees them, of what one consumer finishes."""
+    """Returns the columns, as wgmma sees them, that one consumer finishes."""
     return as_wgmma(s, *wg_tile(s))[1] // (1 + (s.cluster == "split_k"))
 
 
 def _up_to(extent: int, tiles: tuple[int, ...]) -> tuple[int, ...]:
-    """The tiles that `extent` fills by more than half, and the smallest in any case."""
+    """Returns the tiles that `extent` fills by more than half, and always the smallest tile."""
     return tuple(tile for tile in tiles if tile == min(tiles) or tile < 2 * extent)
 
 

@@ -1,10 +1,11 @@
-"""The reduction of a last wave whose tiles are split along k: CTAs leave partials for others in device memory.
+"""The reduction of a last wave whose tiles are split along k: CTAs exchange partial sums through device memory.
 
-Partials are the accumulators of a part of k. A thread of a consumer writes its own for the thread that has the same
+Partial sums are the accumulators of a part of k. A consumer thread writes its own for the thread that has the same
 elements of the tile in another CTA, in the order of its registers: whole lines, which stay in the L2 cache. A semaphore
-tells when all threads have. The other CTA adds them to its own, the first part's first: the same bits each time.
+signals that all threads have written. The other CTA adds the partial sums to its own, the first part first, so the
+result is deterministic.
 
-The interpreter knows no semaphores. It runs CTAs in their order, in which none waits for a later one.
+The interpreter has no semaphores. It runs CTAs in order, and no CTA waits for a later one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from search_spaces.matmul.hopper.tile_scheduler import SplitTailScheduler, TileS
 
 
 def workspace(plan: Plan, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a launch returns beside its results: the partials that CTAs leave, ``[ctas, consumers, m, n]``, if any."""
+    """Returns the extra outputs of a launch: the partial sums that CTAs leave, ``[ctas, consumers, m, n]``, if any."""
     if plan.s.tail_split_k == 1:
         return ()
     t = plan.t
@@ -37,15 +38,15 @@ def workspace(plan: Plan, clusters: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class TailReduction:
-    """Of a consumer of a CTA that has a part of a tile of the last wave.
+    """The reduction, for one consumer of a CTA that has a part of a tile of the last wave.
 
     Attributes:
-      workspace: in device memory, partials of each CTA that leaves some.
-      full: a semaphore for each of them, zero before and after a launch; None for the interpreter.
-      cta: number of this CTA.
-      ctas: how many CTAs have the same part of their tiles; their numbers are consecutive.
-      parts: of a tile.
-      half: of the tile that the consumer has: its number, where consumers cooperate.
+      workspace: in device memory: the partial sums of each CTA that leaves some.
+      full: a semaphore for each of these CTAs, zero before and after a launch; None in the interpreter.
+      cta: index of this CTA.
+      ctas: number of CTAs that have the same part of their tiles; their indices are consecutive.
+      parts: number of parts of a tile.
+      half: index of the consumer's half of the tile, if consumers cooperate; otherwise 0.
     """
 
     workspace: Any
@@ -56,7 +57,7 @@ class TailReduction:
     half: Any
 
     def leave(self, acc: jax.Array) -> None:
-        """Leaves the accumulators of a part for the CTA that has the last one."""
+        """Leaves the accumulators of a part for the CTA that has the last part."""
         place, full = self._place(self.cta)
 
         def meaning(acc: jax.Array, place: Any) -> None:
@@ -74,7 +75,7 @@ class TailReduction:
             plgpu.semaphore_signal(full, memory_scope="gpu")
 
     def add(self, acc: jax.Array) -> jax.Array:
-        """The accumulators of the last part, and those that other CTAs have left of the same tile."""
+        """Adds the accumulators that other CTAs have left of the same tile to those of the last part."""
 
         @mosaic_gpu_code(
             lambda acc, place: place[...],
@@ -90,17 +91,17 @@ class TailReduction:
                 plgpu.semaphore_wait(full, memory_scope="gpu")
             return acc + read(acc, place)
 
-        # As a loop: unrolled, it spills registers.
+        # A loop, because unrolled code spills registers.
         whole: jax.Array = lax.fori_loop(0, self.parts - 1, add_part, acc)
         return whole
 
     def _place(self, cta: Any) -> tuple[Any, Any]:
-        """Where a CTA leaves what it has, and the semaphore that tells."""
+        """Returns the workspace of a CTA and its semaphore."""
         return self.workspace.at[cta, self.half], None if self.full is None else self.full.at[cta, self.half]
 
 
 def tail_reduction(plan: Plan, beside: list[Any], tiles: TileScheduler, warpgroup: Any) -> TailReduction | None:
-    """Of a consumer of a launch, which has its workspace `beside` its results; None where tiles are whole."""
+    """Returns the reduction of a consumer of a launch; None if no tiles are split. `beside` holds the workspace."""
     if not isinstance(tiles, SplitTailScheduler):
         return None
     (partials,) = beside
@@ -114,6 +115,6 @@ def tail_reduction(plan: Plan, beside: list[Any], tiles: TileScheduler, warpgrou
 
 
 def _own(place: Any) -> Any:
-    """Where this thread's words begin."""
+    """Returns the address of this thread's first word."""
     thread = mgpu.FragmentedArray.splat(mgpu.thread_idx(), (), is_signed=False) % WARPGROUP
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(place), [thread.registers.item()], access())

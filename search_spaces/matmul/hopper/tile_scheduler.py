@@ -1,13 +1,13 @@
-"""Which work tiles a CTA computes, one after the other: whole tiles of the result, and parts of those of the last wave.
+"""The work tiles that a CTA computes in turn: whole tiles of the result, and parts of tiles in the last wave.
 
-CTAs, or clusters of them, take tiles in turn: 0, C, 2 C, ... is what the first of C has, so that all are busy in each
-wave but the last. Where that has few tiles, it is over sooner if several CTAs share each along k (`tail_split_k`): CTAs
-0 to R - 1 have the first part of its R tiles, the next R the second, and so on; who has the last part adds what the
-others leave (tail_reduction.py), all of which started before it.
+CTAs, or clusters of CTAs, take tiles in turn: the first of C takes tiles 0, C, 2 C, ... All are busy in each wave but
+the last. If the last wave has few tiles, it ends sooner if several CTAs share each tile along k (`tail_split_k`). CTAs
+0 to R - 1 then have the first part of its R tiles, the next R the second, and so on. The CTA with the last part adds
+the partial sums of the others (tail_reduction.py), which all started before it.
 
-Not by Stream-K (Osama et al., arXiv:2301.03598), which cuts the steps of two waves into C ranges of the same length. It
-has been built, and lost to this: CTAs are then at C different places of k, where those of a wave read the same columns
-of `a` and rows of `b` at about the same time, from the L2 cache (docs/kernels/matmul-hopper.md has the figures).
+Stream-K (Osama et al., arXiv:2301.03598), which cuts the steps of two waves into C ranges of equal length, was
+implemented and was slower. Its CTAs are at C different positions of k, whereas those of a wave read the same columns of
+`a` and rows of `b` at about the same time, from the L2 cache (see docs/kernels/matmul-hopper.md for the figures).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from search_spaces.space import cdiv
 
 @dataclasses.dataclass(frozen=True)
 class WorkTile:
-    """What a CTA computes at a time.
+    """A unit of work of a CTA.
 
     Attributes:
-      number: among those of its CTA.
-      product: of the launch: an element of the batch, or of a split of k.
-      batch: of the operands.
-      row, column: the first of the result, as wgmma sees it.
-      first_step: of k.
-      steps: of k.
-      start: steps that the CTA's pipeline had before it.
-      leaves: a part that another CTA adds; False where tiles are whole.
-      adds: the last part, with which the CTA finishes the tile; False where tiles are whole.
+      number: index among the CTA's work tiles.
+      product: index of the product in the launch: an element of the batch, or of a split of k.
+      batch: index in the batch of the operands.
+      row, column: the first row and column of the result, as wgmma sees it.
+      first_step: the first step of k.
+      steps: number of steps of k.
+      start: number of steps of the CTA's pipeline before this tile.
+      leaves: whether this is a part that another CTA adds; False if tiles are whole.
+      adds: whether this is the last part, with which the CTA finishes the tile; False if tiles are whole.
     """
 
     number: Any
@@ -53,11 +53,11 @@ class WorkTile:
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """Of one CTA of a launch of whole tiles.
+    """The work tiles of one CTA of a launch of whole tiles.
 
     Attributes:
       plan: of the launch.
-      cluster, clusters: number of its cluster in the grid, and how many there are.
+      cluster, clusters: index of the CTA's cluster in the grid, and the number of clusters.
       rank: of the CTA in its cluster.
     """
 
@@ -68,12 +68,12 @@ class TileScheduler:
 
     @property
     def count(self) -> Any:
-        """Work tiles of this CTA."""
+        """Number of work tiles of this CTA."""
         return lax.div(self.plan.t.tiles - 1 - self.cluster + self.clusters, self.clusters)
 
     @property
     def steps(self) -> Any:
-        """Of all of them."""
+        """Number of steps of all work tiles."""
         return self.count * self.plan.t.steps
 
     def work_tile(self, number: Any) -> WorkTile:
@@ -81,7 +81,7 @@ class TileScheduler:
         return self._of_tile(self.cluster + number * self.clusters, number, 0, steps, number * steps)
 
     def _of_tile(self, tile: Any, number: Any, first_step: Any, steps: Any, start: Any, **shared: Any) -> WorkTile:
-        """Of a tile of the launch, in its order."""
+        """Returns the work tile for a tile of the launch, by its index in launch order."""
         p, s, t = self.plan.p, self.plan.s, self.plan.t
         product, row, column = planar_snake(tile, (t.grid_m, t.grid_n), s.grid_minor_dim, s.grid_tile_width)
         row = 2 * row + self.rank if s.cluster == "m" else row
@@ -97,16 +97,16 @@ class TileScheduler:
 
 @dataclasses.dataclass(frozen=True)
 class SplitTailScheduler(TileScheduler):
-    """Of one CTA of a launch that splits the tiles of its last wave along k: there are enough CTAs for all parts."""
+    """The work tiles of one CTA of a launch that splits its last wave along k; there are enough CTAs for all parts."""
 
     @property
     def _waves(self) -> int:
-        """Whole ones."""
+        """Number of whole waves."""
         return int(self.plan.t.tiles // self.clusters)
 
     @property
     def tail(self) -> int:
-        """Tiles of the last wave."""
+        """Number of tiles in the last wave."""
         return int(self.plan.t.tiles % self.clusters)
 
     @property
@@ -115,7 +115,7 @@ class SplitTailScheduler(TileScheduler):
 
     @property
     def _part(self) -> tuple[Any, Any]:
-        """Which part of a tile of the last wave the CTA has: its number, and its first step."""
+        """The index of the CTA's part of a tile of the last wave, and the first step of the part."""
         number = lax.div(self.cluster, self.tail)
         return number, number * cdiv(self.plan.t.steps, self.plan.s.tail_split_k)
 
@@ -149,5 +149,5 @@ class SplitTailScheduler(TileScheduler):
 
 
 def tile_scheduler(plan: Plan, cluster: Any, clusters: int, rank: Any) -> TileScheduler:
-    """Of a CTA of a launch."""
+    """Returns the scheduler of a CTA."""
     return (TileScheduler if plan.s.tail_split_k == 1 else SplitTailScheduler)(plan, cluster, clusters, rank)

@@ -1,4 +1,4 @@
-"""Tiles worth considering by their waves: those of no power of two that quantize best, and whose last wave splits."""
+"""Selects tiles by wave quantization: tiles that are not powers of two, and tiles whose last wave is split."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.matmul.problem import MatmulProblem
 
-# Results of a tile: two consumers' registers hold the accumulators of no more (192 for each thread; ptxas).
+# Results of a tile: two consumers' registers hold at most this many accumulators (192 for each thread; ptxas).
 MOST_RESULTS = 256 * 192
-# By which a tile of no power of two must beat those of powers of two, which suit swizzles and epilogue subtiles best.
+# Factor by which a tile that is not a power of two must beat those that are, which suit swizzles and subtiles best.
 GAIN = 1.03
-# By which a last wave that is split must beat whole ones: what its parts leave in device memory took 2 to 6 us of the
-# 30 to 450 us of 15 products that were drawn (H200).
+# Factor by which a split last wave must beat whole tiles: exchanging the partial sums took 2 to 6 us of the 30 to 450
+# us of 15 randomly drawn matmuls (H200).
 TAIL_GAIN = 1.03
-# Tiles of ordered ping-pong alone: one consumer's, which loses nothing at the end of a tile, so that larger ones are
-# faster also where waves are no more even: 128 x 192 on six of twelve products on an H200, 160 x 128 on one.
+# Tiles for ordered ping-pong only. A single consumer loses nothing at the end of a tile, so larger tiles are faster
+# even if waves are not more even: 128 x 192 on six of twelve matmuls on an H200, 160 x 128 on one.
 ORDERED = ((128, 192), (192, 128))
 ORDERED_COLUMNS = (160,)
 
@@ -31,22 +31,23 @@ def quantizing(
     busiest: Callable[[Any, Any, int], Any],
     factors: int = 1,
 ) -> list[tuple[int, int, int, bool]]:
-    """tile_m, tile_n, split_k and swap_ab of the tiles that quantize best.
+    """Returns tile_m, tile_n, split_k and swap_ab of the tiles that quantize best.
 
-    Those are the ones for which no other, with as many splits of k, leaves less to compute and no more to load to the
-    busiest CTA.
+    A tile is kept if no other tile with the same number of splits of k gives the busiest CTA less to compute and no
+    more to load.
 
-    The columns of wgmma come in eights, its rows in 64s: columns are what can be chosen finely. But where these are an
-    operand's rows in memory, only whole rows of 128 bytes are loaded at full speed, those of 64 bytes at half of it
-    (measured on an H200). There the other operand can give the columns, by swap_ab, if its k lies along its rows.
+    wgmma's columns come in multiples of 8 and its rows in multiples of 64, so columns can be chosen finely. But if the
+    columns are an operand's rows in memory, only whole rows of 128 bytes are loaded at full speed, and rows of 64 bytes
+    at half of it (measured on an H200). In that case the other operand can provide the columns, by swap_ab, if its k
+    lies along its rows.
 
     Args:
       p: the problem.
-      squares: tile_m and tile_n of the tiles of powers of two.
+      squares: tile_m and tile_n of the tiles that are powers of two.
       splits_of_k: values of split_k.
-      busiest: of arrays of tile_m and tile_n, and split_k: what the busiest CTA computes, in any unit; infinite where k
-        is not to be split so.
-      factors: products of one `a`, of each of which a CTA has a tile.
+      busiest: from arrays of tile_m and tile_n, and split_k: the work of the busiest CTA, in any unit; infinite if k
+        must not be split this way.
+      factors: number of products of one `a`; a CTA has a tile of each.
     """
     tile_m, tile_n = {m for m, _ in squares}, {n for _, n in squares}
     most = MOST_RESULTS // factors
@@ -63,7 +64,7 @@ def quantizing(
     square = number < len(plain)
     handicap = np.where(square, GAIN, 1)
     comparable = (swap_ab == swap_ab[:, None]) | square
-    # At half the speed; which a cluster may make good, so that it counts in favour of others' loads alone.
+    # Narrow rows load at half the speed. A cluster may compensate for that, so it only counts in favour of other tiles.
     narrow = np.logical_not(swap_ab | p.transpose_b) & (n * jnp.dtype(p.dtype).itemsize % 128 != 0)
     best: list[tuple[int, int, int, bool]] = []
     for splits in splits_of_k:
@@ -84,16 +85,16 @@ def split_tails(
     busiest: Callable[[Any, Any, int], Any],
     busiest_split: Callable[[Any, Any, Any], Any],
 ) -> list[tuple[int, int, int, bool]]:
-    """tile_m, tile_n, tail_split_k and swap_ab of the tiles whose last wave is worth splitting.
+    """Returns tile_m, tile_n, tail_split_k and swap_ab of the tiles whose last wave is worth splitting.
 
-    Those are the ones of powers of two, and those that then quantize best, for which no whole tiles leave as little to
-    compute and to load to the busiest CTA.
+    The candidates are the tiles that are powers of two, and those that quantize best with a split last wave. A
+    candidate is kept if no whole tile leaves the busiest CTA at most as much to compute and to load.
 
     Args:
-      p, squares, busiest: as `quantizing` has them.
-      whole: what it found, of which those without splits of k are asked.
+      p, squares, busiest: see `quantizing`.
+      whole: the result of `quantizing`, of which only tiles without splits of k are compared.
       parts_of_tail: values of tail_split_k.
-      busiest_split: what `busiest` is by tail_split_k; infinite where the last wave is not to be split so.
+      busiest_split: like `busiest`, by tail_split_k; infinite if the last wave must not be split this way.
     """
     found = quantizing(p, squares, parts_of_tail, busiest_split)
     found += [(m, n, parts, False) for m, n in squares for parts in parts_of_tail if m * n <= MOST_RESULTS]
@@ -114,10 +115,11 @@ def split_tails(
 
 
 def ordered(p: MatmulProblem, factors: int = 1) -> list[tuple[int, int, int, bool]]:
-    """The tiles of no power of two that are for ordered ping-pong alone, as `quantizing` has them, whatever the waves.
+    """Returns the tiles that only ordered ping-pong uses, in the format of `quantizing`, regardless of waves.
 
-    As there, columns of wgmma are chosen finely where they are not an operand's rows in memory. Of several `factors`
-    the rows of all, 64 each, are one tile's, with `swap_ab` (without it, a consumer of 192 x 64 each spills; ptxas).
+    As in `quantizing`, wgmma's columns are chosen finely if they are not an operand's rows in memory. With several
+    `factors`, the rows of all factors, 64 each, form one tile with `swap_ab` (without it, a consumer of 192 x 64 each
+    spills; ptxas).
     """
     tiles = [(m, n, False) for m, n in ORDERED]
     if p.transpose_b:

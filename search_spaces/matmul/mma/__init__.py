@@ -1,4 +1,4 @@
-"""The matrix product on GPUs with warp-level MMA and cp.async: a Mosaic GPU kernel and its schedules."""
+"""The matmul on GPUs with warp-level MMA and cp.async: a Mosaic GPU kernel and its schedules."""
 
 from search_spaces.matmul.mma.launch import MosaicGpuMmaMatmul
 from search_spaces.matmul.mma.schedule import MmaSchedule

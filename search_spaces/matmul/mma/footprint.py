@@ -1,4 +1,4 @@
-"""What a launch of a schedule by warp-level MMA demands of a GPU."""
+"""The footprint of a matmul launch by warp-level MMA."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from search_spaces.matmul.mma.tiling import Tiling
 from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.space import Columns, round_up
 
-# Instructions of a thread for each element of a result: through shared memory, rounded, stored.
+# Instructions of a thread per element of a result: through shared memory, rounding, store.
 STORE_OPERATIONS = 3
-# What a thread holds besides accumulators and fragments, and besides accumulators and the rows that it finishes
-# (ptxas).
+# Registers of a thread besides accumulators and fragments, and, in the epilogue, besides accumulators and the rows that
+# it finishes (ptxas).
 OTHER_REGISTERS = 40
-RESIDUAL_REGISTERS = 8  # where the epilogue loads one: its addresses are there from the start
+RESIDUAL_REGISTERS = 8  # if the epilogue loads a residual: its addresses are live from the start
 EPILOGUE_REGISTERS = 56
 
 
 def footprint(p: MatmulProblem, s: Columns) -> Footprint:
-    """A block is a tile; copies before the kernel, and the reduction of split-K, are copied bytes."""
+    """Returns the footprint; a block is a tile, and copied bytes cover copies before the kernel and split-K."""
     t = Tiling(p, s)
     itemsize, result = jnp.dtype(p.dtype).itemsize, p.whole
     row_bytes = p.k / (t.steps * s.split_k) * itemsize
-    # The epilogue is applied to complete accumulators: in the kernel, or where splits are reduced.
+    # The epilogue is applied to complete accumulators: in the kernel, or in the split-K reduction.
     whole = s.split_k == 1
     epilogue_bytes = sum(array.size * array.dtype.itemsize for array in p.operands()[2:])
     before = [
@@ -37,7 +37,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
         for array, extents in zip(p.operands()[:2], t.extents, strict=True)
     ]
     elements = np.prod(result.shape, dtype=np.int64)
-    # The reduction reads the accumulators of all splits, and the epilogue's operands, and writes the results.
+    # The reduction reads the accumulators of all splits and the epilogue's operands, and writes the results.
     reduced = elements * (s.split_k * ACCUMULATOR_BYTES + result.dtype.itemsize) + epilogue_bytes
     after = np.where(whole, 0, reduced)
     exponentials = whole * s.tile_m * s.tile_n * EXPONENTIALS[p.activation]
@@ -75,7 +75,7 @@ def footprint(p: MatmulProblem, s: Columns) -> Footprint:
 
 
 def registers(p: MatmulProblem, s: Any, t: Tiling) -> Any:
-    """Of a thread, the most of two phases: fragments of this k and the next one; epilogue."""
+    """Returns the registers of a thread: the maximum of the main loop (fragments of two k) and the epilogue."""
     residual = (p.residual != "") & (s.split_k == 1)
     product = 2 * t.fragments + OTHER_REGISTERS + RESIDUAL_REGISTERS * residual
     other = np.maximum(product, t.elements * (1 + residual) + EPILOGUE_REGISTERS)
@@ -83,7 +83,7 @@ def registers(p: MatmulProblem, s: Any, t: Tiling) -> Any:
 
 
 def _epilogue(p: MatmulProblem, whole: Any, rows: Any, columns: Any) -> tuple[Operand, ...]:
-    """What a block loads of the bias and the residual. Nothing where k is split: they count with the reduction."""
+    """Returns a block's loads of the bias and the residual; zero with split-K, where the reduction counts them."""
     loads = []
     if p.bias:
         each = jnp.dtype(p.bias).itemsize

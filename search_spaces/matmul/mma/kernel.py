@@ -1,9 +1,9 @@
-"""The kernel: a CTA computes one tile, its operands copied by cp.async some steps ahead of the warps that multiply.
+"""The kernel: a CTA computes one tile; cp.async copies operands some steps ahead of the warps that multiply.
 
-All threads copy, and all multiply, as in CUTLASS' multistage main loop. Fragments for the last instruction along k of a
-step are the last that is read of its stage. Then threads wait until their own copies of the next stage have arrived,
-and for each other: all of that stage is there, and nobody reads this one any more, so that copies into it can start.
-Only then do they multiply these last fragments, while the first ones of the next step are on their way.
+All threads copy and multiply, as in CUTLASS' multistage main loop. The fragments for the last instruction along k of a
+step are the last ones read from its stage. Threads then wait for their own copies of the next stage, and for each
+other. After that the next stage is complete and this one is no longer read, so copies into it can start. Only then do
+threads multiply these last fragments, while the first ones of the next step are being loaded.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from search_spaces.mma.fragments import Operand, WarpTiles
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the code of a kernel is made from: plain numbers all.
+    """The static parameters of a kernel, all plain numbers.
 
     Attributes:
-      p: what the launch computes.
+      p: the problem of the launch.
       s: its schedule.
       a, b: the operands in shared memory.
-      warps: what a warpgroup multiplies.
+      warps: the tiles of a warpgroup's warps.
       warpgroups: of a CTA.
       grid: tiles along m and n.
       steps: of a CTA's part of k.
       rows: the rows of a tile that a warpgroup finishes at a time.
-      staging_bytes: of shared memory of a warpgroup for these.
+      staging_bytes: of shared memory that a warpgroup needs for these rows.
     """
 
     p: MatmulProblem
@@ -78,18 +78,18 @@ class Plan:
 
     @property
     def instructions(self) -> int:
-        """Along k of a step."""
+        """Number of instructions along k of a step."""
         return self.a.k // self.warps.k
 
     @property
     def scratch(self) -> list[Any]:
-        """All stages, of `a` and then of `b` each; and what warpgroups meet at where they are interpreted."""
+        """All stages, each with `a` and then `b`; in the interpreter also the barriers of warpgroups."""
         stages = plgpu.SMEM((self.s.stages, self.a.tile.elements + self.b.tile.elements), self.a.tile.dtype)
         return [stages, *cp_async.meetings(self.warpgroups)]
 
 
 def kernel(plan: Plan) -> Callable[..., None]:
-    """From its arrays in device memory: operands, and results or the accumulators of splits of k."""
+    """Builds the kernel from its plan; its arguments are operands, then results or the accumulators of splits."""
     p, s = plan.p, plan.s
 
     def matmul(*refs: Any) -> None:
@@ -106,14 +106,14 @@ def kernel(plan: Plan) -> Callable[..., None]:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """One CTA of a launch, from one of its warpgroups.
+    """One CTA of a launch, as seen by one of its warpgroups.
 
     Attributes:
       plan: of the launch.
       operands: in device memory, by name.
-      results: likewise.
+      results: in device memory.
       smem: its stages.
-      meeting: where it is interpreted, the barrier of its warpgroups, if there are several.
+      meeting: in the interpreter, the barrier of its warpgroups, if there are several.
     """
 
     plan: Plan
@@ -127,18 +127,18 @@ class Cta:
         return lax.axis_index("wg") if self.plan.warpgroups > 1 else 0
 
     def parts(self, stage: Any) -> tuple[Any, Any]:
-        """What a stage holds of `a`, and of `b`."""
+        """Returns the parts of a stage that hold `a` and `b`."""
         first, second = self.plan.a.tile.elements, self.plan.b.tile.elements
         return self.smem.at[stage, pl.ds(0, first)], self.smem.at[stage, pl.ds(first, second)]
 
 
 def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
-    """The accumulators of a warpgroup's part of a tile: all steps of the CTA's part of k."""
+    """Computes the accumulators of a warpgroup's part of a tile: all steps of the CTA's part of k."""
     plan, p, s = cta.plan, cta.plan.p, cta.plan.s
     batch, first_step = product, jnp.int32(0)
     if s.split_k > 1:
         batch, first_step = lax.rem(product, p.batch), lax.div(product, p.batch) * plan.steps
-    # Also where tiles divide k, the last of its splits may have steps beyond it.
+    # Even if tiles divide k, its last split may have steps beyond k.
     m, n, whole_k = plan.grid[0] * s.tile_m, plan.grid[1] * s.tile_n, s.split_k * plan.steps * s.tile_k
     a = Source(cta.operands.a, p.batch > 1, (whole_k, m) if p.transpose_a else (m, whole_k))
     b = Source(cta.operands.b, p.batch > 1, (n, whole_k) if p.transpose_b else (whole_k, n))
@@ -157,7 +157,7 @@ def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
         return fragments.lhs(one, plan.a, plan.warps, wg, number), fragments.rhs(other, plan.b, plan.warps, wg, number)
 
     def arrive() -> None:
-        """The next step's operands have come, and nobody reads this one's any more."""
+        """Waits until the next step's operands have arrived, and this step's are no longer read."""
         cp_async.commit()
         cp_async.wait(ahead - 1)
         cp_async.synchronize(cta.meeting)
@@ -171,13 +171,13 @@ def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
                 copy(number + ahead, free, (each, parts), number + ahead < plan.steps)
             if each + 1 < plan.instructions:
                 then = load(stage, each + 1)
-            else:  # After the last step these are what an earlier one left there, and nobody multiplies them.
+            else:  # After the last step these are stale fragments, which are not multiplied.
                 arrive()
                 then = load(following, 0)
             acc, now = fragments.multiply(acc, now[0], now[1], plan.warps), then
         return acc, now, following, stage
 
-    # Copies start beside all instructions along k but the last.
+    # Copies are issued with all instructions along k but the last.
     parts = max(plan.instructions - 1, 1)
     for number in range(ahead):
         if number > 0:
@@ -187,13 +187,13 @@ def main_loop(cta: Cta, product: Any, row: Any, column: Any) -> jax.Array:
     arrive()
     start = fragments.zeros(plan.warps), load(0, 0), jnp.int32(0), jnp.int32(ahead)
     acc: jax.Array = lax.fori_loop(0, plan.steps, step, start)[0]
-    # Its rows go where the stages are; nothing is copied there any more.
+    # The rows reuse the space of the stages; nothing is copied there any more.
     cp_async.synchronize(cta.meeting)
     return acc
 
 
 def finish(cta: Cta, product: Any, row: Any, column: Any, acc: jax.Array) -> None:
-    """The epilogue: bias, activation and residual, rounding and store, some rows at a time."""
+    """Runs the epilogue, some rows at a time: bias, activation and residual, rounding, store."""
     plan, p, s, to = cta.plan, cta.plan.p, cta.plan.s, cta.plan.rows
     first_row = row + (cta.warpgroup * plan.warps.m if plan.warps.along_m else 0)
     first_column = column + (0 if plan.warps.along_m else cta.warpgroup * plan.warps.n)
@@ -215,7 +215,7 @@ def finish(cta: Cta, product: Any, row: Any, column: Any, acc: jax.Array) -> Non
 
 
 def store(cta: Cta, corner: tuple[Any, Any, Any], down: int, value: jax.Array) -> None:
-    """Stores rows of a warpgroup's part of a tile to the results, which lie side by side."""
+    """Stores rows of a warpgroup's part of a tile to the results, which split the columns."""
     plan, p, s, to = cta.plan, cta.plan.p, cta.plan.s, cta.plan.rows
     several = s.split_k > 1 or p.batch > 1
     clip_columns = p.n % s.tile_n > 0 or len(cta.results) > 1

@@ -1,4 +1,4 @@
-"""The matrix product by warp-level MMA: what it supports, and how one product is launched."""
+"""The matmul by warp-level MMA: supported problems, and the launch of one matmul."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from search_spaces.space import Columns, Space, round_up
 
 
 class MosaicGpuMmaMatmul(Kernel[MatmulProblem, MmaSchedule]):
-    """Where a chip has nothing faster: on Hopper, whose wgmma has twice the rate of this, only whoever asks for it.
+    """For chips without a faster instruction; on Hopper, where wgmma has twice its rate, only if requested.
 
     Attributes:
-      also_on: other architectures on which it may run: "sm_90".
+      also_on: other architectures on which it may run, such as "sm_90".
     """
 
     backend = "mosaic_gpu_mma"
@@ -42,13 +42,13 @@ class MosaicGpuMmaMatmul(Kernel[MatmulProblem, MmaSchedule]):
     def supports(self, problem: MatmulProblem, target: Target) -> str | None:
         if reason := not_before_hopper(target, self.also_on) or multiplies(target, problem.dtype):
             return reason
-        # ldmatrix transposes nothing but 16-bit elements before sm_100 (PTX ISA, ldmatrix).
+        # Before sm_100, ldmatrix transposes only 16-bit elements (PTX ISA, ldmatrix).
         if jnp.dtype(problem.dtype).itemsize != 2 and (problem.transpose_a or not problem.transpose_b):
             return f"multiplies {problem.dtype} only where k is the last axis of both operands (transpose_b alone)"
         return None
 
     def largest_array(self, problem: MatmulProblem) -> int:
-        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        # Rows that are not whole swizzled rows of 128 bytes are copied into padded ones.
         return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: MatmulProblem, target: Target) -> Space[MmaSchedule]:
@@ -61,14 +61,17 @@ class MosaicGpuMmaMatmul(Kernel[MatmulProblem, MmaSchedule]):
         self, problem: MatmulProblem, schedule: MmaSchedule, target: Target, /, *args: Any, **params: Any
     ) -> Arrays:
         p, s = problem, schedule
-        # The reduction kernel of a split applies the epilogue, and cuts out several results.
+        # The reduction kernel of split-K applies the epilogue, and slices several results.
         inside = p if s.split_k == 1 else p.plain.joined
         results = launched(inside, s, args[: len(inside.operands())])
         return p.pack(results) if s.split_k == 1 else reduced(p, s.split_k, results[0], args)
 
 
 def launched(p: MatmulProblem, s: MmaSchedule, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results ``[..., m, n]``; of splits of k the accumulators of each, along the first axis."""
+    """Runs the launch and returns the results ``[..., m, n]``; with split-K, the accumulators of each split.
+
+    The splits lie along the first axis.
+    """
     if interprets() and (whole := _in_whole_tiles(p, s)) != p:
         arrays = [padded(x, like.shape) for x, like in zip(operands, whole.operands(), strict=True)]
         (result,) = launched(whole, s, arrays)
@@ -86,18 +89,18 @@ def launched(p: MatmulProblem, s: MmaSchedule, operands: Sequence[jax.Array]) ->
         grid_names=("tile",),
         **({"num_threads": plan.warpgroups, "thread_name": "wg"} if plan.warpgroups > 1 else {}),
         scratch_types=plan.scratch,
-        # Barriers are written out.
+        # The kernel contains its own barriers.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
     )
-    # Indices are 32 bits wide, whatever the user's default.
+    # Indices are 32 bits wide, regardless of the user's default.
     with jax.enable_x64(False):
         return list(run(*operands))
 
 
 def _in_whole_tiles(p: MatmulProblem, s: MmaSchedule) -> MatmulProblem:
-    """A product of whole tiles, in one array: the interpreter knows neither accesses nor copies that edges cut."""
+    """Rounds a matmul up to whole tiles, in one array: the interpreter does not support clipped accesses or copies."""
     return dataclasses.replace(
         p.joined, m=round_up(p.m, s.tile_m), n=round_up(p.n, s.tile_n), k=round_up(p.k, s.tile_k * s.split_k)
     )

@@ -1,4 +1,4 @@
-"""One way to compute a matrix product by warp-level MMA."""
+"""The schedule of a matmul by warp-level MMA."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class MmaSchedule:
-    """How a product is laid over CTAs and warps, and over time.
+    """Maps a matmul to CTAs, warps and pipeline steps.
 
     Attributes:
       tile_m, tile_n: extents of the output tile that one CTA computes.
       tile_k: extent of k that one pipeline stage holds.
-      stages: of the pipeline: copies run one less of steps ahead.
+      stages: number of pipeline stages; copies run ``stages - 1`` steps ahead.
       warps_m, warps_n: warps of the CTA along each axis of its tile: four or eight in all.
-      grid_minor_dim: the axis along which consecutive tiles are neighbours, "m" or "n" (grouped, planar-snake
-        rasterization), in groups of...
-      grid_tile_width: ...so many tiles.
-      split_k: parts of k that different CTAs accumulate and leave in device memory; a reduction kernel adds them up,
+      grid_minor_dim: the axis, "m" or "n", along which consecutive tiles are adjacent (grouped, planar-snake
+        rasterization).
+      grid_tile_width: width of a group of the rasterization, in tiles.
+      split_k: parts of k that different CTAs accumulate and leave in device memory; a reduction kernel adds them,
         always in the same order.
     """
 

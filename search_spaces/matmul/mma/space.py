@@ -1,4 +1,4 @@
-"""The schedules of a matrix product by warp-level MMA that are worth considering, and why the others are not."""
+"""The search space of a matmul by warp-level MMA: the schedules worth considering, and rules for the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from search_spaces.mma.cp_async import SWIZZLE_RUNS
 from search_spaces.mma.fragments import MMA_COLUMNS, MMA_ROWS
 from search_spaces.space import Space, cdiv
 
-# A split of k that is shorter is over before its pipeline is full.
+# A shorter split of k ends before its pipeline is full.
 FEWEST_STEPS = 4
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-MOST_ACCUMULATORS = 128  # of a thread: half of its registers
+MOST_ACCUMULATORS = 128  # per thread: half of its registers
 WARPS = ((2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
 LINE_BYTES = SWIZZLE_RUNS * ACCESS_BYTES
 
 
 def space(p: MatmulProblem, cores: int) -> Space[MmaSchedule]:
-    """The schedules for `p` on a chip of so many cores."""
+    """Returns the schedules for `p` on a chip with `cores` SMs."""
     itemsize = jnp.dtype(p.dtype).itemsize
 
     def tiles(tile_m: Any, tile_n: Any) -> Any:
@@ -42,14 +42,14 @@ def space(p: MatmulProblem, cores: int) -> Space[MmaSchedule]:
         return (work_tiles(s) > cores) & (t.grid_m > 1) & (t.grid_n > 1)
 
     def copied_whole(s: Any, tile: tuple[Any, Any]) -> Any:
-        """Whether all threads copy equally much of each 128 bytes of rows, which a swizzle takes whole."""
+        """Returns whether all threads copy equally much of each 128 bytes of rows, the unit of a swizzle."""
         rows, row_bytes = tile[0], tile[1] * itemsize
         runs = np.minimum(SWIZZLE_RUNS, row_bytes // ACCESS_BYTES)
         at_once = s.warps_m * s.warps_n * WARP // np.maximum(runs, 1)
         return (rows % at_once == 0) & ((row_bytes % LINE_BYTES == 0) | (LINE_BYTES % row_bytes == 0))
 
     def starts_a_line(wg: Any, tile: Any) -> Any:
-        """Whether a warpgroup's part of rows begins with one of these 128 bytes, or with the row."""
+        """Returns whether a warpgroup's part of rows begins at one of these 128-byte units, or is the whole row."""
         return (wg == tile) | (wg * itemsize % LINE_BYTES == 0)
 
     most_splits = min(2 * cores // tiles(128, 128), cdiv(p.k, 64 // itemsize) // FEWEST_STEPS)
@@ -109,5 +109,5 @@ def space(p: MatmulProblem, cores: int) -> Space[MmaSchedule]:
 
 
 def _up_to(extent: int, tiles: tuple[int, ...], always: int) -> tuple[int, ...]:
-    """The tiles that `extent` fills by more than half, and those up to `always` in any case."""
+    """Returns the tiles that `extent` fills by more than half, and always those up to `always`."""
     return tuple(tile for tile in tiles if tile <= always or tile < 2 * extent)

@@ -1,4 +1,4 @@
-"""What a problem and a schedule determine: what warpgroups compute, tiles in shared memory, padded arrays."""
+"""Derived sizes of a problem and a schedule: warpgroup tiles, tiles in shared memory, padded arrays."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from search_spaces.space import cdiv, round_up
 
 
 class Tiling:
-    """Of one schedule, or of `Columns` of schedules.
+    """The derived sizes of one schedule, or of `Columns` of schedules.
 
     Attributes:
       warpgroups: of a CTA.
-      along_m: whether they lie along m; else along n.
-      m_warps, n_warps: warps of a warpgroup.
-      wg_m, wg_n: what a warpgroup computes of a tile.
+      along_m: whether the warpgroups lie along m; otherwise along n.
+      m_warps, n_warps: warps of a warpgroup along each axis.
+      wg_m, wg_n: extents of a warpgroup's part of a tile.
       grid_m, grid_n: tiles along each axis.
       products: independent products of a launch: one for each element of the batch, and for each split of k.
       steps: of one CTA's part of k.
-      a_tile, b_tile: rows and columns of what a stage holds of each operand, as it lies in device memory.
-      extents: of the last two axes of each operand there, padded so that rows are whole accesses.
-      out_itemsize: bytes of an element of what a launch leaves: of the result, or of an accumulator where k is split.
-      vector: elements of a row that a thread stores at a time: rows of all results start at multiples of these.
-      elements: of a thread, of the rows that a warpgroup finishes at a time.
+      a_tile, b_tile: rows and columns of each operand's part of a stage, in its device memory layout.
+      extents: of the last two axes of each operand in device memory, padded so that rows are whole accesses.
+      out_itemsize: bytes of an element that a launch writes: of the result, or of an accumulator with split-K.
+      vector: elements of a row that a thread stores at a time; rows of all results start at multiples of it.
+      elements: per thread, of the rows that a warpgroup finishes at a time.
       pipeline_bytes: of all stages.
-      staging_bytes: of a warpgroup's rows on their way to device memory, where the stages were.
+      staging_bytes: of a warpgroup's rows before they are stored to device memory; they reuse the space of the stages.
     """
 
     def __init__(self, p: MatmulProblem, s: Any) -> None:
@@ -55,7 +55,7 @@ class Tiling:
         self.out_itemsize = np.where(s.split_k > 1, ACCUMULATOR_BYTES, p.whole.dtype.itemsize)
         rows = self.m_warps * MATRIX_ROWS
         self.elements = rows * self.wg_n // WARPGROUP
-        # Whatever threads load or store of rows: at most 16 bytes of results, whose columns it divides.
+        # The width of a thread's loads and stores: at most 16 bytes of results, and a divisor of their columns.
         widest = np.gcd(np.where(s.split_k > 1, p.n, math.gcd(p.n, *p.columns)), ACCESS_BYTES // self.out_itemsize)
         self.vector = np.minimum(widest, self.elements)
         self.pipeline_bytes = s.stages * (s.tile_m + s.tile_n) * s.tile_k * itemsize

@@ -1,4 +1,4 @@
-"""The matrix product on TPUs: a Mosaic kernel whose grid is a loop over blocks, and its schedules."""
+"""The matmul on TPUs: a Mosaic kernel whose grid is a loop over blocks, and its schedules."""
 
 from search_spaces.matmul.tpu.launch import MosaicTpuMatmul
 from search_spaces.matmul.tpu.schedule import TpuSchedule

@@ -1,4 +1,4 @@
-"""Which arrays TPUs multiply, by chip."""
+"""The dtypes that TPUs multiply, by chip."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from types import MappingProxyType
 from search_spaces.kernel import Target
 
 # 8-bit operands that the MXU multiplies at twice the rate of bfloat16, by architecture (Google's pages of each version,
-# cloud.google.com/tpu/docs): elsewhere they would be widened first.
+# cloud.google.com/tpu/docs); other chips would have to widen them first.
 NARROW: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         **dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite"), frozenset({"int8"})),
         "TPU7x": frozenset({"float8_e4m3fn", "float8_e5m2"}),
     }
 )
-# Of everything else that a kernel reads and writes. Mosaic has no float16
+# All other dtypes that a kernel reads and writes. Mosaic does not support float16
 # (docs.jax.dev/en/latest/pallas/tpu/details.html).
 OTHERS = frozenset({"bfloat16", "float32", "int32"})
 
 
 def unsupported(target: Target, operands: str, *others: str) -> str | None:
-    """Why `target` computes no product of such operands with arrays of `others` beside them; None where it does."""
+    """Returns why `target` does not support a product of such operands, with other arrays of `others`.
+
+    None if it does.
+    """
     if target.platform != "tpu":
         return f"needs a TPU, not {target.kind}"
     if operands not in OTHERS | NARROW.get(target.architecture, frozenset()):

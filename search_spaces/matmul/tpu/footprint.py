@@ -1,4 +1,4 @@
-"""What a launch of a schedule demands of a TPU."""
+"""The footprint of a matmul launch on a TPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from search_spaces.problem import nbytes
 from search_spaces.space import Columns, cdiv
 from search_spaces.tpu.vmem import limit_bytes, window_bytes
 
-# What a launch that wants more than the default asks for, beside half as much again as it needs, for spills. Asked for
-# all there is, libtpu 0.0.50 refused a program that needs 2 MiB: XLA keeps arrays of its own in VMEM (v5e, v6e).
+# A launch that needs more than the default limit requests 1.5 times what it needs, for spills, plus this. When all of
+# VMEM was requested, libtpu 0.0.50 rejected a program that needs 2 MiB, because XLA keeps its own arrays in VMEM (v5e,
+# v6e).
 SPILL_ROOM = 8 * 2**20
-# Blocks of an operand in VMEM: one is loaded while another is multiplied.
+# Blocks of an operand in VMEM: one is loaded while the other is multiplied.
 BUFFERS = 2
 
 
-# Bytes that steps of at least 512 x 512 x 256 spill at the least, by chip and by what is multiplied: what libtpu 0.0.50
-# spills of the smallest, rounded down. Of bfloat16 it spills nothing where MXUs are 256 wide.
+# Lower bound of the bytes that steps of at least 512 x 512 x 256 spill, by chip and operand dtype: the spill of the
+# smallest such step in libtpu 0.0.50, rounded down. For bfloat16 there is no spill on chips with MXUs 256 wide.
 LEAST_SPILLS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "TPU v4": {"bfloat16": 64 * 1024, "float32": 64 * 1024},
@@ -38,7 +39,7 @@ LEAST_SPILLS: Mapping[str, Mapping[str, int]] = MappingProxyType(
 
 
 def footprint(p: MatmulProblem, s: Columns, target: Target, factors: int = 1) -> Footprint:
-    """A block is a tile of the grid; of several `factors` each has weights, a bias and accumulators of its own."""
+    """Returns the footprint; a block is a tile of the grid, and each factor has its weights, bias and accumulators."""
     rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
     itemsize, out = jnp.dtype(p.dtype).itemsize, p.whole
     part_m, part_n, part_k = p.m / rows, p.n / columns, p.k / steps
@@ -71,17 +72,17 @@ def footprint(p: MatmulProblem, s: Columns, target: Target, factors: int = 1) ->
         axes=("batch", "m", "n"),
         stages=BUFFERS,
         persistent=True,
-        # Several results are cut out of one.
+        # Several results are slices of one array.
         copied_bytes=2.0 * nbytes(out) if p.split_sizes else 0.0,
         launches=1 + len(p.columns) if p.split_sizes else 1,
     )
 
 
 def _vmem_bytes(p: MatmulProblem, s: Columns, target: Target, factors: int) -> Any:
-    """Windows of operands and result, and accumulators.
+    """Returns the bytes of the windows of operands and result, and of the accumulators.
 
-    The compiler keeps one buffer of a window that is the same in all steps of the grid, and of all windows where cores
-    that divide the grid have one step each; and there are no accumulators where a step takes all of k.
+    The compiler allocates one buffer for a window that is constant over all steps of the grid, and for all windows if
+    the grid gives each core one step. There are no accumulators if a step takes all of k.
     """
     rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
     one_step = steps == 1
@@ -105,12 +106,12 @@ def _vmem_bytes(p: MatmulProblem, s: Columns, target: Target, factors: int) -> A
 
 
 def vmem_limit(p: MatmulProblem, s: Columns, target: Target, factors: int = 1) -> Any:
-    """Bytes that a launch asks for; 0 is the compiler's default."""
+    """Returns the VMEM bytes that a launch requests; 0 means the compiler's default."""
     needed = _vmem_bytes(p, s, target, factors)
     return np.minimum(limit_bytes(s.vmem_limit_mib), needed + needed // 2 + SPILL_ROOM)
 
 
 def _least_spill(p: MatmulProblem, s: Columns, target: Target, steps: Any) -> Any:
-    """A lower bound, so that nothing is dropped that the compiler accepts."""
+    """Returns a lower bound of the spill, so that no schedule is dropped that the compiler accepts."""
     large = (s.tile_m >= 512) & (s.tile_n >= 512) & (s.tile_k >= 256) & (steps > 1)
     return np.where(large, LEAST_SPILLS.get(target.architecture, {}).get(p.dtype, 0), 0)

@@ -1,4 +1,4 @@
-"""The code of a product's blocks: one or several factors of one operand, accumulated in VMEM, finished tile by tile."""
+"""The kernel of a matmul's blocks: factors of one operand, accumulated in VMEM, and finished tile by tile."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from search_spaces.matmul.problem import MatmulProblem
 from search_spaces.matmul.tpu.schedule import TpuSchedule
 from search_spaces.space import cdiv
 
-# The result's tile from accumulators in their dtype, a bias ``[1, tile_n]`` or None for each, and a residual or None.
+# Computes the result's tile from accumulators (in their dtype), a bias ``[1, tile_n]`` or None for each, and a residual
+# or None.
 Finish = Callable[[Sequence[jax.Array], Sequence[Any], Any], jax.Array]
 
-# Extent of k whose products are summed before they are added to accumulators in VMEM, and of the rows and columns that
-# are finished at a time. Larger values are spilled: of 1024 x 1024 x 1024 in bfloat16 2.4 MiB (v5e) and 2.8 (v6e),
-# and 0.4 with this; of 1024 x 512 x 2048 in one step 4.8 and 4.4, and 1.1 with this; of two factors of 256 x 2048 x 512
-# in one step 2.2 if all columns are finished at a time, and 0.7 with this (v5e); in as many cycles.
+# Extent of k whose products are summed before they are added to accumulators in VMEM, and extents of the rows and
+# columns that are finished at a time. Larger values spill: 1024 x 1024 x 1024 in bfloat16 spills 2.4 MiB (v5e) and 2.8
+# MiB (v6e), and 0.4 MiB with these; 1024 x 512 x 2048 in one step 4.8 and 4.4, and 1.1 with these; two factors of 256 x
+# 2048 x 512 in one step 2.2 if all columns are finished at a time, and 0.7 with these (v5e). The number of cycles is
+# the same.
 SUBTILE = 256
 SUBTILE_N = 512
 ALL = slice(None)
@@ -40,9 +42,9 @@ class Factor:
     """One product of the operand that all factors share.
 
     Attributes:
-      b: ``[batch, k, n]``, or ``[batch, n, k]``; columns may lie before and after those of this factor.
+      b: ``[batch, k, n]``, or ``[batch, n, k]``; other columns may precede and follow those of this factor.
       bias: ``[batch, 1, n]``, or None.
-      first: the tile with which this factor's columns begin, in `b` and in `bias`.
+      first: index of this factor's first tile of columns in `b` and in `bias`.
     """
 
     b: jax.Array
@@ -60,12 +62,14 @@ def launched(
     name: str,
     vmem_limit_bytes: int,
 ) -> jax.Array:
-    """``[batch, m, n]`` in the dtype of the result of `p`; `a`, factors and residual have a batch axis, too.
+    """Launches the kernel and returns ``[batch, m, n]`` in the dtype of the result of `p`.
+
+    `a`, factors and residual have a batch axis too.
 
     Args:
-      finish: the epilogue, of the accumulators of all factors.
+      finish: the epilogue, from the accumulators of all factors.
       name: of the kernel, as profilers show it.
-      vmem_limit_bytes: the most that it may take; 0 is the compiler's default.
+      vmem_limit_bytes: the VMEM limit of the launch; 0 means the compiler's default.
     """
     rows, columns, steps = cdiv(p.m, s.tile_m), cdiv(p.n, s.tile_n), cdiv(p.k, s.tile_k)
     added = [*(f.bias for f in factors if f.bias is not None), *([] if residual is None else [residual])]
@@ -99,22 +103,22 @@ def launched(
         out_shape=jax.ShapeDtypeStruct((p.batch, p.m, p.n), p.whole.dtype),
         scratch_shapes=[pltpu.VMEM((s.tile_m, s.tile_n), p.acc_dtype)] * (len(factors) if steps > 1 else 0),
         compiler_params=pltpu.CompilerParams(
-            # Two cores, where a device has them, divide what is parallel.
+            # Devices with two cores split the parallel dimensions.
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_limit_bytes or None,
         ),
         name=name,
     )
-    # Indices are 32 bits wide, whatever the user's default.
+    # Indices are 32 bits wide, regardless of the user's default.
     with jax.enable_x64(False):
         c: jax.Array = call(a, *(f.b for f in factors), *added)
     return c
 
 
 def _body(p: MatmulProblem, s: TpuSchedule, biased: Sequence[bool], has_residual: bool, finish: Finish) -> Any:
-    """The kernel of a step, for factors that have a bias or not."""
+    """Builds the kernel of a step, for factors with or without a bias."""
     factors, steps = len(biased), cdiv(p.k, s.tile_k)
-    # Of k in the last step; what lies beyond the edge is undefined.
+    # Extent of k in the last step; elements beyond the edge are undefined.
     left = p.k - (steps - 1) * s.tile_k
     contract = (((0 if p.transpose_a else 1,), (1 if p.transpose_b else 0,)), ((), ()))
     precision = _precision(p)
@@ -126,7 +130,7 @@ def _body(p: MatmulProblem, s: TpuSchedule, biased: Sequence[bool], has_residual
         out_ref, *acc_refs = rest
 
         def products(k: slice, rows: slice = ALL, columns: slice = ALL) -> list[jax.Array]:
-            """Of these parts of the step's k, and of the tile's rows and columns."""
+            """Computes the products of this part of the step's k, and of the tile's rows and columns."""
             a = a_ref[k, rows] if p.transpose_a else a_ref[rows, k]
             bs = [b_ref[columns, k] if p.transpose_b else b_ref[k, columns] for b_ref in b_refs]
             return [
@@ -168,9 +172,10 @@ def _body(p: MatmulProblem, s: TpuSchedule, biased: Sequence[bool], has_residual
 
 
 def _precision(p: MatmulProblem) -> lax.Precision | None:
-    """By how many passes of bfloat16 products of float32 are made.
+    """Returns the number of bfloat16 passes for float32 operands, as a precision.
 
-    One, Mosaic's default, keeps 8 bits of an operand; the least that a problem allows is TF32, with 11.
+    One pass, Mosaic's default, keeps 8 bits of an operand; the least accurate arithmetic that a problem allows is TF32,
+    with 11.
     """
     if p.dtype != "float32":
         return None

@@ -1,4 +1,4 @@
-"""The matrix product on TPUs: what it supports, and how one product is launched."""
+"""The matmul on TPUs: supported problems, and the launch of one matmul."""
 
 from __future__ import annotations
 

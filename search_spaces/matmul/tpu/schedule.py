@@ -1,4 +1,4 @@
-"""One way to compute a matrix product on a TPU: the fields of a schedule."""
+"""The schedule of a matmul on a TPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class TpuSchedule:
-    """How a product is laid over the steps of a grid, which one core takes one after the other.
+    """Maps a matmul to the steps of a grid, which one core runs in sequence.
 
     Attributes:
-      tile_m, tile_n: extents of the output tile, whose accumulators stay in VMEM while k is walked.
-      tile_k: extent of k that one step multiplies; all of it where there is one step, which needs no accumulators.
-      grid_minor_dim: the axis along which consecutive tiles are neighbours, "m" or "n": the operand that they share is
-        not loaded again where one step takes all of k.
-      vmem_limit_mib: the VMEM that the launch asks for at most, in MiB; 0 leaves it at the compiler's default.
+      tile_m, tile_n: extents of the output tile; its accumulators stay in VMEM during the loop over k.
+      tile_k: extent of k that one step multiplies. If it is all of k, there is one step, which needs no accumulators.
+      grid_minor_dim: the axis, "m" or "n", along which consecutive tiles are adjacent. The operand that they share is
+        not loaded again if one step takes all of k.
+      vmem_limit_mib: the VMEM that the launch requests at most, in MiB; 0 means the compiler's default.
     """
 
     tile_m: int

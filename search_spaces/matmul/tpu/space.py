@@ -1,4 +1,4 @@
-"""The schedules of a matrix product on a TPU that are worth considering, and why the others are not."""
+"""The search space of a matmul on a TPU: the schedules worth considering, and the rules that exclude the others."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from search_spaces.matmul.tpu.schedule import TpuSchedule
 from search_spaces.space import Space, cdiv, round_up
 from search_spaces.tpu.vmem import LANES, VMEM_LIMITS_MIB
 
-# Results of one tile, of all factors: the compiler unrolls its code, and takes a minute and more for larger ones.
+# Results of one tile, over all factors: the compiler unrolls its code, and takes more than a minute for larger tiles.
 MOST_RESULTS = 1024 * 1024
-# Multiplications of one step, for the same reason.
+# Multiply-adds of one step, for the same reason.
 MOST_PRODUCTS = 2**31
-# Both are so much less in float32, which takes up to six passes of as much code, and spills the parts of operands
+# Divisors of both limits for float32, which takes up to six passes of as much code, and spills the parts of operands
 # (2048 x 457 x 512: 7 MiB on a v5e). Tiles of 256 x 128 already keep the MXU as busy as larger ones.
 FLOAT32_RESULTS, FLOAT32_PRODUCTS = 2, 8
-# A grid is a loop on one core, and a step costs what some hundred thousand multiplications do: tiles smaller than this
-# never pay where the problem has more (v5e, 2048^3: 256^3 takes 3.1 times as long as 512^3).
+# A grid is a loop on one core, and a step costs as much as some hundred thousand multiply-adds: smaller tiles never pay
+# off for larger problems (v5e, 2048^3: 256^3 takes 3.1 times as long as 512^3).
 LEAST_TILE = 256
 TILES = (1024, 512, 256, 2048)
 
 
 def space(p: MatmulProblem, factors: int = 1) -> Space[TpuSchedule]:
-    """Some hundred schedules at most.
+    """Returns the schedules, some hundreds at most.
 
-    Of products of one `a` that are multiplied there are several `factors`: each has its tile of `b` and its results.
+    `factors` is the number of products of one `a` that are multiplied; each has its own tile of `b` and accumulators.
     """
 
     most_results, most_products = MOST_RESULTS, MOST_PRODUCTS
@@ -60,7 +60,10 @@ def space(p: MatmulProblem, factors: int = 1) -> Space[TpuSchedule]:
 
 
 def tile_extents(extent: int, sizes: Iterable[int]) -> tuple[int, ...]:
-    """Tiles of about these sizes that divide the extent evenly, in whole lanes; all of it where it is small."""
+    """Returns tile sizes near `sizes` that divide the extent evenly, in whole lanes.
+
+    The extent itself if it is small.
+    """
     if extent <= LEAST_TILE:
         return (extent,)
     even = (extent if size >= extent else round_up(cdiv(extent, cdiv(extent, size)), LANES) for size in sizes)

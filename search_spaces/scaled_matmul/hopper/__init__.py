@@ -1,4 +1,4 @@
-"""The scaled product on Hopper."""
+"""The scaled matmul on Hopper."""
 
 from search_spaces.scaled_matmul.hopper.launch import MosaicGpuScaledMatmul
 

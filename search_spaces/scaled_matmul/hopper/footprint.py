@@ -1,4 +1,4 @@
-"""What a launch of a schedule demands: what that of the product does, and what its scales add."""
+"""The footprint of a launch: that of the matmul, plus the demands of its scales."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from search_spaces.space import Columns
 
 
 def footprint(p: ScaledMatmulProblem, s: Columns) -> Footprint:
-    """With scales by blocks a consumer holds the sums of all steps beside the accumulators of one."""
+    """Returns the footprint; with scales by blocks, a consumer holds two sets of accumulators."""
     product, t = of_product(p.product, s), Tiling(p.product, s)
     by_steps, results = scaling(p).by_steps, s.tile_m * s.tile_n
     registers = product.registers + by_steps * (t.wg_m * t.wg_n // WARPGROUP)
     a_scale, b_scale = (x.size * x.dtype.itemsize for x in p.operands()[2:])
     rows = Operand(bytes=4.0 * s.tile_m, axes=(0, 1), name="a_scale")
-    # The scales of a are turned, so that a warpgroup's lie next to each other, and padded with those of b.
+    # The scales of a are transposed, so that a warpgroup's are adjacent, and padded together with those of b.
     return dataclasses.replace(
         product,
         step=dataclasses.replace(
@@ -34,7 +34,7 @@ def footprint(p: ScaledMatmulProblem, s: Columns) -> Footprint:
         tile=dataclasses.replace(
             product.tile, fp32_ops=product.tile.fp32_ops + results * ((p.a_scales == "rows") + (p.b_scales == "rows"))
         ),
-        # While one consumer scales, the other multiplies.
+        # While one consumer scales, the other one multiplies.
         ping_pong=product.ping_pong | (by_steps & (np.asarray(t.consumers) > 1)),
         registers=registers,
         registers_per_block=registers_per_block(t, registers),

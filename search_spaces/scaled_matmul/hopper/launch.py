@@ -1,9 +1,9 @@
-"""The scaled product on Hopper: what it supports, and how one is launched.
+"""The scaled matmul on Hopper: supported problems, and the launch of one scaled matmul.
 
-The kernel is that of the matrix product (search_spaces/matmul/hopper), whose main loop scales (scales.py there). With
-scales by blocks a step is a block of k: its accumulators are new, and added up scaled, which takes as many registers
-again, so that tiles are half as large. Consumers read scales from device memory themselves, before they wait for the
-step's operands.
+The kernel is that of the matmul (search_spaces/matmul/hopper), with a main loop that scales (scales.py there). With
+scales by blocks, a step is a block of k: its accumulators start from zero, and are scaled and added to the sums. This
+doubles the registers, so tiles are half as large. Consumers read scales from device memory directly, before they wait
+for the step's operands.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MosaicGpuScaledMatmul(Kernel[ScaledMatmulProblem, HopperSchedule]):
         return None
 
     def largest_array(self, problem: ScaledMatmulProblem) -> int:
-        # Rows are copied into ones of whole swizzled rows, of 128 bytes, where theirs are not.
+        # Rows that are not whole swizzled rows of 128 bytes are copied into padded ones.
         return padded_elements((*problem.operands(), *problem.results()), -1, 128)
 
     def space(self, problem: ScaledMatmulProblem, target: Target) -> Space[HopperSchedule]:
@@ -55,7 +55,7 @@ class MosaicGpuScaledMatmul(Kernel[ScaledMatmulProblem, HopperSchedule]):
         a, b, a_scale, b_scale = args
         t = Tiling(p.product, s)
         rows, columns = s.tile_m * t.grid_m * t.cluster_m, s.tile_n * t.grid_n * t.cluster_n
-        # A tile reaches beyond the edges, and so do the scales that it reads.
+        # A tile may extend beyond the edges, and so do the scales that it reads.
         by_blocks = p.a_scales == "blocks"
         a_scale = _extended(a_scale.T, (a_scale.shape[1], rows)) if by_blocks else _extended(a_scale, (rows,))
         by_blocks = p.b_scales == "blocks"
@@ -66,5 +66,5 @@ class MosaicGpuScaledMatmul(Kernel[ScaledMatmulProblem, HopperSchedule]):
 
 
 def _extended(x: jax.Array, shape: tuple[Any, ...]) -> jax.Array:
-    """With zeros at the ends of its axes."""
+    """Pads the ends of the axes with zeros."""
     return jnp.pad(x, [(0, int(extent) - have) for extent, have in zip(shape, x.shape, strict=True)])

@@ -1,4 +1,4 @@
-"""The schedules of a scaled product on Hopper: those of the product whose accumulators can be scaled."""
+"""The search space of a scaled matmul on Hopper: the matmul's schedules, restricted to those that can scale."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from search_spaces.space import Space
 
 
 def scaling(problem: ScaledMatmulProblem) -> Scaling:
-    """What the kernel makes of the problem's scales."""
+    """Returns the kernel's view of the problem's scales."""
     return Scaling(problem.a_scales, problem.b_scales, BLOCK)
 
 
-# Of each thread; with 192 it spills 8 registers (ptxas).
+# Per thread; with 192 it spills 8 registers (ptxas).
 MOST_ACCUMULATORS = 160
 
 
 def space(problem: ScaledMatmulProblem, cores: int) -> Space[HopperSchedule]:
-    """Those that neither mirror the product nor split k; with scales by blocks, also of one block a step."""
+    """Returns the schedules without swap_ab and without split-K; with scales by blocks, a step is one block."""
     product = of_product(problem.product, cores)
     kept: dict[str, tuple[Any, ...]] = {
         "swap_ab": (False,),
@@ -46,7 +46,7 @@ def space(problem: ScaledMatmulProblem, cores: int) -> Space[HopperSchedule]:
         "tile_m": tuple(tile for tile in (128, 64, 256) if tile in product.choices["tile_m"]),
         "tile_n": tuple(tile for tile in (128, 256, 64) if tile in product.choices["tile_n"]),
         "tile_k": (BLOCK,),
-        # Each step is waited for, so that consumers take turns by themselves.
+        # Each step is waited for, so consumers alternate without explicit turns.
         "consumers": tuple(each for each in product.choices["consumers"] if each not in PING_PONG),
         "delay_release": (0,),
     }
