@@ -1,1 +1,1 @@
-"""What a schedule costs on a chip: lower bounds, predicted seconds, and which schedules are left to try."""
+"""The cost model: lower bounds, predicted times, and pruning of schedules for a chip."""

@@ -1,4 +1,4 @@
-"""Whether one schedule of a kernel can run for a problem on a chip, and why not."""
+"""Feasibility of a schedule for a problem on a chip, with the reason if it cannot run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from search_spaces.space import Columns
 
 
 def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> str | None:
-    """Why `schedule` cannot run, in words, or None where it is legal and fits on the chip."""
+    """Returns why `schedule` cannot run, or None if it is legal and fits on the chip."""
     if reason := kernel.supports(problem, hardware.target):
         return reason
     space = kernel.space(problem, hardware.target)
@@ -38,19 +38,19 @@ def illegal(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, sche
 
 
 def onchip_demand(footprint: Footprint) -> npt.NDArray[np.float64]:
-    """On-chip bytes that a block of each schedule needs at the least."""
+    """Returns the minimum on-chip bytes per block of each schedule."""
     return column(footprint.onchip_bytes) + footprint.spill_bytes
 
 
 def onchip_limit(footprint: Footprint, hardware: Hardware) -> npt.NDArray[np.float64]:
-    """On-chip bytes that a block of each schedule may have: what its launch asks for, as far as the chip has it."""
+    """Returns the maximum on-chip bytes per block of each schedule: its launch's request, up to the chip's limit."""
     asked = column(footprint.onchip_limit_bytes)
     unasked = hardware.onchip_default_bytes or hardware.onchip_bytes
     return np.minimum(np.where(asked > 0, asked, unasked), hardware.onchip_bytes)
 
 
 def onchip_bytes(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, schedule: Schedule) -> int:
-    """What one block of a point of the kernel's space asks for; 0 where no footprint tells."""
+    """Returns the on-chip bytes that one block of a schedule requests; 0 if the kernel has no footprint."""
     footprint = _footprint(kernel, problem, hardware, schedule)
     return 0 if footprint is None else int(np.ravel(footprint.onchip_bytes)[0])
 
@@ -62,7 +62,7 @@ def _footprint(kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, s
 
 
 def has_fields(kernel: Kernel[Any, Any], problem: Problem, target: Target, schedule: Schedule) -> bool:
-    """Whether these are the fields of the kernel's schedules, whatever their values."""
+    """Whether these are the fields of the kernel's schedules; values are not checked."""
     space = kernel.space(problem, target)
     fields = {field.name for field in dataclasses.fields(space.schedule)}
     return fields - space.defaults.keys() <= schedule.keys() <= fields

@@ -1,4 +1,4 @@
-"""Drop the schedules that cannot run or cannot win, rank the others, and count every reason."""
+"""Drops the schedules that cannot run or cannot win, ranks the others, and counts each reason."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from search_spaces.kernel import Kernel
 from search_spaces.problem import Problem
 from search_spaces.space import Choice, Columns, Space
 
-# Schedules of a kernel without a footprint, each of which a search holds from the first trial on: 10 s for as many.
+# Limit for kernels without a footprint, because a search holds all their schedules from the start (10 s for this
+# number).
 MOST_UNRANKED = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One schedule worth measuring.
+    """A schedule to measure.
 
     Attributes:
       backend, version: of its kernel.
-      schedule: field -> value, those at their defaults left out.
-      predicted_s: the model's time; the library's, where the kernel declares no footprint.
-      onchip_bytes: what one block asks for; 0 where nothing is known.
-      library: it is a program of the XLA implementation.
-      defaults: field -> value, of the fields that have a default, and another choice beside it.
-      floor_s: seconds below which it cannot come; 0 where nothing is known.
+      schedule: field -> value, without fields at their defaults.
+      predicted_s: the predicted time, in seconds; the library's if the kernel declares no footprint.
+      onchip_bytes: on-chip memory that one block requests, in bytes; 0 if unknown.
+      library: whether it is a program of the XLA implementation.
+      defaults: field -> default value, for fields with a default and at least one other choice.
+      floor_s: lower bound on the time, in seconds; 0 if unknown.
     """
 
     backend: str
@@ -45,22 +46,22 @@ class Candidate:
     defaults: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
 
     def whole(self) -> Candidate:
-        """The same with every field in its schedule, as who compares candidates field by field wants them."""
+        """Returns a copy with all fields in its schedule, for comparison field by field."""
         return dataclasses.replace(self, schedule={**self.defaults, **self.schedule})
 
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
-    """What became of every point of a kernel's space: ``size == sum(dropped.values()) + len(points)``.
+    """The result of pruning a kernel's space: ``size == sum(dropped.values()) + len(points)``.
 
     Attributes:
-      kernel: whose space it was.
-      space: the space.
-      size: points before any rule.
-      dropped: reason in words -> points lost to it, in the order the reasons were applied; a point counts once.
-      points: those kept, best prediction first.
-      predicted_s, floor_s, onchip_bytes: of those kept, in the same order.
-      ranked: whether the model ranks them: not where the kernel declares no footprint, and all are alike to it.
+      kernel: the kernel.
+      space: its space.
+      size: number of points before any rule.
+      dropped: reason -> number of dropped points, in the order of application; each point counts once.
+      points: the remaining points, best prediction first.
+      predicted_s, floor_s, onchip_bytes: of the remaining points, in the same order.
+      ranked: whether the model ranks the points; False if the kernel declares no footprint.
     """
 
     kernel: Kernel[Any, Any]
@@ -74,11 +75,11 @@ class Pruned:
     ranked: bool = True
 
     def schedule(self, index: int) -> dict[str, Choice]:
-        """That of the `index`-th point as stores keep it."""
+        """Returns the schedule of point `index` in its stored form."""
         return self.space.encode(self.points.row(index))
 
     def candidates(self) -> list[Candidate]:
-        """Those kept, best prediction first."""
+        """Returns the remaining points as candidates, best prediction first."""
         defaults = {n: value for n, value in self.space.defaults.items() if len(self.space.choices.get(n, ())) > 1}
         return [
             Candidate(
@@ -106,20 +107,20 @@ def prune(
     verified: bool = False,
     only: Mapping[str, Choice] | None = None,
 ) -> Pruned:
-    """The points of the kernel's space for `problem` that can run on `hardware`, ranked.
+    """Returns the points of the kernel's space for `problem` that can run on `hardware`, ranked.
 
     Args:
-      kernel: one that supports the problem there.
-      problem: what is to be computed.
-      hardware: whose capacities count.
-      model: predicts the times to rank by.
-      keep: how many of the best ranked to keep; None keeps all that can run.
-      incumbent_s: a time already reached, in seconds: what cannot beat it by its lower bound is dropped.
-      verified: keep only what the kernel says was checked on a device of this architecture.
-      only: the part of the space in which these choices have these values; None is all of it.
+      kernel: a kernel that supports the problem on this hardware.
+      problem: the problem.
+      hardware: the chip with its capacities.
+      model: predicts the times for the ranking.
+      keep: maximum number of points to keep; None keeps all that can run.
+      incumbent_s: a time already reached, in seconds; points with a larger lower bound are dropped.
+      verified: keep only schedules that the kernel declares as checked on a device of this architecture.
+      only: restricts the space to these values of these choices; None means the whole space.
 
     Raises:
-      DeclarationError: nothing ranks them, and they are too many.
+      DeclarationError: the kernel has no footprint, and too many schedules.
     """
     space = kernel.space(problem, hardware.target)
     if only:
@@ -130,7 +131,7 @@ def prune(
         return np.broadcast_to(np.asarray(value), (len(points),))
 
     def best(rank: npt.NDArray[Any], predicted_s: Any, floor_s: Any, onchip_bytes: Any, ranked: bool = True) -> Pruned:
-        """Those to keep of the points with the indices `rank`."""
+        """Returns the points with the indices `rank`, at most `keep`."""
         if keep is not None and len(rank) > keep:
             dropped[f"ranked below the first {keep}"] = len(rank) - keep
             rank = rank[:keep]
@@ -147,7 +148,7 @@ def prune(
         )
 
     def left(obstacles: Mapping[str, npt.NDArray[np.bool_]]) -> npt.NDArray[np.bool_]:
-        """Which points meet none of these obstacles; what the others meet first is counted."""
+        """Returns which points have no obstacle, and counts the first obstacle of the others."""
         alive = np.ones(len(points), dtype=bool)
         for reason, hit in obstacles.items():
             if lost := int((alive & hit).sum()):
@@ -155,10 +156,10 @@ def prune(
                 alive &= ~hit
         return alive
 
-    if not len(points):  # Kernels need not say what no schedule takes.
+    if not len(points):  # A kernel need not report that it has no legal schedule.
         return best(np.arange(0), full(0.0), full(0.0), full(0))
     library_s = full(model.library_seconds(problem))
-    if kernel.library:  # The model knows its programs as one.
+    if kernel.library:  # The model does not distinguish a library's programs.
         least_s = 0.0 if kernel.taken_apart else model.library_floor(problem)
         return best(np.arange(len(points)), library_s, full(least_s), full(0))
     unchecked = {}
@@ -191,11 +192,12 @@ def prune(
     alive = left(obstacles)
 
     predicted = full(model.seconds(footprint))
-    # Ties are common, say among orders of traversal: then larger arithmetic intensity, less on-chip memory, order.
+    # Ties are common, for example among traversal orders. Tie-breakers: arithmetic intensity, less on-chip memory,
+    # order.
     rank = np.lexsort((onchip_bytes, -full(arithmetic_intensity(footprint)), np.round(predicted, 12)))
     return best(rank[alive[rank]], predicted, floor_s, onchip_bytes)
 
 
 def counted(reasons: Mapping[str, int]) -> str:
-    """Reasons with how many schedules each concerns, in a line."""
+    """Formats reasons with the number of schedules for each, in one line."""
     return "{" + ", ".join(f"{reason}: {count}" for reason, count in reasons.items()) + "}"
