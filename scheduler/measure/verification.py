@@ -239,7 +239,7 @@ def _numbers(
         return base + share * size
 
     def near(got: jax.Array, wanted: jax.Array) -> jax.Array:
-        """Compares real numbers, or one part of complex numbers, with the tolerance of the integer."""
+        """Compares real numbers, or one part of complex numbers, with the tolerance of the complex number."""
         within = jnp.isfinite(got) & jnp.isfinite(wanted) & (jnp.abs(got - wanted) <= allowed(size))
         # A value outside the range of the result's dtype becomes infinity; a dtype without infinity gives NaN or its
         # largest number. The range is tested by a limit, because XLA drops a conversion to a narrower dtype and back
