@@ -1,4 +1,4 @@
-"""The command misses, and what `tune --missed` takes from it."""
+"""The command `misses`, and the tasks of `tune --missed`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tasks_missed(
     part: str | None,
     own: Sequence[str],
 ) -> list[Task]:
-    """What is to be searched on the chip `here` of what calls missed there; what is left out is said."""
+    """Returns the search tasks for cache misses on the chip `here`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
 
     _load(own)
