@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
-# Of each some milliseconds are for its prediction.
+# Number of misses above which a progress message is printed, as each prediction takes some milliseconds.
 SOON = 500
 
 

@@ -113,7 +113,7 @@ def kept_json(
 
 def entries(record: Record, problem: Problem | None, hardware: Hardware | None, width: int) -> Iterator[RenderableType]:
     """Yields the winner, the runner-up and the best of each other backend, side by side, and their schedules."""
-    # All CPUs have the same constant peaks, so fractions of them are meaningless.
+    # All CPUs share one row of constant peaks, so fractions of these peaks are meaningless.
     rated = hardware is not None and not hardware.abilities.interpreted
     names = ["winner", "runner-up", *[""] * len(record.entries)][: len(record.entries)]
     choices = [(entry.backend, entry.schedule) for entry in record.entries]
