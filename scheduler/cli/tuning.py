@@ -276,7 +276,7 @@ def _tune(
       how: further arguments of `jobs.run`.
 
     Raises:
-      SchedulerError: a problem failed, a kernel of a problem is broken, or a record could not be stored.
+      SchedulerError: a problem failed, all schedules of a backend failed, or a record could not be stored.
     """
     from scheduler.search import jobs
 
