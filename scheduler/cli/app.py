@@ -1,4 +1,4 @@
-"""The command line: its commands, and how every one of them ends."""
+"""The command-line application: registration of commands, error reports and exit statuses."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from scheduler.core.threads import left_behind
 from search_spaces.errors import DeclarationError
 from tile_scheduler import __version__
 
-# A disk that is full, or gone, under a file that standard output is led into.
+# Errors of a full or missing disk if standard output is redirected to a file.
 _OF_OUTPUT = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
 class _Commands(TyperGroup):
-    """Ends every command as a shell expects: an error is one sentence on standard error and status 1.
+    """Runs commands with the exit conventions of a shell.
 
-    Ctrl-C ends with 130 and SIGTERM with 143, once worker processes are gone and files closed; a second
-    signal ends it at once.
+    An error is one sentence on standard error, with status 1. Ctrl-C exits with 130 and SIGTERM with 143, after worker
+    processes have ended and files are closed. A second signal exits at once.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -64,7 +64,7 @@ class _Commands(TyperGroup):
         except Exception as error:
             if (place := _of_a_user(error)) is None:
                 raise
-            said = str(error).partition("\n")[0]  # more is for a traceback, which JAX's messages come with
+            said = str(error).partition("\n")[0]  # JAX appends traceback notes to its messages
             print(printable(f"tile-scheduler: {place}: {type(error).__name__}: {said}"), file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -75,7 +75,7 @@ class _Commands(TyperGroup):
 
 
 def _of_a_user(error: BaseException) -> str | None:
-    """File, line and function of an operation of one's own that raised this; None where this program is to blame."""
+    """Returns file, line and function of user code that raised `error`; None if the error is in this program."""
     innermost = next(calls(error), None)
     if innermost is None or innermost.owner != "user":
         return None
@@ -119,9 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout, sys.stderr = (stream or _nowhere() for stream in (sys.stdout, sys.stderr))  # None if closed
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # rules of tables, where a terminal has no letters but ASCII's
-    with contextlib.suppress(OSError):  # it may be gone
-        sys.path.append(str(Path.cwd()))  # as `python -m` does: an operation of one's own may lie in a package here
+            stream.reconfigure(errors="replace")  # for table rules on a terminal that supports only ASCII
+    with contextlib.suppress(OSError):  # the working directory may have been deleted
+        sys.path.append(str(Path.cwd()))  # as `python -m` does, for user operations in a package of this directory
     try:
         try:
             app(args=None if arguments is None else list(arguments), prog_name="tile-scheduler")
@@ -130,11 +130,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in _OF_OUTPUT or error.filename is not None:
             raise
-        sys.stdout = _nowhere()  # what is left in its buffer cannot be written either
+        sys.stdout = _nowhere()  # the rest of its buffer cannot be written either
         print(f"tile-scheduler: standard output cannot be written: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from None
     except SystemExit as end:
-        if left_behind():  # an interrupted candidate of this process: JAX would wait for it
+        if left_behind():  # at a normal exit, JAX would wait for an interrupted candidate of this process
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(end.code if isinstance(end.code, int) else 1)

@@ -1,4 +1,4 @@
-"""The words of a command line: options that commands share, and what they name."""
+"""Options and arguments that commands share, and their parsers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def finite(value: float | None) -> float | None:
-    """A callback of options that are floats, which Python also reads of "nan" and "inf"."""
+    """Rejects non-finite values of a float option; Python also parses "nan" and "inf" as floats."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"a finite number is wanted, found {value}")
     return value
@@ -92,10 +92,15 @@ def problem_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], Proble
 
 
 def named_task(operation: Operation[Any], fields: Sequence[str], search: Mapping[str, Any]) -> Task | RangeTask:
-    """The problem, or the range of problems, that the words of a command line name, to be searched so.
+    """Returns the search task for the problem, or the range of problems, of command-line fields.
+
+    Args:
+      operation: the operation.
+      fields: the fields, as ``name=value``.
+      search: the search options of the task.
 
     Raises:
-      ValueError: they name none.
+      ValueError: the fields are not a problem or a range.
     """
     from scheduler.search import jobs
 
@@ -106,7 +111,7 @@ def named_task(operation: Operation[Any], fields: Sequence[str], search: Mapping
 
 
 def range_of(name: str, fields: Sequence[str]) -> tuple[Operation[Any], str, Problem, Problem] | None:
-    """The operation, the extent and the problems at both ends, where the words name a range; None where they do not."""
+    """Returns the operation, the extent and the problems at both ends of a range; None if no field is a range."""
     from scheduler.search.range_text import ends_of, is_range
     from search_spaces import load
 
@@ -133,7 +138,7 @@ def field_texts(fields: Sequence[str]) -> dict[str, str]:
 
 
 def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping[str, str]) -> bool:
-    """Whether a record's problem has these values."""
+    """Whether the problem of a record has these values."""
     from search_spaces import load_known
     from search_spaces.dtypes import canonical
 
@@ -141,13 +146,13 @@ def has_fields(record: Record, operation: Operation[Any] | None, fields: Mapping
         return True
     try:
         values = vars((operation or load_known(record.key.operation)).problem.from_canonical(record.key.problem))
-    except ValueError:  # without its operation, what is at its default is not known
+    except ValueError:  # the defaults of omitted fields are unknown without the operation
         values = json_fields(record.key.problem)
     return all(str(values.get(name)).lower() in (text.lower(), canonical(text)) for name, text in fields.items())
 
 
 def json_fields(problem: str) -> Mapping[str, Any]:
-    """The fields of a problem as a store has it, of which nobody knows the type; none where it has none."""
+    """Returns the fields of a stored problem, without its operation's types; empty if the problem has no fields."""
     from scheduler.core import codec
 
     values = codec.problem_to_json(problem)
@@ -155,10 +160,12 @@ def json_fields(problem: str) -> Mapping[str, Any]:
 
 
 def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) -> Callable[[Key], bool]:
-    """Whether a key is of that operation, and on a chip that `hardware` may mean; None leaves either open.
+    """Returns a filter for keys of an operation, and of a chip whose name matches `hardware`.
+
+    None disables either condition.
 
     Raises:
-      BadParameter: neither `keys` nor this program know an operation or a chip of that name.
+      BadParameter: the operation or the chip is unknown, and does not occur in `keys`.
     """
     from search_spaces import OPERATIONS, load
     from search_spaces.space import unknown
@@ -174,7 +181,7 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
     from scheduler.core.hardware import CHIPS, named, unknown_chip
 
     kinds = dict.fromkeys((*(row.kind for row in CHIPS), *(key.hardware for key in keys)))
-    meant = {row.id for row in CHIPS if named(hardware, row.names)}  # by a name that is not the driver's
+    meant = {row.id for row in CHIPS if named(hardware, row.names)}  # includes names other than the driver's
     if not meant and not named(hardware, kinds):
         raise typer.BadParameter(f"no hardware {unknown_chip(hardware, kinds)}")
     return lambda key: (
@@ -184,7 +191,7 @@ def wanted_by(keys: Sequence[Key], operation: str | None, hardware: str | None) 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """What is wrong with the words of a command line, said as such: status 2."""
+    """Converts a ValueError to a usage error of the command line, with status 2."""
     try:
         yield
     except ValueError as error:
@@ -201,7 +208,7 @@ def file_errors(file: Path) -> Iterator[None]:
 
 
 def require_writable(file: Path) -> None:
-    """Says now, and not after minutes of work, that it cannot be written; what it holds stays."""
+    """Raises an error if `file` is not writable, so that a long command fails at once. The content is unchanged."""
     with file_errors(file):
         there = file.exists()
         file.open("a").close()
@@ -210,7 +217,7 @@ def require_writable(file: Path) -> None:
 
 
 def require_directory(path: Path) -> None:
-    """Makes a directory whose parent is there, before any work that writes files into it."""
+    """Creates a directory before the work that writes files into it. Its parent must exist."""
     with file_errors(path):
         path.mkdir(exist_ok=True)
 
@@ -221,7 +228,7 @@ def read_text(file: Path) -> str:
 
 
 def hardware_here(device: int) -> Hardware:
-    """The chip, learnt from another process where it is a GPU, which this one then need not hold."""
+    """Returns the chip of this machine. A worker process queries a GPU, so that this process does not hold it."""
     from scheduler.core import hardware as chips
     from scheduler.measure.gpu import Gpu
     from scheduler.measure.pool import Pool
@@ -234,7 +241,7 @@ def hardware_here(device: int) -> Hardware:
 
 
 def chip_of(identity: str) -> Hardware | None:
-    """The chip of a record, where the table has it."""
+    """Returns the chip of a record, or None if it is not in the table of chips."""
     from scheduler.core import hardware
 
     return hardware.identified(identity)

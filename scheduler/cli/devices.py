@@ -1,4 +1,4 @@
-"""Which devices of this host a job is spread over."""
+"""Selection of the devices of this host for a job."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Devices = Annotated[
 
 
 def chosen(text: str, operation: Operation[Any], options: RunnerOptions) -> list[Device]:
-    """The devices that `text` names, as places where problems are tuned; without a GPU "all" is this CPU.
+    """Returns the devices that `text` names. Without a GPU, "all" means this CPU.
 
     Raises:
-      BadParameter: it names no devices, one that is not here or twice, or GPUs of several kinds.
+      BadParameter: `text` is malformed, names a device that is absent, names one twice, or names GPUs of several kinds.
     """
     from scheduler.measure.gpu import Gpu
     from scheduler.search.places import Device, gpus

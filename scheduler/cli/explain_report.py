@@ -1,4 +1,4 @@
-"""Where the schedules of a problem went, as a JSON object and for a person."""
+"""Account of all schedules of a problem, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def explanation_json(
     problem: Problem,
     hardware: Hardware,
 ) -> Json:
-    """Where every schedule went; `held` is the entry that a call gets, or why the record is of no use."""
+    """Returns the account of all schedules as JSON.
+
+    `held` is the entry that a call selects, or the reason why the record cannot be used.
+    """
     kernels = [
         {
             "backend": account.backend,
@@ -59,10 +62,13 @@ def explanation_json(
 
 
 def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> Iterator[RenderableType]:
-    """One kernel's schedules, counted down from all of them, and the top predictions with their terms.
+    """Yields the counts of one kernel's schedules, from all to those tried, and the top predictions with their terms.
 
     Args:
-      trials_kept: whether the trials of the problem's record are here; else nobody can tell which were tried.
+      account: the account of the kernel.
+      width: the width of the console.
+      trials_kept: whether the store has the trials of the problem's record. Without them, the number of schedules tried
+        is unknown.
     """
     title = f"{account.backend}, version {account.version}"
     if account.refused:
@@ -91,7 +97,7 @@ def account_parts(account: Account, width: int, *, trials_kept: bool = True) -> 
 
 
 def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
-    """That no footprint is declared, what that means, and what is known of the first schedules all the same."""
+    """Yields a note that the kernel declares no footprint, its consequences, and known facts of the first schedules."""
     yield (
         "No footprint is declared: nothing is pruned by it or predicted from it, and schedules are tried in the order "
         "of their choices until times tell more. What a lowered kernel asks for is checked before it is compiled."
@@ -107,7 +113,7 @@ def _unranked(first: Sequence[Ranked]) -> Iterator[RenderableType]:
 
 
 def _first_choices(backend: str, first: Sequence[Ranked], width: int) -> Iterator[RenderableType]:
-    """The top predictions, a column each, with what their times are made of; then their schedules."""
+    """Yields the top predictions, one column each, with the terms of their times; then their schedules."""
     rows: dict[str, Sequence[str]] = {
         "predicted": [seconds_text(ranked.predicted_s) for ranked in first],
         "on-chip": [f"{ranked.onchip_bytes / 1024:.1f} KiB" for ranked in first],

@@ -1,4 +1,4 @@
-"""What extract prints: the problems of a function, and what it could tune."""
+"""Output of `extract`: the problems of a function, and the operations that it could tune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command extract: a function's problems as a job."""
+"""The command `extract`: writes the problems of a function as a job."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _mesh(text: str | None) -> Mesh | None:
 
 
 def _set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """`mesh` for the constraints of a function that name none."""
+    """Sets `mesh` as the context mesh, for sharding constraints in the function that do not name a mesh."""
     if mesh is None:
         return contextlib.nullcontext()
     import jax
@@ -87,7 +87,10 @@ def _chip(name: str | None) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _untraceable(name: str) -> Iterator[None]:
-    """What JAX refuses of the function as a whole, in a sentence; what a line of it raises is told with that line."""
+    """Converts JAX's TypeError about the function as a whole to one sentence.
+
+    Errors raised by a line of user code are not converted. They are reported with that line.
+    """
     try:
         yield
     except TypeError as error:

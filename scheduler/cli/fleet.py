@@ -1,4 +1,4 @@
-"""Which cluster a job is spread over."""
+"""Selection of the cluster for a job."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Address = Annotated[
 def fleet(
     engine: str, address: str | None, hardware: str | None, options: RunnerOptions
 ) -> contextlib.AbstractContextManager[Sequence[Place]]:
-    """The places of a cluster, which are given back at the end.
+    """Returns a context with the executors of a cluster, which are released at its end.
 
     Raises:
-      BadParameter: there is no such engine.
+      BadParameter: the engine is unknown.
     """
     if engine != "ray":
         raise typer.BadParameter(f"--engine is ray, not {engine}")

@@ -1,4 +1,4 @@
-"""Commands that look at one problem, or at what is here: show, explain, doctor."""
+"""Commands that inspect one problem or the installation: `show`, `explain`, `doctor`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
-# For whoever asks about a problem, which a call may not pose.
+# A note about calls that do not query the problem.
 _NOT_EVERY_CALL = (
     "Whatever is stored, XLA answers calls that pose no such problem (other or mixed dtypes, empty arrays, another "
     'axis): the logger "scheduler" says why (DEBUG), and backends="pallas" makes it an error. On arrays divided over a '
@@ -74,7 +74,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
                 if canonical != one.problem and one.problem == family_of(problem, one.field):
                     output(f"{where} has {one} on {one.hardware}; explain says what that answers")
         chip = None
-        with contextlib.suppress(ValueError):  # of several, or of none in the table
+        with contextlib.suppress(ValueError):  # the name matches several chips, or none
             chip = chips.find(hardware) if hardware else None
         raise SchedulerError(f"nothing is stored for {op.name} {problem}{on}; run: {hints.tune(op, problem, chip)}")
     if as_json:
@@ -102,7 +102,7 @@ def show(operation: OperationName, fields: Fields, hardware: Chips = None, as_js
 def _show_ranges(
     op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None, as_json: bool
 ) -> None:
-    """The ranges of these problems that share a value with this one, with the records at their points."""
+    """Prints the stored ranges of these problems that overlap this range, with the records at their points."""
     from scheduler.cli import range_report
     from scheduler.core.identity import family_of
     from scheduler.core.ranges import Range
@@ -157,9 +157,9 @@ def explain(
     key = key_of(op, problem, chip)
     asked = list(ask_stores(lambda store: (store.get(key), store.trials(key))))
     found = [(where, record, tried) for where, (record, tried) in asked if record is not None]
-    found.sort(key=lambda each: each[1].estimated)  # as calls find them
+    found.sort(key=lambda each: each[1].estimated)  # calls prefer measured records
     trials = [trial for _, (_, tried) in asked for trial in tried]
-    # A GPU that is here is left to those who measure.
+    # A local GPU is reserved for processes that measure.
     lowering = Gpu.wanted() is None
     explained = accounts.explain(op, problem, chip, trials, top=top, lowering=lowering)
     stored = evidence.merged(found for _, found in ask_stores(lambda store: evidence.read(store, op, problem, chip)))
@@ -175,7 +175,7 @@ def explain(
         output(*explain_report.account_parts(account, console_here().width, trials_kept=kept), "")
     if isinstance(held, str) or record is None or model.source == "range":
         choice = choice_text(model.backend, model.schedule)
-        why = "only an estimate is stored"  # which a range that was measured goes before
+        why = "only an estimate is stored"  # a measured range has priority over an estimated record
         if isinstance(held, str):
             why = held if record is None else f"the stored schedule no longer holds ({held})"
         where = "From a range" if model.source == "range" else "Without measuring"

@@ -1,4 +1,4 @@
-"""How far a job is, on standard error: its problems, and the searches under way at each place."""
+"""Progress of a job on standard error: its problems, and the running searches of each executor."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
 
 
 class Display(Protocol):
-    """What is told of a job under way."""
+    """Receives progress events of a running job."""
 
     def step(self, step: Step) -> None:
-        """A trial has ended, or a search begins."""
+        """Called after each trial, and at the start of a search."""
 
     def ended(self, result: Result) -> None:
-        """A problem has ended."""
+        """Called at the end of a problem."""
 
 
 @contextlib.contextmanager
 def shown_job(*, several: bool) -> Iterator[Display]:
-    """A bar for the job and one for each search on a terminal; else a line for each new best.
+    """Shows the progress of a job.
+
+    On a terminal, shows one bar for the job and one per search. Otherwise, prints a line for each new best.
 
     Args:
-      several: whether there are several places: then each search says where it is.
+      several: whether the job has several executors. If so, each search is labeled with its executor.
     """
     if not sys.stderr.isatty():
         yield _Lines(several)
@@ -87,7 +89,7 @@ class _Bars:
         search, which = step.search, id(step.task)
         if which not in self._rows:
             self._rows[which] = self._bars.add_task("", total=search.budget, label="", said="")
-        best = printable(best_text(search)).partition(":")[0]  # without the schedule it fits a line
+        best = printable(best_text(search)).partition(":")[0]  # without the schedule, to fit in one line
         label = printable(_what(step, self._several))
         self._bars.update(self._rows[which], completed=search.done, total=search.budget, label=label, said=best)
 

@@ -1,4 +1,4 @@
-"""The landscape of a record as a terminal of 80 columns shows it."""
+"""The landscape of a record as text of 80 columns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 _WIDTH = 80
 _CELL = 7
-# Shades behind times over the best: one for each step of so much.
+# Background shades by the ratio to the best time, with one shade per step in the logarithm of the ratio.
 _STEP, _SHADES = 0.05, ("on green4", "on dark_green", "on grey30", "on grey23", "on grey15", "")
 
 
 def landscape(land: Landscape) -> Iterator[Text | str]:
-    """Times over the least one, the winner's pair in brackets; letters stand for why pairs were pruned."""
+    """Yields the grid of times relative to the best time.
+
+    Brackets mark the winner's pair. Letters refer to the reasons why pairs were pruned.
+    """
     transposed = len(land.xs) > len(land.ys)
     x, y, xs, ys = (land.y, land.x, land.ys, land.xs) if transposed else (land.x, land.y, land.xs, land.ys)
     label = max(len(y), *(len(str(value)) for value in ys))
@@ -47,7 +50,7 @@ def landscape(land: Landscape) -> Iterator[Text | str]:
 def _cell(
     land: Landscape, transposed: bool, i: int, j: int, letters: dict[str, str], place: tuple[int, int] | None
 ) -> tuple[str, str]:
-    """Its text and the style behind it."""
+    """Returns the text and the background style of a cell."""
     column, row = (j, i) if transposed else (i, j)
     cell: Cell = land.cells[row][column]
     if cell.best_s is None:

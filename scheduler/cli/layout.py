@@ -1,4 +1,4 @@
-"""How the command line lays out what it prints: tables and ledgers."""
+"""Layout of the command line's output: tables and ledgers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scheduler.cli.terminal import printable
 Json = dict[str, Any]
 
 
-# Of a list: wider lines are harder to follow than schedules on two lines.
+# Maximum width of a ledger. Wider lines are harder to read than schedules folded to two lines.
 WIDEST = 150
 
 
 def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
-    """An empty table; the columns named in `numbers` are set flush right."""
+    """Returns an empty table; the columns named in `numbers` are right-aligned."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
         number = name in numbers
@@ -31,12 +31,12 @@ def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def texts(*cells: object) -> list[Text]:
-    """Cells in which nothing is markup."""
+    """Converts cells to plain text, without markup."""
     return [Text(printable(str(cell))) for cell in cells]
 
 
 def labelled(rows: Iterable[tuple[object, object]]) -> Table:
-    """Words beside what they stand for, which is folded under itself."""
+    """Returns a table of labels and texts, with texts folded in their own column."""
     made = Table.grid(padding=(0, 2))
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
@@ -47,7 +47,7 @@ def labelled(rows: Iterable[tuple[object, object]]) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a `ledger`: what it is of, figures, and lines that stand under it."""
+    """One row of a `ledger`: its subject `of`, its figures, and the lines under it."""
 
     of: str
     figures: Sequence[str]
@@ -57,7 +57,7 @@ class Row:
 def ledger(
     title: str, columns: Sequence[str], groups: Iterable[tuple[Sequence[str], Sequence[Row]]], width: int
 ) -> Iterator[RenderableType]:
-    """Rows of which each takes lines of its own, with figures flush right, in groups below lines that head them."""
+    """Yields groups of rows, each below its heading lines. Rows take one or more lines; figures are right-aligned."""
     groups, width = list(groups), min(width, WIDEST)
     figures = zip(columns, *(row.figures for _, rows in groups for row in rows), strict=True)
     widths = [max(map(len, column)) for column in figures]

@@ -1,4 +1,4 @@
-"""The command that lists what is stored: list."""
+"""The command `list`: lists stored schedules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def list_(
 
 
 def _print_none(places: Sequence[str], operation: str | None) -> None:
-    """That nothing is stored, and how to begin."""
+    """Prints that nothing is stored, with an example command to start a search."""
     from scheduler.core import hints
     from scheduler.inspect.example import example
     from search_spaces import OPERATIONS, load
@@ -55,19 +55,22 @@ def _print_none(places: Sequence[str], operation: str | None) -> None:
     small = example(op, 256)
     assert small is not None, "of the operations here, all that has no default is an extent"
     of = f" of {operation}" if operation is not None else ""
-    for place in places:  # none where it cannot be read, which was said
+    for place in places:  # unreadable stores are excluded, and were reported before
         output(f"No record{of} is in {place}, and none is shipped for this chip; to search a problem, for example:")
     print_command(hints.tune(op, small))
 
 
 def print_goes_on(key: Key, command: str | None = None) -> None:
-    """How an unfinished search goes on; where its operation is defined, only whoever began it knows."""
+    """Prints the command that resumes an unfinished search.
+
+    For user operations, only the caller knows the defining file, so `command` must be given to be printed.
+    """
     from scheduler.core import hints
     from search_spaces import OPERATIONS, load
 
     if command is None and key.operation in OPERATIONS:
         op = load(key.operation)
-        with contextlib.suppress(ValueError):  # a store may hold what is no problem of it today
+        with contextlib.suppress(ValueError):  # the stored problem may be invalid in the current version
             command = hints.tune(op, op.problem.from_canonical(key.problem), chip_of(key.hardware))
     if command is None:
         output("the command that began it goes on from there")
@@ -75,6 +78,7 @@ def print_goes_on(key: Key, command: str | None = None) -> None:
         if (chip := chip_of(key.hardware)) is not None and chip.abilities.interpreted:
             from scheduler.search.tuner import LONGEST_INTERPRETED_S
 
-            command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"  # one that takes longer may have been begun so only
+            # An interpreted search that takes longer than this can only have been started with --seconds.
+            command += f" --seconds {LONGEST_INTERPRETED_S:.0f}"
         output("it goes on from there with:")
         print_command(command)

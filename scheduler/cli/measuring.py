@@ -1,4 +1,4 @@
-"""Commands that measure the schedules of problems: sweep, calibrate."""
+"""Commands that measure schedules and fit the cost model to measurements: `sweep`, `calibrate`."""
 
 from __future__ import annotations
 

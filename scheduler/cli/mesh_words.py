@@ -1,4 +1,4 @@
-"""Meshes and partition specs as the words of a command line."""
+"""Parsers of meshes and partition specs on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-# Mesh axes that divide one axis of an array; one entry for each axis that the spec tells.
+# For each axis of an array in the spec, the mesh axes that shard it.
 Spec = tuple[tuple[str, ...], ...]
 
 MeshName = Annotated[
@@ -17,10 +17,10 @@ MeshName = Annotated[
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """Of a text such as ``data=2,model=4``.
+    """Parses a mesh such as ``data=2,model=4``.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the text is not a mesh.
     """
     found: dict[str, int] = {}
     for each in text.split(","):
@@ -38,10 +38,10 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 
 def letters_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Of texts such as ``m=data`` or ``m=data,model``: which mesh axes divide what a letter names.
+    """Parses texts such as ``m=data`` or ``m=data,model`` to the mesh axes that shard each letter.
 
     Raises:
-      ValueError: one is none of these, or names a letter again.
+      ValueError: a text is malformed, or repeats a letter.
     """
     found: dict[str, tuple[str, ...]] = {}
     for text in texts:
@@ -56,10 +56,10 @@ def letters_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def specs_of(text: str) -> list[Spec]:
-    """Of a text such as ``P('data', None), P(None, ('x', 'y'))``; names need no quotes.
+    """Parses partition specs such as ``P('data', None), P(None, ('x', 'y'))``; quotes around names are optional.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the text is not a list of partition specs.
     """
     try:
         (statement,) = ast.parse(f"[{text}]").body

@@ -1,4 +1,4 @@
-"""Misses as JSON objects and as a table: what was asked how often, from where, and what a search may gain."""
+"""Cache misses as JSON and as a table: the problem, count, source line, and expected gain of a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def missed_json(one: Missed) -> Json:
-    """A miss, with times in seconds; null is what cannot be predicted."""
+    """Returns a miss as JSON, with times in seconds; null if they cannot be predicted."""
     miss = one.miss
     return {
         "operation": miss.key.operation,
@@ -39,9 +39,9 @@ def missed_json(one: Missed) -> Json:
 
 
 def missed(of: Sequence[Missed], width: int) -> Iterator[RenderableType]:
-    """A row for each, in groups by chip."""
+    """Yields one row per miss, in groups by chip."""
     groups = []
-    in_order = sorted(of, key=lambda one: one.miss.key.hardware)  # and, within a chip, as they came
+    in_order = sorted(of, key=lambda one: one.miss.key.hardware)  # stable: keeps the order of misses within a chip
     for hardware, ones in itertools.groupby(in_order, lambda one: one.miss.key.hardware):
         group = list(ones)
         total_s = sum(one.library_total_s for one in group)

@@ -1,4 +1,4 @@
-"""The command misses, and what `tune --missed` takes from it."""
+"""The command `misses`, and the tasks of `tune --missed`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from search_spaces.operation import Operation
     from search_spaces.problem import Problem
 
-# Of each some milliseconds are for its prediction.
+# Number of misses above which a progress message is printed, as each prediction takes some milliseconds.
 SOON = 500
 
 
@@ -73,7 +73,7 @@ def tasks_missed(
     part: str | None,
     own: Sequence[str],
 ) -> list[Task]:
-    """What is to be searched on the chip `here` of what calls missed there; what is left out is said."""
+    """Returns the search tasks for cache misses on the chip `here`, and reports the misses that are skipped."""
     from scheduler.search import jobs, missed
 
     _load(own)

@@ -1,4 +1,4 @@
-"""The command that draws: pictures of records, of trials and of recorded sweeps."""
+"""The command `plot`: plots of records, trials and recorded sweeps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,10 @@ def _drawn(
 
 
 def _records(operation: str | None, fields: Sequence[str], hardware: str | None) -> list[Record]:
-    """Those that calls see: of the same key, the user's own before the shipped."""
+    """Returns the records of one chip that calls read. The user's own override shipped records of the same key.
+
+    If records of several chips match, the chip with the most records is selected.
+    """
     kept = [record for _, records in ask_stores(lambda store: list(store.records())) for record in records]
     wanted = wanted_by([record.key for record in kept], operation, hardware)
     found: dict[Any, Record] = {}
@@ -142,7 +145,7 @@ def _records(operation: str | None, fields: Sequence[str], hardware: str | None)
 
 
 def _case(what: str, operation: str | None, fields: Sequence[str], hardware: str | None) -> Case:
-    """A problem with its record and its trials, where they are kept."""
+    """Returns a problem with its stored record and trials."""
     from scheduler.core import hardware as chips
     from scheduler.core.identity import key_of
     from scheduler.inspect.case import Case

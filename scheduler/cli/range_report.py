@@ -1,4 +1,4 @@
-"""Ranges as JSON objects and in sentences: where they answer, and how good that is."""
+"""Tuned ranges as JSON and as text: their points, and the quality of the schedules between the points."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def range_json(of: Range) -> Json:
-    """A range, with times in seconds; null is what nothing was held out to tell."""
+    """Returns a range as JSON, with times in seconds; null if no held-out problem was timed."""
     return {
         **dataclasses.asdict(of),
         "problem": codec.problem_to_json(of.problem),
@@ -32,7 +32,7 @@ def range_json(of: Range) -> Json:
 
 
 def summary(of: Range) -> list[str]:
-    """Where it answers, and what was held out says of that."""
+    """Returns sentences about the points of a range, and about the results of held-out problems."""
     said = [f"{of.field}={of.points[0]}..{of.points[-1]} is answered by the records at {len(of.points)} points"]
     if of.worst is None or of.of_best is None:
         return [*said, "held-out: nothing was timed"]
@@ -46,7 +46,7 @@ def summary(of: Range) -> list[str]:
 
 
 def key_at(of: Range, operation: Operation[Any], value: int) -> Key:
-    """What the record of a point is stored under."""
+    """Returns the key of the record at a point of a range."""
     fields = codec.problem_to_json(of.problem)
     assert isinstance(fields, dict), "a range checks that"
     texts = {name: str(each) for name, each in {**fields, of.field: value}.items()}
@@ -54,7 +54,7 @@ def key_at(of: Range, operation: Operation[Any], value: int) -> Key:
 
 
 def points(of: Range, records: Sequence[Record | None], width: int) -> Iterator[RenderableType]:
-    """What won at each point, a row each."""
+    """Yields the winner at each point, one row per point."""
     won = [record.winner for record in records if record is not None]
     choices = compared([(entry.backend, entry.schedule) for entry in won])
     schedules = iter(choices.texts)

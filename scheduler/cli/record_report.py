@@ -1,4 +1,4 @@
-"""Records and their trials, as JSON objects and as lines and tables for a person."""
+"""Records and their trials, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def roofline_s(problem: Problem, hardware: Hardware) -> float:
-    """The time that arithmetic and compulsory traffic allow at best, seconds."""
+    """Returns the roofline time of arithmetic and compulsory traffic, in seconds."""
     from scheduler.model.cost import CostModel
 
     return CostModel(hardware).lower_bound(problem)
 
 
 def entry_json(entry: Entry, problem: Problem | None = None, hardware: Hardware | None = None) -> Json:
-    """An entry with its times in seconds; with `problem` and `hardware`, also how much of the chip it uses."""
+    """Returns an entry as JSON, with times in seconds; with `problem` and `hardware`, also its use of the chip."""
     values: Json = {
         "backend": entry.backend,
         "version": entry.version,
@@ -101,7 +101,7 @@ def kept_json(
     problem: Problem,
     hardware: Hardware | None,
 ) -> Json:
-    """What a store keeps of a problem: without a record, only the trials of a search that did not end."""
+    """Returns the stored data of a problem as JSON; without a record, only the trials of an unfinished search."""
     names = {"operation": key.operation, "problem": codec.problem_to_json(key.problem), "hardware": key.hardware}
     return {
         "where": where,
@@ -112,8 +112,8 @@ def kept_json(
 
 
 def entries(record: Record, problem: Problem | None, hardware: Hardware | None, width: int) -> Iterator[RenderableType]:
-    """The winner, the runner-up and the best of each other backend, side by side, and their schedules."""
-    # One constant row stands for every CPU: a share of its peaks tells a person nothing.
+    """Yields the winner, the runner-up and the best of each other backend, side by side, and their schedules."""
+    # All CPUs share one row of constant peaks, so fractions of these peaks are meaningless.
     rated = hardware is not None and not hardware.abilities.interpreted
     names = ["winner", "runner-up", *[""] * len(record.entries)][: len(record.entries)]
     choices = [(entry.backend, entry.schedule) for entry in record.entries]
@@ -159,9 +159,9 @@ def _predicted_text(seconds: float, missing: bool) -> str:
 
 
 def records(of: Sequence[tuple[str, Record]], width: int) -> Iterator[RenderableType]:
-    """Records by where they are kept, of which operation and chip, with which jax, and whether they were measured.
+    """Yields records grouped by store, operation, chip, JAX version, and measured or estimated.
 
-    These groups come in the order of their first records.
+    Groups are in the order of their first records.
     """
 
     def place(row: tuple[str, Record]) -> tuple[str, str, str, str, bool]:
@@ -201,7 +201,10 @@ def trials_table(
     hardware: Hardware | None,
     width: int,
 ) -> Iterator[RenderableType]:
-    """Every trial; of each backend the record's schedule, or the first, in full and the others by what differs."""
+    """Yields all trials.
+
+    For each backend, the record's schedule, or the first one, is in full. Other schedules list only their differences.
+    """
     tried = [(trial.backend, trial.schedule) for trial in trials]
     choices, unpredicted = (
         compared(tried, bases_of(record)),

@@ -1,4 +1,4 @@
-"""The command that writes a cache as a page for a browser: report."""
+"""The command `report`: writes a cache as an HTML page."""
 
 from __future__ import annotations
 

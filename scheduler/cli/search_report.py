@@ -1,4 +1,4 @@
-"""What became of searches, sweeps, calibrations and verifications, as JSON objects and for a person."""
+"""Results of searches, sweeps, calibrations and verifications, as JSON and as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def result_json(result: Result) -> Json:
-    """What became of one problem of a job; `state` is "tuned", "known" or "failed"."""
+    """Returns the result of one problem of a job as JSON; `state` is "tuned", "known" or "failed"."""
     values: Json = {
         "task": str(result.task),
         "state": result.state,
@@ -48,7 +48,7 @@ def result_json(result: Result) -> Json:
 
 
 def results(of: Sequence[Result], width: int) -> Iterator[RenderableType]:
-    """Before and after, a row for each problem of a job."""
+    """Yields the times before and after, one row per problem of a job."""
     from scheduler.search.task import Malformed
 
     answered = [
@@ -84,19 +84,22 @@ _ESTIMATED = "estimated"
 
 
 def _state(result: Result) -> str:
-    if result.range is not None:  # of which nothing was searched here unless it was tuned
+    if result.range is not None:  # a range is searched in this run only if its state is "tuned"
         elsewhere = result.hardware is not None and result.hardware.abilities.estimates
         return _ESTIMATED if elsewhere and result.state == "tuned" else result.state
     return _ESTIMATED if result.record is not None and result.record.estimated else result.state
 
 
 def _gain(result: Result) -> str:
-    """The time before over the time after; no ratio where that was not measured, or the run-off could not tell."""
+    """Formats the ratio of the time before to the time after.
+
+    Empty if the time before was not measured. If the final comparison is inconclusive, the text is its state.
+    """
     before, record, after = result.before, result.record, result.entry
     if before is None or record is None or after is None or not before.measured:
         return ""
     same = [e for e in record.entries if point_of(e.backend, e.schedule) == point_of(before.backend, before.schedule)]
-    if after != record.winner or not same:  # measured apart
+    if after != record.winner or not same:  # the two were not measured in the same comparison
         ratio = before.seconds / after.measurement.median_s
         return ratio_text(ratio) if ratio >= 1 else "undecided"
     if same[0] == record.winner:
@@ -106,7 +109,7 @@ def _gain(result: Result) -> str:
 
 
 def sweep_lines(sweep: Sweep, trials: Sequence[Trial]) -> Iterator[str]:
-    """What a sweep measured, and what came out of it."""
+    """Yields sentences about the measurements of a sweep and their results."""
     drawn = "all" if sweep.sample is None else f"{sweep.sample} drawn with seed {sweep.seed}, and the library"
     yield f"{sweep.operation} {spelled(sweep.operation, sweep.problem)} on {sweep.kind}"
     yield f"{sweep.space} schedules, {sweep.legal} of them legal; {drawn}, measured {sweep.repetitions} times each"
@@ -125,7 +128,7 @@ def calibration_json(calibration: Calibration) -> Json:
 
 
 def calibrations_table(calibrations: Sequence[Calibration]) -> Table:
-    """What was fitted for each kernel, and how far off the model then is."""
+    """Returns a table of the fitted constants of each kernel, with the remaining error of the model."""
     made = table(
         "", "problems", "trials", "typical error", "constants", numbers=("problems", "trials", "typical error")
     )
@@ -162,7 +165,7 @@ def reverified_json(verdict: Reverified) -> Json:
 
 
 def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[RenderableType]:
-    """What became of each stored winner, a row each."""
+    """Yields the result for each stored winner, one row per winner."""
     states = {"holds": "holds", "slower": "no longer fastest", "broken": "cannot be served", "elsewhere": "not timed"}
     of_operation: dict[str, list[Reverified]] = {}
     for verdict in verdicts:
@@ -186,7 +189,7 @@ def reverified(verdicts: Sequence[Reverified], width: int) -> Iterator[Renderabl
 
 
 def failed_beside(trials: Sequence[Trial], record: Record) -> list[str]:
-    """Of each backend that `record` has a schedule of, how many others failed, and what the most of them say."""
+    """Returns, for each backend in `record`, the number of failed schedules and their most frequent reason."""
     said = []
     for backend in dict.fromkeys(entry.backend for entry in record.entries):
         tried = [trial for trial in trials if trial.backend == backend]

@@ -1,4 +1,4 @@
-"""The command shards: a problem divided over the devices of a mesh, as the problems of one device."""
+"""The command `shards`: shows a problem sharded over the devices of a mesh, as the problems of one device."""
 
 from __future__ import annotations
 

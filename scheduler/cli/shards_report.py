@@ -1,4 +1,4 @@
-"""What shards prints: of each way to divide a problem what one device asks, what is summed, and what is gathered."""
+"""Output of `shards`: for each sharding of a problem, the problem of one device, the sums, and the gathered arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def lines(operation: Operation[Any], ways: Sequence[Way], width: int) -> Iterator[str]:
-    """Folded to `width`, but for commands, which are there to be copied."""
+    """Yields the lines of each sharding, folded to `width`. Commands are not folded, so that they can be copied."""
     for way in ways:
         operands, results = (", ".join(specs) for specs in _specs(way))
         yield from textwrap.wrap(f"{way.said}: {operands} -> {results}", width, subsequent_indent="  ")
@@ -58,11 +58,11 @@ def to_json(operation: Operation[Any], ways: Sequence[Way]) -> list[Json]:
 
 
 def job(operation: Operation[Any], ways: Sequence[Way], of: str) -> str:
-    """The problems of one device, each once, as a job."""
+    """Returns the distinct problems of one device as a job."""
     problems = dict.fromkeys(way.divided.problem for way in ways)
     return job_text.written([Counted(operation, problem, 1, (), 0.0) for problem in problems], of)
 
 
 def _summed(way: Way) -> list[str]:
-    """The axes over which any of the results is summed."""
+    """Returns the mesh axes over which results are summed."""
     return list(dict.fromkeys(axis for axes in way.divided.sums for axis in axes))

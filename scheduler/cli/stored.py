@@ -1,4 +1,4 @@
-"""What `list` and `report` show of the stores: the user's own first, then what is shipped for the chip that is here."""
+"""Selection of records for `list` and `report`: the user's own first, then those shipped for the local chip."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     from scheduler.store.rows import Head
     from scheduler.store.store import Store
 
-# Nobody reads more, and each takes some of a second to be explained and drawn.
+# Default limit on records. More are rarely read, and each takes a fraction of a second to explain and plot.
 MOST = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What is shown, each with where it is kept.
+    """The selected records, ranges and unfinished searches, each with the location of its store.
 
     Attributes:
-      stores: those that could be read, by where they are.
-      records: the user's own first, and those of the chip that is here; problems by their extents.
-      ranges, unfinished: likewise, with the trials of searches that did not end.
-      left: how many more records would be shown, but for `most`.
-      elsewhere: the chip of each record that is shipped for another than the one that is here.
+      stores: location -> store, for the readable stores.
+      records: the records, sorted as in `_Here.order`: the user's own first, then those of local chips.
+      ranges: the selected ranges.
+      unfinished: the selected unfinished searches, with their trials.
+      left: number of records left out by the limit `most`.
+      elsewhere: for each shipped record left out because its chip is not local, the chip.
     """
 
     stores: Mapping[str, Store]
@@ -48,7 +49,7 @@ class Stored:
     elsewhere: Sequence[str]
 
     def left_out_texts(self) -> list[str]:
-        """What is not shown, and how it is: a line or two, or none."""
+        """Returns up to two lines about records left out, with the options to show them."""
         said = []
         if self.left:
             said.append(f"{self.left} more records are left out: --most 0 takes all, --operation and --hardware choose")
@@ -60,13 +61,13 @@ class Stored:
 
 
 def chosen(operation: str | None, hardware: str | None, *, everything: bool, most: int, fields: bool = True) -> Stored:
-    """What the words of a command line choose.
+    """Returns the stored data that command-line options select.
 
     Args:
-      operation, hardware: as in `wanted_by`; where a chip is named, all that is stored of it is chosen.
-      everything: also what is shipped for other chips than the one that is here.
-      most: at most so many records; 0 sets no limit.
-      fields: sort problems by their fields in the order of their operation, which imports JAX; else by their names.
+      operation, hardware: as in `wanted_by`. An explicit chip selects everything stored for it.
+      everything: whether to include data shipped for chips other than the local ones.
+      most: maximum number of records; 0 means no limit.
+      fields: sort problems by their fields, in the order of their operation, which imports JAX; otherwise by name.
     """
 
     def ask(store: Store) -> tuple[Store, list[Head], dict[Key, list[Trial]], list[Range]]:
@@ -95,7 +96,7 @@ def chosen(operation: str | None, hardware: str | None, *, everything: bool, mos
 
 
 def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list[tuple[str, Record]]:
-    """The records of these rows, in their order; a malformed one is left out."""
+    """Returns the records of these rows in the same order, without malformed ones."""
     found: dict[tuple[str, Key], Record] = {}
     for where, store in stores.items():
         keys = [head.key for place, head in rows if place == where]
@@ -104,19 +105,22 @@ def _read(rows: Sequence[tuple[str, Head]], stores: Mapping[str, Store]) -> list
 
 
 def _tpu_devices() -> bool:
-    """Whether there are files by which a process reaches TPUs."""
+    """Whether device files of TPUs exist."""
     return any(any(Path("/dev").glob(pattern)) for pattern in ("accel*", "vfio/[0-9]*"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Here:
-    """The chips of this machine, as their drivers name them."""
+    """The chips of this machine, by their drivers' names."""
 
     kinds: frozenset[str]
 
     @classmethod
     def now(cls) -> _Here:
-        """Asks JAX, which takes a second to import, only where a TPU may be here: nobody else tells its kind."""
+        """Detects the chips of this machine.
+
+        Imports JAX, which takes a second, only if a TPU may be present, as its kind has no other source.
+        """
         platforms = {name for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name}
         plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
         if plugins and (not platforms or platforms & {"cuda", "gpu"}):
@@ -132,10 +136,10 @@ class _Here:
         return cls(frozenset({"cpu"}))
 
     def has(self, key: Key) -> bool:
-        """Whether a record of this key is for a chip that is here."""
+        """Whether a key belongs to a chip of this machine."""
         return key.hardware.partition(" (")[0] in self.kinds
 
     def order(self, where: str, head: Head, *, fields: bool) -> tuple[object, ...]:
-        """The user's own first; then what is for a chip that is here; then what was measured."""
+        """Returns the sort key of a record: the user's own first, then local chips, then measured before estimated."""
         problem = order_of(head.key, fields=fields)
         return where == SHIPPED, not self.has(head.key), head.estimated, head.key.hardware, problem

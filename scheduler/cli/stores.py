@@ -1,4 +1,4 @@
-"""The stores as commands ask them."""
+"""Access of commands to the stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scheduler.store.store import Store
 
 T = TypeVar("T")
-# Where `ask_stores` says that something is kept that comes with this package.
+# The location that `ask_stores` returns for the store shipped with this package.
 SHIPPED = "shipped"
 
 
@@ -32,7 +32,7 @@ def no_store() -> Store:
 
 
 def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
-    """What each store answers, as calls see them: one that cannot be read is said, and left out."""
+    """Yields the location and result of `ask` for each store that calls read. Unreadable stores are reported."""
     from scheduler.store.store import shipped
 
     for opened in (user_store, shipped):
@@ -47,7 +47,7 @@ def ask_stores(ask: Callable[[Store], T]) -> Iterator[tuple[str, T]]:
 
 
 def open_stores() -> list[Store]:
-    """The stores that can be read, as calls see them; of another one it is said that it cannot."""
+    """Returns the readable stores among those that calls read. Unreadable stores are reported."""
     from scheduler.core.records import Key
 
     def readable(store: Store) -> Store:
@@ -58,14 +58,14 @@ def open_stores() -> list[Store]:
 
 
 def records_of(store: Store, operation: str | None, hardware: str | None) -> list[Record]:
-    """Those of a store that the words of a command line name."""
+    """Returns the records of a store that match command-line options."""
     keys = [head.key for head in store.heads()]
     wanted = wanted_by(keys, operation, hardware)
     return list(store.read(filter(wanted, keys)))
 
 
 def ranges_of(store: Store, operation: str | None, hardware: str | None) -> list[Range]:
-    """Likewise those of its ranges."""
+    """Returns the ranges of a store that match command-line options."""
     from scheduler.core.records import Key
 
     ranges = {Key(one.operation, one.hardware, one.problem): one for one in store.ranges.all()}

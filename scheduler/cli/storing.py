@@ -1,4 +1,4 @@
-"""Commands that carry records: export, import, forget, build-cache."""
+"""Commands that move and delete records: `export`, `import`, `forget`, `build-cache`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def forget(
 
 
 def _forget_range(op: Operation[Any], field: str, lowest: Problem, highest: Problem, hardware: str | None) -> None:
-    """Deletes a range, as it was asked for; the records at its points stay."""
+    """Deletes the range with exactly these ends. The records at its points remain."""
     from scheduler.core.identity import family_of
 
     store, ends = user_store(), (getattr(lowest, field), getattr(highest, field))

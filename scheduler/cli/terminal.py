@@ -1,4 +1,4 @@
-"""Standard output and standard error, and how far a search is."""
+"""Output to standard output and standard error, and progress of searches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ MOST_COLUMNS = 1000
 
 
 def console_here() -> Console:
-    """As wide as the terminal or as COLUMNS says, within reason; where neither is there, as most terminals can be."""
+    """Returns the console of standard output.
+
+    Its width is COLUMNS, up to `MOST_COLUMNS`, or the width of the terminal. Without either, it is 120.
+    """
     asked = os.environ.get("COLUMNS", "")
     if asked.isdecimal() and int(asked) > 0:
         return Console(highlight=False, width=min(int(asked), MOST_COLUMNS))
@@ -35,12 +38,12 @@ def console_here() -> Console:
 
 
 def console_beside() -> Console:
-    """Of standard error, for a person, where standard output is for a file."""
+    """Returns the console of standard error, for text output if standard output is written to a file."""
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
 
 
 def output(*what: RenderableType) -> None:
-    """Sentences and tables, folded between words to the width of the console."""
+    """Prints sentences and tables, folded between words to the width of the console."""
     console = console_here()
     for one in what:
         if isinstance(one, str):
@@ -51,7 +54,7 @@ def output(*what: RenderableType) -> None:
 
 
 def print_command(command: str) -> None:
-    """On a line of its own, which is not folded: it is there to be copied."""
+    """Prints a command on its own line, unfolded so that it can be copied."""
     print(f"  {printable(command)}")
 
 
@@ -64,7 +67,7 @@ def say(message: str) -> None:
 
 
 def best_text(progress: Progress) -> str:
-    """The best of a search so far, in words."""
+    """Formats the best result of a search so far."""
     from scheduler.core.quantities import seconds_text
     from scheduler.core.records import choice_text
 
@@ -78,7 +81,7 @@ def best_text(progress: Progress) -> str:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
-    """Shows how far a search is on standard error: a bar on a terminal, else a line whenever there is a new best."""
+    """Shows the progress of searches on standard error: a bar on a terminal, otherwise a line for each new best."""
     if not sys.stderr.isatty():
         shown: dict[Task, str] = {}
 
@@ -103,22 +106,22 @@ def shown_progress() -> Iterator[Callable[[Task, Progress], None]]:
             if task not in rows:
                 rows[task] = bars.add_task("", total=progress.budget, label=printable(str(task)), left="", best="")
             left = "" if progress.eta_s is None else f"{progress.eta_s:.0f} s left"
-            short = printable(best_text(progress)).partition(":")[0]  # without the schedule it fits a line
+            short = printable(best_text(progress)).partition(":")[0]  # without the schedule, to fit in one line
             bars.update(rows[task], completed=progress.done, total=progress.budget, left=left, best=short)
 
         yield draw
 
 
-# Without a terminal, a line for each such share of the whole.
+# Number of progress lines in all if standard error is not a terminal.
 _SHARE = 10
 
 
 @contextlib.contextmanager
 def shown_count(what: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
-    """Shows on standard error how many of `total` are done: a bar on a terminal, else a line for each tenth.
+    """Shows a count up to `total` on standard error: a bar on a terminal, otherwise a line for each tenth.
 
     Yields:
-      what counts: it passes things on, and each that is asked for after another says that one more is done.
+      A function that wraps an iterable and counts its items. An item counts as done when the next one is requested.
     """
     if not sys.stderr.isatty():
 

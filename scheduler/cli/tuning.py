@@ -1,4 +1,4 @@
-"""The command tune: one problem, a job, or what calls missed."""
+"""The command `tune`: tunes one problem, a job, or cache misses."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def tune(
     if l2 not in ("cold", "warm"):
         raise typer.BadParameter(f"--l2 is cold or warm, not {l2}")
     with usage_errors():
-        sampler_of(sampler, seed)  # refuses what is none, before anything is started
+        sampler_of(sampler, seed)  # raises an error for an unknown sampler before any process starts
         wanted = trials(budget, effort)
     recording = None if replay is None else Replay(replay)
     store = user_store() if recording is None or keep else no_store()
@@ -220,7 +220,7 @@ def tune(
 
 
 def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
-    """Starts a runner in a thread: its processes start while this process imports its other modules."""
+    """Starts a runner in a thread, so that its processes start while this process imports its other modules."""
     from scheduler.core.threads import in_thread
     from scheduler.measure.pool import start_runner
     from search_spaces import load
@@ -231,7 +231,7 @@ def _begun(operation: str, options: RunnerOptions) -> Future[Runner]:
 
 
 def _closed(opened: Future[Runner]) -> None:
-    """Closes the runner, which is open still where the command ended before a search."""
+    """Closes the runner, which is still open if the command ended before a search."""
     if opened.exception() is None:
         opened.result().close()
 
@@ -243,7 +243,7 @@ def _tune_missed(
     minutes: float | None,
     **how: Any,
 ) -> None:
-    """What `choose` names for the chip that is here, the first first."""
+    """Tunes the tasks that `choose` returns for the local chip, in this order."""
     from scheduler.search.missed import Within
 
     bound = Within(None if minutes is None else 60 * minutes)
@@ -265,7 +265,19 @@ def _tune(
     alone: bool = False,
     **how: Any,
 ) -> None:
-    """Runs the tasks, prints what became of them, or of the one that is `alone`, and says what failed."""
+    """Runs the tasks and prints their results.
+
+    Args:
+      tasks: the tasks.
+      store: the store for the records.
+      places: the executors.
+      as_json: whether to print JSON.
+      alone: whether there is only one task, printed in detail.
+      how: further arguments of `jobs.run`.
+
+    Raises:
+      SchedulerError: a problem failed, all schedules of a backend failed, or a record could not be stored.
+    """
     from scheduler.search import jobs
 
     results: list[Result] = []
@@ -277,7 +289,7 @@ def _tune(
         else:
             with (
                 shown_job(several=places is not None and len(places) > 1) as shown,
-                # Closed here: an interrupt of this loop ends the job before its results are printed.
+                # Closed here, so that an interrupt of this loop ends the job before its results are printed.
                 contextlib.closing(jobs.run(tasks, places, store=store, progress=shown.step, **how)) as ended,
             ):
                 for result in ended:
@@ -301,7 +313,7 @@ def _tune(
 
 
 def _place(task: Task | RangeTask | Malformed, written: Mapping[int, int]) -> tuple[int, int]:
-    """Where a task stands among the others: those of a range before it, by its extent."""
+    """Returns the sort key of a task: the order of `written`, with the points of a range before it, by extent."""
     of: RangeTask | None = getattr(task, "part_of", None)
     if of is None:
         return written[id(task)], sys.maxsize
@@ -331,7 +343,7 @@ def _print_tuned(result: Result, store: Store, as_json: bool) -> None:
         earlier = f" ({result.resumed} of them made before, in a run that was cut short)" if result.resumed else ""
         output(f"{record.tried} trials{earlier} of {record.space} schedules in {result.elapsed_s:.1f} s.", "")
     output(*record_report.entries(record, problem, result.hardware, console_here().width), "", *verdict.verdict(record))
-    with contextlib.suppress(StoreError):  # a warning has said what could not be stored
+    with contextlib.suppress(StoreError):  # already reported by a warning
         output(*search_report.failed_beside(store.last_trials(record.key), record))
     if result.stored:
         output("Nothing is kept: the store is in memory" if store.in_memory else f"Stored in {store.location}")

@@ -1,4 +1,4 @@
-"""verify: stored winners, a plan's kernels, or its whole function, timed again."""
+"""The command `verify`: measures stored winners, a plan's kernels, or its whole function again."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def verify(
 def _verify_plan(
     file: Path, function: str | None, arrays: Sequence[str], within: float, options: Any, seed: int, as_json: bool
 ) -> None:
-    """Verifies the plan in `file` by the function of that name, or by its kernels alone where there is none."""
+    """Verifies the plan in `file` by timing `function`, or only the plan's kernels if `function` is None."""
     plan = Plan.load(file)
     if function is not None:
         _verify_function(plan, function, arrays, as_json)

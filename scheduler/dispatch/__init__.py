@@ -1,1 +1,1 @@
-"""From a call to the schedule that answers it."""
+"""Selection of the schedule that runs a call."""

@@ -1,4 +1,4 @@
-"""What a call as users write it becomes: one jitted function for each way to ask."""
+"""The entry point of public calls: one jitted function per signature and options."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ from search_spaces.space import unknown
 Backends = str | Sequence[str]
 MOST_COMPILED = 1024
 
-# JAX traces and compiles anew where it differs, in the functions that a user has jitted, too.
+# JAX traces and compiles again when the value changes, in functions that a user has jitted, too.
 target: Any = jax.make_user_context("")
 in_plan = planned.plan
-# What a caller asked for -> the jitted function that answers it. JAX keeps that function's compiled versions by shapes,
-# dtypes, placement and default precision, so that an answer found once costs one look-up here and a call of `jax.jit`.
+# Signature, options, target and plan -> the jitted function. JAX caches the compiled versions of that function by
+# shapes, dtypes, placement and default precision. A repeated call costs one lookup here and a call of `jax.jit`.
 _compiled: dict[Any, Callable[..., Any]] = {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """How users call an operation. Each is one object, told from others by its identity: that is quick to hash.
+    """The call signature of an operation. Compared and hashed by identity, which is fast.
 
     Attributes:
-      options: names of what is part of the compiled program, in the order in which calls give their values.
-      last: names of the last arrays, which are given by name.
+      options: names of the static arguments, in the order of their values in a call. They are part of the compiled
+        program.
+      last: names of the last arrays, which are keyword arguments.
     """
 
     operation: Operation[Any]
@@ -51,15 +52,17 @@ class Signature:
 
 @functools.cache
 def signature(operation: Operation[Any], options: tuple[str, ...], last: tuple[str, ...] = ()) -> Signature:
-    """The signature of a call with these options; its arrays are given by place, and then those of these names."""
+    """Returns the signature with static arguments `options`, positional arrays, and then keyword arrays `last`."""
     return Signature(operation, options, last)
 
 
 def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
-    """The answer to a call.
+    """Runs a call and returns its result.
 
     Args:
+      called: the signature of the call.
       how: `on_miss`, `backends`, `schedule`, and the values of the signature's options.
+      arrays: the positional arrays, then the keyword arrays.
     """
     tracer = jax.core.Tracer
     for x in arrays:
@@ -67,38 +70,38 @@ def answer(called: Signature, how: tuple[Any, ...], *arrays: Any) -> Any:
             return _function(called, how)(*arrays)
     try:
         compiled = _compiled[called, how, target.value, in_plan.value]
-    except (KeyError, TypeError):  # TypeError: a list or a dict among the arguments
+    except (KeyError, TypeError):  # TypeError: unhashable arguments, such as a list or a dict
         compiled = None
     try:
         return _first_answer(called, tuple(map(_frozen, how)), arrays) if compiled is None else compiled(*arrays)
     except jax.errors.JaxRuntimeError as error:
         raise partitioning_compat.raised_by(error) from None
-    except TypeError:  # JAX would name the function that it got in place of the one that the user called
+    except TypeError:  # JAX's message would name the jitted function instead of the user's
         _require_arrays(called, arrays)
         raise
 
 
 def unexpected(function: Callable[..., Any], given: Mapping[str, Any]) -> TypeError:
-    """What is raised of arguments that `function` does not have, with what was meant."""
+    """Returns the TypeError for keyword arguments that `function` does not have, with the closest known name."""
     parameters = inspect.signature(function).parameters.values()
     known = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown(next(iter(given)), known)}")
 
 
 def forget(operation: Operation[Any] | None = None) -> None:
-    """Drops the functions jitted so far, those of one operation or all."""
+    """Drops the jitted functions of one operation, or of all if None."""
     for key in [key for key in list(_compiled) if operation is None or key[0].operation is operation]:
         _compiled.pop(key, None)
 
 
 def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-    """The answer to such a call by a function that is jitted now, and forgotten where it fails.
+    """Runs a call with a newly jitted function, which is dropped if the call fails.
 
-    What it refuses, 8.0 columns, may equal what another call means: 8.
+    A rejected value may equal a valid one as a cache key: 8.0 columns are rejected, and 8 columns are valid.
     """
     key = called, how, target.value, in_plan.value
     compiled = None
-    with contextlib.suppress(KeyError, TypeError):  # what still cannot be a key is for the answer to refuse
+    with contextlib.suppress(KeyError, TypeError):  # arguments that are still unhashable are rejected below
         compiled = _compiled[key]
     if compiled is not None:
         return compiled(*arrays)
@@ -116,7 +119,7 @@ def _first_answer(called: Signature, how: tuple[Any, ...], arrays: tuple[Any, ..
 
 
 def _require_arrays(called: Signature, arrays: tuple[Any, ...]) -> None:
-    """Raises a TypeError where one of a call's arrays is none."""
+    """Raises a TypeError if one of a call's operands is not an array."""
     for place, x in enumerate(arrays):
         for leaf in jax.tree.leaves(x):
             if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex):
@@ -127,10 +130,11 @@ def _require_arrays(called: Signature, arrays: tuple[Any, ...]) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a float, for an argument that is part of the compiled program.
+    """Converts `value` to a float, for a static argument.
 
     Raises:
-      TypeError: it is none, or is an array that is traced.
+      TypeError: `value` is not a number, or is a traced array.
+      ValueError: `value` is an integer too large for a float.
     """
     try:
         if not isinstance(value, str | bytes | bytearray):
@@ -143,10 +147,10 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as a truth value, for an argument that is part of the compiled program.
+    """Converts `value` to a bool, for a static argument.
 
     Raises:
-      TypeError: it has no truth value: an array of several elements, or one that is traced.
+      TypeError: `value` has no truth value: it is an array of several elements, or a traced array.
     """
     if value is True or value is False:
         return value
@@ -159,10 +163,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def axes(value: Any) -> Any:
-    """An axis, axes as a tuple, or None: integers alone, of which 1.0 is none although it equals one.
+    """Returns an axis as an integer, several axes as a tuple, or None.
 
     Raises:
-      TypeError: it is none of these.
+      TypeError: `value` has another type. The float 1.0 is rejected, although it equals an integer.
     """
     if type(value) is int or value is None:
         return value
@@ -181,7 +185,7 @@ def _described(value: Any) -> str:
 
 
 def _require_hashable(operation: Operation[Any], values: Any) -> None:
-    """Raises a TypeError where they hold what cannot be part of a compiled program: an array, for one."""
+    """Raises a TypeError if `values` cannot be static arguments, for example because one is an array."""
     try:
         hash(values)
     except TypeError as error:
@@ -189,7 +193,7 @@ def _require_hashable(operation: Operation[Any], values: Any) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    """Hashable, with the same meaning: a schedule's items for a dict, a tuple for a list or an array of NumPy."""
+    """Returns a hashable equivalent: sorted items for a dict, a tuple for a list or a NumPy array."""
     if isinstance(value, Mapping):
         return tuple(sorted((name, _frozen(item)) for name, item in value.items()))
     if isinstance(value, set):
@@ -200,7 +204,10 @@ def _frozen(value: Any) -> Any:
 
 
 def _itself(value: Any) -> Any:
-    """The same, but for a NaN that one object which is found among keys: NaN equals nothing, not even itself."""
+    """Returns `value`, or the single object `math.nan` for a NaN.
+
+    A NaN does not equal itself, so a dict finds it as a key only by identity.
+    """
     return math.nan if isinstance(value, float | np.floating) and value != value else value
 
 
@@ -219,7 +226,7 @@ def _by_library(operation: Operation[Any], bound: Bound[Any]) -> Any:
 
 
 def _of_whole_arrays(operation: Operation[Any], options: dispatch.Options, bind: Callable[[], Any]) -> Any:
-    """The call on arrays with explicit axes."""
+    """Binds and runs the call on global arrays with explicit mesh axes."""
     with posing_explicit():
         bound = bind()
     if isinstance(bound, Unbound):
@@ -259,7 +266,7 @@ def _function(called: Signature, how: tuple[Any, ...]) -> Callable[..., Any]:
                 return result
             reason = f"{reason}: {result}"
         with formulas():
-            result = plain()  # first: what JAX refuses, it refuses in its own words
+            result = plain()  # first, so that invalid arguments raise JAX's own error
         dispatch.leave_to_library(operation, options, reason)
         return result
 

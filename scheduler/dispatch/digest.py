@@ -1,4 +1,4 @@
-"""What decides how the devices that a call is divided over are answered, as a digest: the same in every process."""
+"""Digest of all inputs to the schedule selection for a sharded call, identical in all processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem
 from search_spaces.unfolded import Shape
 
-# By the stores as calls see them since the last `reload`.
+# Keyed by the stores that calls read since the last `reload`.
 _known: weakref.WeakKeyDictionary[Cache, dict[Any, str]] = weakref.WeakKeyDictionary()
 _code = functools.cache(digest_of_code)
 
@@ -40,17 +40,18 @@ def digest(
     platform: str,
     options: Options,
 ) -> str:
-    """Of all that decides how the parts of a call are answered.
+    """Returns the digest of all inputs to the schedule selection for the shards of a call.
 
-    JAX's compilation cache tells programs apart by it, whose schedules are chosen only when they are compiled.
+    The digest is part of the key in JAX's compilation cache, because the schedules of these programs are selected only
+    during compilation.
 
     Raises:
-      SchedulerError: processes of one job could choose apart.
+      SchedulerError: processes of one job could select different schedules.
     """
     if isinstance(options, Listening):
-        return uuid.uuid4().hex  # a program from that cache would ask nothing
+        return uuid.uuid4().hex  # unique: a program from the compilation cache would make no queries to record
     if any(kernel.version == BY_PROGRAM for kernel in operation.kernels):
-        return uuid.uuid4().hex  # what they compute is known when a part is traced
+        return uuid.uuid4().hex  # unique: the kernel's program is known only when a shard is traced
     plan = options.plan and (options.plan.plan.digest, options.plan.missing)
     among = options.backends and sorted(options.backends)
     versions = [(kernel.backend, kernel.version) for kernel in operation.kernels]
@@ -61,19 +62,20 @@ def digest(
 
 
 def _all_known(operation: Operation[Any], platform: str, options: Options) -> str:
-    """Of what is stored of an operation on a chip, and of the code that chooses by it.
+    """Returns the digest of all stored data for an operation on a chip, and of the code that selects by it.
 
-    Read once, before any part is decided: what is decided by more than it tells is only compiled once more.
+    The stores are read once, before any shard is decided. If a decision uses data stored later, the only cost is one
+    more compilation.
     """
     plan = "" if options.plan is None else options.plan.plan.digest
     several = jax.process_count() > 1
-    if several:  # here, where every process comes: which of them compiles is for JAX's cache to decide
+    if several:  # Every process reaches this point. Which of them compile depends on JAX's compilation cache.
         require_one_code(plan)
     known = _known.setdefault(dispatch.user_cache(), {})
     key = (operation, platform, options.target, plan)
     if key not in known:
         found = hashlib.sha256(_code().encode())
-        with contextlib.suppress(UnknownChip):  # the library answers, whatever is stored
+        with contextlib.suppress(UnknownChip):  # the library is used, regardless of stored records
             hardware = dispatch.hardware_for(platform, options.target)
             found.update(hardware.id.encode())
             for line in () if plan else _stored(operation, hardware, shared_only=several):
@@ -83,7 +85,7 @@ def _all_known(operation: Operation[Any], platform: str, options: Options) -> st
 
 
 def _stored(operation: Operation[Any], hardware: Hardware, *, shared_only: bool) -> list[str]:
-    """As text, which is read and not decoded: a store may hold thousands."""
+    """Returns stored records, ranges and calibrations as text. Records are not decoded, as there may be thousands."""
     cache, of_these = dispatch.user_cache(), {"operation": operation.name, "hardware": hardware.id}
     own = [] if shared_only else map(codec.record_to_text, cache.remembered(**of_these))
     stores = cache.ask(

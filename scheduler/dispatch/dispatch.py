@@ -1,4 +1,4 @@
-"""Which schedule answers a call: given, remembered, stored, predicted, or searched for now."""
+"""Selects the schedule for a call: explicit, cached, stored, predicted or tuned now."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OnMiss = Literal["model", "tune", "xla", "error"]
 ON_MISS: tuple[OnMiss, ...] = typing.get_args(OnMiss)
 ENVIRONMENT = "TILE_SCHEDULER_ON_MISS"
 MOST_DECISIONS = 4096
-# Why no kernel can be asked on a mesh, where no device is asked for its part, whatever the operation.
+# Why no kernel can be selected on a mesh if the call is not divided into one part per device.
 ON_A_MESH = "it is divided over the devices of a mesh (inside `jax.shard_map` kernels are asked)"
 
 logger = logging.getLogger("scheduler")
@@ -57,17 +57,17 @@ logger = logging.getLogger("scheduler")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a caller asked for.
+    """The options of a call.
 
     Attributes:
-      on_miss: what to do where nothing is stored.
-      backends: the kernels that may answer; None allows all.
-      schedule: field -> value of the schedule to use whatever is stored, or None.
-      target: the chip to answer for, by its driver's name; "" is the one that runs the call.
-      plan: what answers in place of stores and the model, or None.
-      generation: how often answers have been forgotten: a raised one makes JAX trace and lower again.
-      sure: the probability of a gain that the model's choice of a kernel wants; None is the model's own.
-      divided: one device asks for its part of a call, while XLA compiles: nothing can be measured meanwhile.
+      on_miss: the policy for a cache miss.
+      backends: the allowed backends; None allows all.
+      schedule: field -> value of a schedule that overrides the stores, or None.
+      target: the driver's name of the chip to select for; "" means the chip that runs the call.
+      plan: the plan that replaces stores and model, or None.
+      generation: incremented when decisions are dropped, so that JAX traces and lowers again.
+      sure: minimum probability of a gain for the model to select a kernel; None means the model's default.
+      divided: whether the call is one device's shard, lowered while XLA compiles. Nothing can be measured then.
     """
 
     on_miss: OnMiss = "model"
@@ -82,7 +82,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What runs, and why, in words; and the question that no record answered, where it was none."""
+    """The selected kernel and schedule, with the reason.
+
+    `missed` is the key of the cache miss, or None if there was none.
+    """
 
     kernel: Kernel[Any, Any]
     schedule: Any
@@ -101,11 +104,15 @@ def options(
     plan: InForce | None = None,
     sure: float | None = None,
 ) -> Options:
-    """A caller's words, checked. `schedule` is a mapping, its items, or an instance of a kernel's schedule type.
+    """Returns the checked options of a call.
+
+    Args:
+      schedule: a mapping, its items, or an instance of a kernel's schedule type.
 
     Raises:
-      ValueError: an unknown policy or backend, with those there are; or "xla" to answer and not to answer.
-      TypeError: `schedule` is none of these.
+      ValueError: the policy or a backend is unknown, or `on_miss` is "xla" and `backends` excludes the library. For an
+        unknown name, the message lists the valid ones.
+      TypeError: `schedule` has another type.
     """
     if dataclasses.is_dataclass(schedule) and not isinstance(schedule, type):
         schedule = dataclasses.asdict(schedule)
@@ -138,23 +145,23 @@ def _policy(on_miss: str | None) -> OnMiss:
 
 
 def decide(operation: Operation[Any], problem: Problem, platform: str, options: Options) -> Decision:
-    """The schedule for `problem` on `platform`, found once for all later calls.
+    """Returns the decision for `problem` on `platform`, cached for later calls.
 
     Raises:
-      IllegalSchedule: `options.schedule` cannot run, with the reason.
-      CacheMiss: nothing is stored and the policy is "error".
-      NoCandidate: the library was excluded and nothing else can run, with the reason.
-      SchedulerError: the policy "tune" in a job of several processes.
+      IllegalSchedule: `options.schedule` cannot run; the message has the reason.
+      CacheMiss: no valid schedule is stored and the policy is "error".
+      NoCandidate: the library is excluded and no other kernel can run; the message has the reason.
+      SchedulerError: the policy is "tune" in a job of several processes.
     """
     return _answers.decide(operation, problem, platform, options)
 
 
 def leave_to_library(operation: Operation[Any], options: Options, reason: str) -> None:
-    """Says that the library answers a call for which no kernel can be asked, and why: `reason`, in words.
+    """Logs that a call falls back to the library because no kernel can be selected, with the `reason`.
 
     Raises:
-      NoCandidate: the library is not among the backends that may answer.
-      IllegalSchedule: a schedule was given, which nobody could run.
+      NoCandidate: the library is not among the allowed backends.
+      IllegalSchedule: the options have a schedule, which cannot run.
     """
     library = operation.library.backend
     if options.backends is not None and library not in options.backends:
@@ -170,9 +177,9 @@ def leave_to_library(operation: Operation[Any], options: Options, reason: str) -
 
 
 def reload() -> None:
-    """Forgets what was decided, so that the stores are asked again.
+    """Drops all decisions, so that later calls read the stores again.
 
-    What the user's own `jax.jit` has compiled keeps the schedules it was compiled with.
+    Functions compiled with the user's own `jax.jit` keep the schedules they were compiled with.
     """
     global _answers
     constants.forget()
@@ -183,18 +190,18 @@ def reload() -> None:
 
 
 def forget(operation: Operation[Any]) -> None:
-    """Asks the stores again for every problem of one operation."""
+    """Drops the decisions for one operation, so that later calls read the stores again."""
     with _replacing:
         _edits[operation] = _edits.get(operation, 0) + 1
 
 
 def user_cache() -> Cache:
-    """The stores as calls see them, since the last `reload`."""
+    """Returns the stores that calls read since the last `reload`."""
     return _answers.cache
 
 
 class _Answers:
-    """What has been decided since the last `reload`; a lock for each problem while it is being decided."""
+    """Decisions since the last `reload`, with one lock per problem that is being decided."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -231,14 +238,14 @@ class _Answers:
         with lock:
             try:
                 yield
-            finally:  # who waits holds the lock itself and will find the decision
+            finally:  # waiting threads keep a reference to the lock, and find the decision when they acquire it
                 with self.guard:
                     self.locks.pop(key, None)
 
 
 @dataclasses.dataclass
 class _Deciding:
-    """One question on its way to an answer."""
+    """The selection of a schedule for one call."""
 
     operation: Operation[Any]
     problem: Problem
@@ -282,7 +289,7 @@ class _Deciding:
         raise IllegalSchedule(f"{self._question(hardware)} cannot run the schedule {words}: {why}")
 
     def _stored(self, hardware: Hardware) -> Decision | str:
-        """What the stores answer, or why what they have is of no use; "" where they have nothing."""
+        """Returns the stored decision, or why the stored records cannot be used; "" if nothing is stored."""
         several = jax.process_count() > 1
         if several:
             require_one_code()
@@ -303,7 +310,7 @@ class _Deciding:
         policy, key = self.options.on_miss, key_of(self.operation, self.problem, hardware)
         if policy == "error":
             missed.note(self.cache, self.operation, key)
-            end_load()  # the command loads the script that made this call
+            end_load()  # the suggested command imports the script that made this call
             why = f" ({useless})" if useless else ""
             command = hints.tune(self.operation, self.problem, hardware)
             raise CacheMiss(f"no schedule for {self._question(hardware)}{why}; run: {command}")
@@ -314,12 +321,12 @@ class _Deciding:
             say_once(f"{self._question(hardware)}: no schedule is stored; XLA answers")
             library, reason = self.operation.library.backend, "nothing stored, and on_miss='xla'"
             return self._decision(hardware, library, {}, reason, missed=key)
-        if policy == "tune" and not self.options.target:  # a chip that is not here cannot be measured
+        if policy == "tune" and not self.options.target:  # the chip of an explicit target may be absent
             return self._tuned(hardware)
         return self._predicted(hardware)
 
     def _predicted(self, hardware: Hardware) -> Decision:
-        from scheduler.prediction.predict import predict  # the model loads only where a new call needs it
+        from scheduler.prediction.predict import predict  # imported only on a cache miss
 
         several = jax.process_count() > 1
         found = predict(
@@ -358,7 +365,7 @@ class _Deciding:
             record = in_fresh_thread(
                 lambda: tuner.tune(self.operation, self.problem, backends=backends, store=self.cache, force=True)
             )
-        except (TakesHours, WorkerError) as error:  # above all: this process holds the GPU's memory
+        except (TakesHours, WorkerError) as error:  # most often because this process holds the GPU's memory
             reason = str(error).splitlines()[0]
             warn_once(f"{self._question(hardware)} is not tuned: {reason} (the model answers instead)")
             return self._predicted(hardware)
@@ -381,16 +388,20 @@ class _Deciding:
 
 
 def hardware_for(platform: str, target: str) -> Hardware:
-    """The chip that a lowering for `platform` is for; an `UnknownChip` says why none is known."""
+    """Returns the chip of a lowering for `platform`.
+
+    Raises:
+      UnknownChip: the chip cannot be determined; the message has the reason.
+    """
     if target and (named := chips.find(target)).platform == platform:
         return named
     try:
         return chips.detect(jax.local_devices(backend=platform)[0])
-    except RuntimeError as error:  # JAX's word for a platform that is not here
+    except RuntimeError as error:  # raised by JAX if the platform has no device here
         raise UnknownChip(f"no {platform} device is here and scheduler.target() names no chip of it") from error
 
 
 _replacing = threading.Lock()
-# How often the answers of an operation were forgotten.
+# Operation -> the number of `forget` calls.
 _edits: weakref.WeakKeyDictionary[Operation[Any], int] = weakref.WeakKeyDictionary()
 _answers = _Answers(0)

@@ -1,4 +1,4 @@
-"""A call that XLA divides over the devices of a mesh: each of them asks for its own part, when XLA has divided it."""
+"""Calls that XLA shards over the devices of a mesh. Each device's schedule is selected after XLA has partitioned."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from search_spaces.problem import Problem
 from search_spaces.sharding import Divided, Sharding, Spec, divide
 from search_spaces.unfolded import Shape, unfold
 
-# Makes a tuned call of an operation on what one device has.
+# Makes a tuned call of an operation on one device's shards.
 Bind = Callable[..., Any]
 
 logger = logging.getLogger("scheduler")
@@ -29,10 +29,13 @@ logger = logging.getLogger("scheduler")
 def sharding_of(
     operation: Operation[Any], problem: Problem, shapes: Sequence[Shape], options: Options
 ) -> Sharding[Any] | str:
-    """What of such a call the devices of a mesh may divide; or why none of them is asked for a part, in words.
+    """Returns how a call may be sharded over the devices of a mesh, or the reason why it cannot.
 
     Args:
-      shapes: of the operands, that may have several axes in place of one.
+      operation: the operation.
+      problem: the problem of the whole call.
+      shapes: the shapes of the operands, which may split an axis into several.
+      options: the options of the call.
     """
     if options.backends == frozenset({operation.library.backend}):
         return "only the library may answer, which XLA divides by itself"
@@ -51,13 +54,13 @@ def lower(
     params: Params,
     options: Options,
 ) -> Any:
-    """Lowers the call so that each device computes its part, by the answer to the problem that this is.
+    """Lowers the call so that each device computes its shard, with the schedule selected for the shard's problem.
 
     Returns:
-      What it is lowered to; or why it cannot be, in words.
+      The lowered values, or the reason why the call cannot be sharded.
 
     Raises:
-      SchedulerError: processes of one job could choose apart.
+      SchedulerError: processes of one job could select different schedules.
     """
     shapes = tuple(aval.shape for aval in ctx.avals_in)
     sharding = sharding_of(operation, problem, shapes, options)
@@ -84,7 +87,10 @@ def lower(
 
 
 def compute(found: Divided[Any], call: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
-    """The results of one device, where all axes of the mesh are manual. `call` is ``call(problem, *args)``."""
+    """Returns the results of one device.
+
+    All axes of the mesh must be manual. `call` is ``call(problem, *args)``.
+    """
     return found.compute(call, args, lax.psum, _scatter)
 
 
@@ -93,7 +99,7 @@ def _scatter(x: Any, axes: tuple[str, ...], dim: int) -> Any:
 
 
 def told(found: Divided[Any]) -> str:
-    """What each device computes, in words."""
+    """Describes the computation of each device, for the log."""
     sums = {axis for axes in found.sums for axis in axes}
     scattered = " and scattered" if found.scatters else ""
     summed = f", summed over {', '.join(sorted(sums))}{scattered}" if sums else ""

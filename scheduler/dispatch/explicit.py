@@ -1,4 +1,4 @@
-"""A call on arrays whose types say how they are divided: a `jax.shard_map` of its parts, where its type stays JAX's."""
+"""Calls on arrays with explicit sharding in their types: run as a `jax.shard_map` if the result type equals JAX's."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from search_spaces.problem import Problem
 from search_spaces.sharding import Divided, divide
 
 logger = logging.getLogger("scheduler")
-# Of the arrays of a call; folding their axes may leave its devices out.
+# The mesh of a call's arrays. Folding the arrays' axes may lose its devices.
 _mesh: ContextVar[Any] = ContextVar("mesh", default=None)
 
 
 class WholeError(Exception):
-    """Why a call is left to the library, in words."""
+    """The call falls back to the library; the message has the reason."""
 
 
 def over(operation: Operation[Any], problem: Problem, options: Options, call: Callable[..., Any], *args: Any) -> Any:
-    """The call as a `jax.shard_map` over the mesh of its arrays, in which each device makes its part of it.
+    """Runs the call as a `jax.shard_map` over the mesh of its arrays, one shard per device.
 
     Args:
-      call: ``call(problem, *args)`` is that part.
+      call: ``call(problem, *args)`` computes one shard.
 
     Raises:
-      WholeError: it cannot be divided, or not without gathering what JAX would leave divided.
+      WholeError: the call cannot be sharded, or only by gathering an array that JAX would leave sharded.
     """
     if partitioning_compat.is_mapped_over_a_mesh():
         raise WholeError("a `vmap` around it has an `spmd_axis_name`")
@@ -59,12 +59,12 @@ def over(operation: Operation[Any], problem: Problem, options: Options, call: Ca
 
 
 def unless(arrays: Sequence[Any], tuned: Callable[[], Any], plain: Callable[[], Any]) -> Any | str:
-    """What `tuned` computes, or why it is to be left to `plain`, in words: its result must be of the same type.
+    """Returns the result of `tuned` if its type equals that of `plain`, otherwise the reason to use `plain`.
 
-    What JAX refuses of `plain`, it refuses here, in its own words.
+    Errors of JAX when it traces `plain` are raised unchanged.
 
     Args:
-      arrays: those of the call, as users gave them.
+      arrays: the arrays of the call, as the user passed them.
     """
     wanted = _types(plain)
     before = _mesh.set(_mesh_of(arrays))
@@ -73,20 +73,21 @@ def unless(arrays: Sequence[Any], tuned: Callable[[], Any], plain: Callable[[], 
         return tuned() if found == wanted else f"its result would be {found}, where JAX's is {wanted}"
     except WholeError as reason:
         return str(reason)
-    except partitioning_compat.ShardingTypeError as error:  # axes that do not fold into n
+    except partitioning_compat.ShardingTypeError as error:  # sharded axes that cannot be folded into one
         return str(error).splitlines()[0]
     finally:
         _mesh.reset(before)
 
 
 def _mesh_of(arrays: Sequence[Any]) -> Any:
-    """The mesh of arrays whose types name one, where all its axes are explicit; None where some are not.
+    """Returns the mesh in the arrays' types, or None if some of its axes are not explicit.
 
-    With its devices, where an array has some: a function of such arrays alone finds them nowhere else.
+    The mesh includes its devices if one of the arrays is concrete. A function of these arrays has no other source of
+    the devices.
     """
     meshes = {mesh for x in arrays if not (mesh := jax.typeof(x).sharding.mesh).empty}
     mesh = meshes.pop()
-    if meshes or set(mesh.axis_types) != {AxisType.Explicit}:  # two of them, where a `vmap` has taken an axis
+    if meshes or set(mesh.axis_types) != {AxisType.Explicit}:  # there are two meshes if a `vmap` has taken an axis
         return None
     placed = [getattr(x.sharding, "mesh", None) for x in arrays if not isinstance(x, jax.core.Tracer)]
     return next((each for each in placed if isinstance(each, Mesh) and each.abstract_mesh == mesh), mesh)

@@ -1,4 +1,4 @@
-"""Whoever wants to know what a call asks, and no answer: nothing is looked up, and the library answers meanwhile."""
+"""Recording of the problems that a call queries. Nothing is looked up, and the library runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from search_spaces.problem import Problem
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Listener:
-    """What one call asked while it was lowered and compiled. Each is told from others by its identity.
+    """The queries of one call while it is lowered and compiled. Compared by identity.
 
     Attributes:
-      asked: the problems that it posed: of a call that XLA divides over devices, those of one device.
-      left: why no kernel could be asked, in words.
+      asked: the queried problems. For a call that XLA shards over devices, the problems of one device.
+      left: the reasons why no kernel could be selected.
     """
 
     asked: list[tuple[Operation[Any], Problem]] = dataclasses.field(default_factory=list)
@@ -25,6 +25,6 @@ class Listener:
 
 @dataclasses.dataclass(frozen=True)
 class Listening(Options):
-    """A call's options in place of the caller's own: `listener` is told what is asked."""
+    """Options that replace the caller's own, and record queries in `listener`."""
 
     listener: Listener = dataclasses.field(default_factory=Listener)

@@ -1,4 +1,4 @@
-"""Questions that no record answered, noted each time they are lowered, with the line of the user's code that asked."""
+"""Logging of cache misses to the user's store at each lowering, with the line of user code that made the call."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ _ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 
 _log = logging.getLogger("scheduler")
 _places: dict[Operation[Any], str] = {}
-# Of a call that XLA compiles, and with it asks about: the line that posed it runs no more.
+# The line of a call that XLA is compiling. The Python frame of that line has already returned.
 _asking: ContextVar[str | None] = ContextVar("asking", default=None)
 
 
 def noted() -> bool:
-    """Whether misses are noted, which "off" in the environment turns off.
+    """Whether misses are logged. `TILE_SCHEDULER_MISSES=off` disables logging.
 
     Raises:
-      ValueError: the environment says neither on nor off.
+      ValueError: the environment variable is neither on nor off.
     """
     said = os.environ.get(ENVIRONMENT, "").strip().lower() or "on"
     return checked.one_of(ENVIRONMENT, said, (*_ON, *_OFF)) in _ON
 
 
 def note(cache: Cache, operation: Operation[Any], key: Key) -> None:
-    """Notes in the user's own store that a call posed `key` and no record answered it: soon, and without a word."""
+    """Logs a cache miss for `key` to the user's own store, asynchronously. Failures are logged at debug level."""
     if not noted():
         return
     try:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         cache.note(Miss(key, 1, now, now, line_asking(), _place(operation)))
-    except Exception as error:  # no call fails by what only watches it
+    except Exception as error:  # a failure to log a miss must not fail the call
         _log.debug("%s is not noted as a miss: %r", key, error)
 
 
 def line_asking() -> str:
-    """``file:line`` of the user's code that posed what is lowered now; "" where no file is known.
+    """Returns ``file:line`` of the user code that made the call being lowered; "" if the file is unknown.
 
-    Where a call was traced under another function, its line there; of an eager call, the line that made it.
+    For a call traced within another function, this is the line in that function. For an eager call, it is the line of
+    the call.
     """
     if (told := _asking.get()) is not None:
         return told
@@ -63,7 +64,7 @@ def line_asking() -> str:
 
 @contextmanager
 def asking_from(line: str) -> Iterator[None]:
-    """Within this context `line`, as `line_asking` returns it, asks."""
+    """Makes `line_asking` return `line` within this context."""
     before = _asking.set(line)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Within a plan: calls are answered by it alone, the same in every process, and no store is opened."""
+"""Selection of schedules from a plan alone, identical in all processes. No store is opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from search_spaces.problem import Problem
 
 Missing = Literal["xla", "error"]
 MISSING: tuple[Missing, ...] = typing.get_args(Missing)
-# A plan's file, for a process whose code names none.
+# The path of a plan for calls outside of any plan context.
 ENVIRONMENT = "TILE_SCHEDULER_PLAN"
 
 logger = logging.getLogger("scheduler")
@@ -32,25 +32,25 @@ logger = logging.getLogger("scheduler")
 
 @dataclasses.dataclass(frozen=True)
 class InForce:
-    """A plan that answers, and what to do about problems that it does not answer."""
+    """An active plan, with the policy for problems that the plan does not contain."""
 
     plan: Plan
     missing: Missing = "xla"
 
-    def __repr__(self) -> str:  # part of each call in a printed jaxpr
+    def __repr__(self) -> str:  # printed in jaxprs, with each call
         return f"plan {self.plan.digest}"
 
 
-# The innermost plan of this thread. JAX traces and compiles anew where it differs, in the functions that a user has
+# The innermost plan of this thread. JAX traces and compiles again when the value changes, in functions that a user has
 # jitted, too.
 plan: Any = jax.make_user_context(None)
 
 
 def in_force() -> InForce | None:
-    """What answers calls that are traced here and now, in place of stores and the model; None where they do.
+    """Returns the active plan for calls traced in this context; None if stores and the cost model select.
 
     Raises:
-      PlanError: `TILE_SCHEDULER_PLAN` names no plan that can be used.
+      PlanError: the file that `TILE_SCHEDULER_PLAN` names is not a usable plan.
     """
     here: InForce | None = plan.value
     if here is not None:
@@ -68,7 +68,7 @@ def _of_process(path: str) -> InForce:
 
 
 def forget() -> None:
-    """The process's plan is read again when it is next asked for."""
+    """Clears the cached plan of the process, so that the next call reads the file again."""
     _of_process.cache_clear()
 
 
@@ -80,16 +80,20 @@ def answer(
     backends: frozenset[str] | None,
     strict: bool,
 ) -> tuple[str, Schedule, str]:
-    """Backend and schedule that a plan answers with, or else the library's, and why, in words.
+    """Returns the backend and schedule in a plan, with the reason. Falls back to the library.
 
     Args:
-      backends: those that the call allows; None allows all.
-      strict: whether the call wants an error where there is no answer, whatever the plan is to do then.
+      force: the active plan.
+      operation: the operation.
+      problem: the problem.
+      hardware: the chip.
+      backends: the backends that the call allows; None allows all.
+      strict: whether a missing entry is an error for this call, regardless of the plan's own policy.
 
     Raises:
-      CacheMiss: it has no answer that holds, and an error is wanted.
-      NoCandidate: likewise, and the call leaves the library out.
-      SchedulerError: process 0 of this job answers otherwise.
+      CacheMiss: the plan has no valid entry, and the policy is an error.
+      NoCandidate: the plan has no valid entry, and the call excludes the library.
+      SchedulerError: process 0 of this job has another plan or other code.
     """
     plan, library = force.plan, operation.library.backend
     if jax.process_count() > 1:
@@ -115,20 +119,20 @@ def answer(
 
 @dataclasses.dataclass(frozen=True)
 class Stale:
-    """A plan's answer that does not hold here, and why."""
+    """The reason why a plan's entry is not valid here."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Unplanned:
-    """A problem that a plan does not hold."""
+    """The reason for a missing entry: the plan does not contain the problem."""
 
     reason: str
 
 
 def held(plan: Plan, operation: Operation[Any], problem: Problem, hardware: Hardware) -> Planned | Stale | Unplanned:
-    """A plan's answer, checked as stored ones are."""
+    """Returns a plan's entry for a problem, checked like stored records."""
     if plan.hardware != hardware.id:
         return Stale(f"the plan {plan.digest} is of {plan.hardware}, and this is {hardware.id}")
     which = f"the plan {plan.digest} answers {operation.name} {problem}"

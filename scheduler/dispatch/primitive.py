@@ -1,4 +1,4 @@
-"""The JAX primitive that a tuned call is: traced by shape alone, answered when it is lowered for a platform."""
+"""The JAX primitive of tuned calls. Tracing uses shapes only; lowering for a platform selects the schedule."""
 
 from __future__ import annotations
 
@@ -25,26 +25,25 @@ from search_spaces.operation import Operation, Params
 from search_spaces.problem import Problem, as_tuple
 from search_spaces.unfolded import Shape, Unfolded, unfold
 
-# It has as many results as its problem.
 tuned_call_p = Primitive("tuned_call")
 tuned_call_p.multiple_results = True
 
-# The library's answer is plain XLA: it asks no target.
+# The library's implementation is plain XLA, which does not read the target.
 ANY_TARGET = Target(platform="any", kind="any", architecture="any", cores=1)
 
 
 def tuned_call(operation: Operation[Any], problem: Problem, *args: Any, params: Params = (), options: Options) -> Any:
-    """`operation` on arrays shaped as `problem.operands()`, by the schedule that `options` allow and choose.
+    """Runs `operation` on arrays with the shapes of `problem.operands()`, with the schedule that `options` select.
 
-    Where `Operation.shard` has a letter for an axis, arrays may have several axes in its place (`unfolded`): all that
-    have that letter, results too.
+    An axis with a letter in `Operation.shard` may be split into several axes (`unfolded`). All arrays with this letter
+    are split alike, including results.
 
     Returns:
-      An array, or a tuple of them, as in `problem.result()`.
+      An array, or a tuple of arrays, as in `problem.result()`.
 
     Raises:
-      ValueError: the arrays are not those that the problem describes.
-      WholeError: as `explicit.over`, on a mesh with explicit axes.
+      ValueError: shapes or dtypes of the arrays do not match the problem.
+      WholeError: on a mesh with explicit axes, under the same conditions as `explicit.over`.
     """
     if jax_compat.has_explicit_axes(args):
 
@@ -64,7 +63,7 @@ def _of_kernels(operation: Operation[Any], params: Params) -> Params:
 
 
 def _bind(operation: Operation[Any], problem: Problem, params: Params, options: Options, /, *args: Any) -> Any:
-    """The same, differentiated by the primitive's own rules, whatever `Operation.vjp_fwd` says."""
+    """Like `tuned_call`, but differentiated by the primitive's rules even if the operation has a `vjp_fwd`."""
     wanted = [(s.shape, s.dtype) for s in problem.operands()]
     found = [(jnp.shape(x), jnp.result_type(x)) for x in args]
     try:
@@ -83,10 +82,10 @@ def _bind(operation: Operation[Any], problem: Problem, params: Params, options: 
 
 @functools.lru_cache(maxsize=4096)
 def _unfolded(operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]) -> Unfolded[Any] | None:
-    """How operands of these shapes have several axes for one of the problem's; None where they have not.
+    """Returns how operands of these shapes split axes of the problem; None if the shapes equal the problem's.
 
     Raises:
-      ValueError: they are no operands of it.
+      ValueError: the shapes do not match the problem.
     """
     if list(shapes) == [s.shape for s in problem.operands()]:
         return None
@@ -101,7 +100,7 @@ def _unfolded_args(operation: Operation[Any], problem: Problem, args: Any) -> Un
 
 
 def library(operation: Operation[Any], problem: Problem, params: Params, /, *args: Any) -> tuple[jax.Array, ...]:
-    """The library kernel's answer, of arrays as `tuned_call` takes them."""
+    """Returns the results of the library kernel, for arrays as in `tuned_call`."""
 
     def run(posed: Problem, *own: Any) -> tuple[jax.Array, ...]:
         return operation.library.results(posed, Library(), ANY_TARGET, *own, **dict(params))
@@ -124,13 +123,13 @@ def _compiled(operation: Operation[Any], problem: Problem, params: Params, optio
 
 
 def _name(operation: Operation[Any], **_: Any) -> str:
-    """Of its calls, in errors of JAX."""
+    """Returns the name of its calls in JAX's error messages."""
     return f"tuned_{operation.name}"
 
 
 def _run(*args: Any, operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Any:
-    # Eager calls come as jitted ones; here are the eager products that a derivative or a batching rule makes.
-    with jax.disable_jit(False):  # lowering is where the answer is, so there is no way to run without
+    # Public eager calls are jitted already. Only eager calls made by a derivative or batching rule reach this.
+    with jax.disable_jit(False):  # the schedule is selected during lowering, so the call must be compiled
         return _compiled(operation, problem, params, options)(*args)
 
 
@@ -142,7 +141,7 @@ def _types(*avals: Any, operation: Operation[Any], problem: Problem, **_: Any) -
 def _results(
     operation: Operation[Any], problem: Problem, shapes: tuple[Shape, ...]
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What comes of operands of these shapes."""
+    """Returns shapes and dtypes of the results for operands of these shapes."""
     unfolded, own = _unfolded(operation, problem, shapes), problem.results()
     if unfolded is None:
         return own
@@ -224,10 +223,13 @@ def _transpose(
 
 @functools.lru_cache(maxsize=1024)
 def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
-    """The call with the operation's own backward pass: a `jax.custom_vjp`, with what that means for forward mode."""
+    """Returns the call with the operation's own backward pass.
+
+    It is a `jax.custom_vjp`, which does not support forward-mode differentiation.
+    """
     kernels_params = _of_kernels(operation, params)
     call = _caller(operation, problem, kernels_params, options)
-    call.params = dict(params)  # type: ignore[attr-defined]  # those that no kernel gets, too
+    call.params = dict(params)  # type: ignore[attr-defined]  # includes parameters that kernels do not receive
     forward, backward = operation.vjp_fwd, operation.vjp_bwd
     assert forward is not None
     assert backward is not None
@@ -235,7 +237,7 @@ def _with_vjp(operation: Operation[Any], problem: Problem, params: Params, optio
     def answer(*args: Any) -> Any:
         return _bind(operation, problem, kernels_params, options, *args)
 
-    answer.__name__ = _name(operation)  # which JAX's error names in forward mode
+    answer.__name__ = _name(operation)  # appears in JAX's error for forward mode
     differentiable = jax.custom_vjp(answer)
 
     @formulas()
@@ -281,7 +283,10 @@ def _batch(
 
 
 def _caller(operation: Operation[Any], problem: Problem, params: Params, options: Options) -> Callable[..., Any]:
-    """Makes other calls as part of this one; a schedule that the caller gave was meant for this one only."""
+    """Returns a function that makes other calls within this one.
+
+    An explicit schedule of the caller applies to this problem only, so other calls do not inherit it.
+    """
 
     def call(*args: Any, **others_params: Any) -> Any:
         if isinstance(args[0], Operation):
@@ -311,7 +316,8 @@ def _as_dot(*, problem: Problem, **_: Any) -> tuple[Any, ...] | None:
 tuned_call_p.def_impl(_run)
 tuned_call_p.def_abstract_eval(_types)
 mlir.register_lowering(tuned_call_p, _lower)
-# A rule of its own for each of these makes JAX lower several platforms apart: Mosaic GPU kernels refuse company.
+# A separate rule per platform makes JAX lower the platforms separately. Mosaic GPU kernels reject a multi-platform
+# lowering.
 for _platform in ("cpu", "cuda", "rocm", "tpu"):
     mlir.register_lowering(tuned_call_p, functools.partial(_lower), platform=_platform)
 ad.primitive_jvps[tuned_call_p] = _differentiate

@@ -1,4 +1,4 @@
-"""A job of several processes compiles the same kernels everywhere, or says that it cannot."""
+"""Checks that all processes of a job select the same schedules."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from search_spaces import __file__ as search_spaces_file
 from search_spaces import jax_compat
 
 _guard = threading.Lock()
-# What was found to be the same everywhere, in the order in which it was asked: the plans' digests, "" for no plan.
+# Plan digests for which all processes agree, in the order of comparison; "" means no plan.
 _agreed: list[str] = []
 
 
 def require_one_code(plan: str = "") -> None:
-    """Processes of one job choose alike only by the same: compared once for each plan, and once without any.
+    """Compares all inputs to the selection with process 0, once per plan and once without a plan.
 
-    Without a plan that is code, constants and shipped records; with one, code and the plan.
+    Without a plan, the inputs are code, constants and shipped records. With a plan, the inputs are code and the plan.
 
     Args:
-      plan: the digest of the one that answers here; "" for none.
+      plan: the digest of the active plan; "" for none.
 
     Raises:
-      SchedulerError: this process has another than process 0.
+      SchedulerError: the inputs of this process differ from those of process 0.
     """
     with _guard:
         if plan in _agreed:
@@ -55,7 +55,10 @@ def _difference(own: str, first: str) -> str:
 
 
 def _digest() -> str:
-    """Of all that decides an answer which is neither the user's own nor measured now."""
+    """Returns the digest of code and shipped records.
+
+    Excludes the user's own records and new measurements.
+    """
     from scheduler.store import store
 
     shipped = store.shipped()
@@ -63,7 +66,7 @@ def _digest() -> str:
 
 
 def digest_of_code(*others: Path) -> str:
-    """Of this package and of JAX's version, and of these files."""
+    """Returns the digest of the project's two packages, the version of JAX, and the files `others`."""
     packages = [Path(__file__).parents[1], Path(search_spaces_file).parent]
     files = sorted(file for package in packages for file in package.rglob("*.py"))
     digest = hashlib.sha256(jax.__version__.encode())

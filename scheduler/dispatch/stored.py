@@ -1,4 +1,4 @@
-"""What the stores answer: a record of the problem itself, or else of the points next to it in a range."""
+"""Lookup of stored schedules: a record of the problem itself, otherwise the nearest points in a tuned range."""
 
 from __future__ import annotations
 
@@ -32,14 +32,22 @@ def stored(
     shared_only: bool,
     estimates: bool = True,
 ) -> tuple[str, Schedule, str] | str:
-    """Backend and schedule that the stores answer, and why; or why what they have is of no use; "" for want of any.
+    """Returns the stored backend and schedule, with their origin.
 
-    The reason is a `Changed` where code was edited.
-
-    What was measured goes first: a record of the problem itself, then a range; then likewise what was estimated.
+    Order of priority: a measured record of the problem, a measured range, an estimated record, an estimated range.
 
     Args:
-      estimates: whether records that nobody measured answer, for want of one that was.
+      cache: the stores.
+      operation: the operation.
+      problem: the problem.
+      hardware: the chip.
+      backends: the allowed backends; None allows all.
+      shared_only: whether to read only shipped records, which are the same in all processes.
+      estimates: whether estimated records may be used if there is no measured one.
+
+    Returns:
+      Backend, schedule and origin. If nothing stored can be used, the reason, or "" if nothing is stored. The reason is
+      a `Changed` if code was edited.
     """
     question, useless = f"{operation.name} {problem} on {hardware.kind}", ""
     estimated: tuple[str, Schedule, str] | None = None
@@ -53,7 +61,7 @@ def stored(
         elif estimated is None:
             estimated = found.backend, found.schedule, f"estimated by the compiler, not measured, from {place}"
     if ranges := _ranges(cache, operation, problem, hardware, shared_only=shared_only):
-        from scheduler.prediction.between import Between, between  # most stores have none, and most calls ask for none
+        from scheduler.prediction.between import Between, between  # imported late, as few stores have ranges
 
         def points(key: Key) -> Iterator[Record]:
             held = [record for _, record in cache.find(key, shared_only=shared_only)]
@@ -74,7 +82,7 @@ def stored(
 def evidence(
     cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool = False
 ) -> Evidence:
-    """What is stored that an answer to `problem` may follow from."""
+    """Returns the stored records and ranges that a prediction for `problem` may use."""
     from scheduler.prediction.evidence import Evidence, merged, read
 
     own = [] if shared_only else cache.remembered(operation=operation.name, hardware=hardware.id)
@@ -86,7 +94,7 @@ def evidence(
 def _ranges(
     cache: Cache, operation: Operation[Any], problem: Problem, hardware: Hardware, *, shared_only: bool
 ) -> list[Range]:
-    """The ranges that the problem may lie in."""
+    """Returns the stored ranges that may contain the problem."""
     families = families_of(problem)
     found = cache.ask(
         lambda store: store.ranges.all(operation=operation.name, hardware=hardware.id, problems=families),
@@ -96,7 +104,7 @@ def _ranges(
 
 
 def say_once(message: str) -> None:
-    """Logs what calls meet again and again, the first time."""
+    """Logs a message the first time only, as many calls repeat it."""
     if message not in _said:
         _said.add(message)
         logger.info(message)

@@ -1,9 +1,9 @@
-"""Fit the cost model's times of a kernel on a chip to recorded trials: a factor, and what is left of its errors.
+"""Fits the cost model to recorded trials of a kernel on a chip: a scale factor, and the residual errors.
 
 Ranking needs no fit: constants refitted by least squares to other shapes rank no better than the defaults
-(docs/search-and-model.md). A factor, what a library's kernel takes beyond its work, and errors by problem correct the
-choice between a kernel and the library, whose formula knows nothing of its programs: XLA's softmax of long rows reads
-them several times.
+(docs/search-and-model.md). The fit corrects the choice between a kernel and the library. It has three parts: a scale
+factor, the fixed time of a library kernel, and the errors by problem. They are necessary because the library's formula
+does not model its programs. For example, XLA's softmax reads long rows several times.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from search_spaces.space import Columns
 
 Array = npt.NDArray[np.float64]
 
-# Only trials at most so many times slower than the fastest of their problem count: others are nobody's answer.
+# Trials slower than this multiple of their problem's fastest time are ignored, as they would never be selected.
 _WORTH = 1.25
-# What a library's kernel takes beyond its work, seconds: 1.1 us of a fused row, 4 of cuBLAS.
+# Candidates for the fixed time of a library kernel, in seconds: 1.1 us for a fused row kernel, 4 us for cuBLAS.
 _LIBRARY_S = (5e-7, 1e-6, 1.5e-6, 2e-6, 3e-6, 4e-6, 5e-6)
-# Significant digits of what a calibration keeps.
+# Significant digits of the times in a calibration.
 _DIGITS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What was measured of one problem.
+    """The measured times of one problem.
 
     Attributes:
-      problem: what was computed.
-      schedules: those that ran; None for a library's answer.
-      seconds: their times, in the same order; of a library the time of its fastest program.
-      predicted_s, measured_s: the top prediction with default constants, and what it took, or the fastest schedule
-        where it was not measured; None of a library.
+      problem: the problem.
+      schedules: the measured schedules; None for a library.
+      seconds: their times, in the same order; for a library, the time of its fastest program only.
+      predicted_s: the predicted time of the best-ranked schedule with default constants; None for a library.
+      measured_s: the measured time of that schedule, or of the fastest schedule if that one was not measured; None for
+        a library.
     """
 
     problem: Problem
@@ -58,10 +59,10 @@ class Observed:
 def observed(
     kernel: Kernel[Any, Any], problem: Problem, hardware: Hardware, trials: Iterable[Trial]
 ) -> Observed | None:
-    """The trials of `kernel` that ran on the device, in today's version of it; None where there is none.
+    """Returns the measured trials of the current version of `kernel`; None if there are none.
 
-    Schedules that are no points of today's space any more are left out. A kernel that declares no footprint has no
-    times to correct.
+    Only trials timed by the device's clock count. Schedules outside the current space are ignored. The result is also
+    None if the kernel declares no footprint, as it has no predicted times to correct.
     """
     if kernel.supports(problem, hardware.target):
         return None
@@ -97,14 +98,16 @@ def calibrate(
     trials: Mapping[Problem, Sequence[Trial]],
     environments: Sequence[Environment],
 ) -> list[Calibration]:
-    """Fits every kernel of `operation` that has trials on `hardware`, the library's among them.
+    """Fits all kernels of `operation` with trials on `hardware`, including the library.
 
     Args:
-      trials: what was recorded there, by problem; only times of the device's own clock count.
-      environments: under which they were made; the newest is kept.
+      operation: the operation.
+      hardware: the chip.
+      trials: problem -> recorded trials; only trials timed by the device's clock count.
+      environments: the environments of the trials; the newest is stored in the calibration.
 
     Raises:
-      NoCandidate: none of these is a time on a device.
+      NoCandidate: no trial was timed by the device's clock.
     """
     made = []
     for kernel in operation.kernels:
@@ -127,9 +130,9 @@ def fit(
     seen: Sequence[Observed],
     environment: Environment,
 ) -> Calibration:
-    """What these observations tell of a kernel: its scale, what the model gets wrong by problem, and its fast variants.
+    """Fits a kernel's scale, its errors by problem, and its fast variants to the observations.
 
-    Of a library, also what one of its kernels takes beyond its work, where there are enough problems to tell.
+    For a library with at least `LEAST` problems, also fits the fixed time of one of its kernels.
     """
     constants, model = {}, CostModel(hardware)
     if kernel.library and len(seen) >= LEAST:
@@ -157,7 +160,10 @@ def fit(
 
 
 def scale(kernel: Kernel[Any, Any], hardware: Hardware, seen: Sequence[Observed]) -> float:
-    """What to multiply the model's times of `kernel` by: the median over problems of their fast trials' median."""
+    """Returns the scale factor of the model's times for `kernel`.
+
+    It is the median over problems of the median ratio of measured to predicted time of each problem's fast trials.
+    """
     return _scale([_errors(kernel, CostModel(hardware), one) for one in seen])
 
 
@@ -170,7 +176,7 @@ def _with(model: CostModel, library_s: float) -> CostModel:
 
 
 def _spread(model: CostModel, seen: Sequence[Observed]) -> float:
-    """How far a library's times are off, beyond a factor."""
+    """Returns the mean absolute deviation of a library's log errors from their median, which excludes the scale."""
     errors = np.array([np.log(one.seconds[0] / model.library_seconds(one.problem)) for one in seen])
     return float(np.abs(errors - np.median(errors)).mean())
 
@@ -181,7 +187,7 @@ def _fast(one: Observed) -> npt.NDArray[np.bool_]:
 
 
 def _errors(kernel: Kernel[Any, Any], model: CostModel, one: Observed) -> Array:
-    """``log(measured / predicted)`` of a problem's trials that are worth it."""
+    """Returns ``log(measured / predicted)`` of a problem's fast trials."""
     if one.schedules is None:
         return np.log(one.seconds / model.library_seconds(one.problem))
     footprint = kernel.footprint(one.problem, one.schedules.take(_fast(one)), model.hardware.target)

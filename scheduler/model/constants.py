@@ -1,4 +1,4 @@
-"""What was fitted to a kernel on a chip, for the cost model to take: the user's own, the shipped, or its defaults."""
+"""Lookup of the cost model's constants for a kernel on a chip: the user's own, the shipped, or the defaults."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ def model_of(
     *,
     found: Mapping[str, Calibration] | None = None,
 ) -> CostModel:
-    """The cost model with what was fitted to `kernel` and to the operation's library on this chip.
+    """Returns the cost model with the constants fitted to `kernel` and to the operation's library on this chip.
 
     Args:
-      found: by backend, what was fitted; None takes what is stored.
+      operation: the operation.
+      kernel: the kernel.
+      hardware: the chip.
+      found: backend -> calibration; None reads the stores.
     """
     if found is None:
         found = calibrations(operation.name, hardware)
@@ -44,22 +47,22 @@ def model_of(
     start = BY_ARCHITECTURE.get(hardware.architecture, Constants())
     try:
         return CostModel(hardware, dataclasses.replace(start, **values))
-    except ValueError as error:  # a store may hold any number
+    except ValueError as error:  # stored numbers may be out of range
         _say_once(f"the constants of {operation.name} on {hardware.kind} are not taken: {error}")
         return CostModel(hardware, start)
 
 
 def residuals_of(operation: Operation[Any], kernel: Kernel[Any, Any], found: Mapping[str, Calibration]) -> Residuals:
-    """What the model of `model_of` gets wrong of today's version of `kernel`, as far as it was measured."""
+    """Returns the measured errors of the cost model for the current version of `kernel`; empty if there are none."""
     calibration = found.get(kernel.backend)
     if calibration is None or calibration.version != kernel.version:
         return Residuals()
-    # By identity: a calibration is read once, and holds mappings, which have no hash.
+    # Keyed by identity, because a calibration is read only once, and contains mappings, which are unhashable.
     key = (operation.problem, id(calibration))
     if key not in _residuals:
         places, errors = [], []
         for one in calibration.observations:
-            with contextlib.suppress(ValueError):  # written by another version of the operation, or no times
+            with contextlib.suppress(ValueError):  # from another version of the operation, or invalid times
                 error = math.log(one.measured_s / one.predicted_s)
                 places.append(ProblemPoint(operation.problem.from_canonical(one.problem), one.predicted_s))
                 errors.append(error)
@@ -79,12 +82,12 @@ def _say_once(message: str) -> None:
 
 
 def calibrations(operation: str, hardware: Hardware, *, shared_only: bool = False) -> Mapping[str, Calibration]:
-    """What is stored for an operation on a chip, by backend: the user's own before the shipped."""
+    """Returns the stored calibrations for an operation on a chip, by backend. The user's own override the shipped."""
     from scheduler.store import store  # SQLAlchemy takes 0.4 s to import
 
     own = ""
     if not shared_only:
-        with contextlib.suppress(StoreError):  # whoever reads records there says so, once
+        with contextlib.suppress(StoreError):  # reported once by the code that reads records
             own = store.default_url()
     return _read(operation, hardware.id, own)
 
@@ -96,7 +99,7 @@ def known(calibration: Calibration) -> dict[str, float]:
 
 
 def forget() -> None:
-    """Reads the stores again when asked next."""
+    """Clears the cached calibrations, so that the next call reads the stores again."""
     _read.cache_clear()
     _residuals.clear()
 
@@ -122,6 +125,6 @@ def _read(operation: str, hardware: str, user_url: str) -> Mapping[str, Calibrat
     for read in (shipped, *((own,) if user_url else ())):
         try:
             found |= {c.backend: c for c in read()}
-        except StoreError as error:  # whoever reads records there says so, once
+        except StoreError as error:  # reported once by the code that reads records
             _log.debug("%s (the model goes on without what it holds)", error)
     return found

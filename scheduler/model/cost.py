@@ -1,13 +1,13 @@
-"""Predict how long a launch takes, from what it demands (`Footprint`) and what a chip supplies (`Hardware`).
+"""Predicts the time of a launch from its resource demands (`Footprint`) and the chip's capacities (`Hardware`).
 
-The model is analytic: the blocks of a launch run in waves over the cores; in each step of a wave the arithmetic units
-and the copies into the cores work at once, and the slowest of them sets the pace (a p-norm lets the others show), or
-device memory does where it is slower still. It need not be exact: it ranks schedules, and measuring chooses among the
-best ranked. What each term is worth is measured by `benchmarks/search_quality.py`.
+The model is analytic. The blocks of a launch run in waves over the cores. In each step of a wave, arithmetic units and
+copies into the cores overlap. The slowest of these, or device memory, determines the time of the step. A p-norm adds a
+contribution of the others. The model need not be exact: it ranks schedules, and measurements select among the best
+ranked. `benchmarks/search_quality.py` measures the contribution of each term to the ranking.
 
 Sources: roofline (Williams, Waterman, Patterson, CACM 2009); waves and windows of concurrent blocks as in
-nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226); bytes in flight by Little's law. Terms that no paper gave were
-read off recorded sweeps of a matmul on one H200, as said where they are.
+nvMatmulHeuristics and tritonBLAS (arXiv:2512.04226); bytes in flight by Little's law. Terms without a published source
+were derived from recorded matmul sweeps on one H200, as stated at each term.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from search_spaces.problem import Problem
 Array = npt.NDArray[np.float64]
 
 
-# What XLA writes between its kernels, it writes and reads a few times over: from so many times the cache on, memory
-# sees all of it.
+# XLA writes and reads intermediate arrays several times. If this traffic exceeds this multiple of the last-level cache
+# size, all of it moves through device memory.
 PASSES_BETWEEN = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a whole launch by cause, one entry per schedule; `CostModel.terms` says what each name means.
+    """Seconds of a whole launch by cause, one entry per schedule. `CostModel.terms` documents the names.
 
     Attributes:
-      overlapped: what is at work at once in each step.
-      serial: what comes before, after and between.
-      steps_s: what all steps take, as far as `overlapped` overlaps: with all of `serial`, the prediction.
+      overlapped: terms that overlap within each step.
+      serial: terms before, after and between the steps.
+      steps_s: time of all steps after overlap. The prediction is the sum of `steps_s` and all `serial` terms.
     """
 
     overlapped: Mapping[str, Array]
@@ -56,7 +56,7 @@ class CostModel:
 
     Attributes:
       hardware: the chip.
-      constants: efficiencies and overheads; None takes those known for the architecture.
+      constants: efficiencies and overheads; None selects the defaults of the architecture.
     """
 
     hardware: Hardware
@@ -64,64 +64,64 @@ class CostModel:
 
     @functools.cached_property
     def in_force(self) -> Constants:
-        """The constants that predictions take."""
+        """The constants that predictions use."""
         return self.constants or BY_ARCHITECTURE.get(self.hardware.architecture, Constants())
 
     def seconds(self, footprint: Footprint) -> Array:
-        """Predicted time of the whole launch, copies included, in seconds: one entry per schedule."""
+        """Returns the predicted time of the whole launch, including copies, in seconds; one entry per schedule."""
         parts = self.breakdown(footprint)
         return parts.steps_s + sum(parts.serial.values())
 
     def terms(self, footprint: Footprint) -> dict[str, Array]:
-        """Seconds of the whole launch by cause, one entry per schedule.
+        """Returns the seconds of the whole launch by cause, one entry per schedule.
 
-        Those of the first group overlap within a step, as `_pace` says. Those of the second add up.
+        Terms of the first group overlap within a step (see `_pace`). Terms of the second group add up.
 
-        mma: arithmetic of the busiest core, padding and a last wave included, at the highest clock.
-        wgmma_bubble: what tensor cores wait between a step's wgmma and the next one's, as far as neither another
-          consumer warpgroup nor a step that was issued before keeps them busy (H200: 0.1 us, a step of 64 x 64 x 64
-          takes 0.07).
-        step_bubble, tile_bubble: what they wait for while FP32 lanes and MUFU work on what a step, or a whole tile,
-          multiplied. Nothing with ping-pong warpgroups, one in its softmax or epilogue while another multiplies.
-        tile_end: what they wait for while consumers round, store and zero accumulators between two tiles of a core, but
-          where another consumer multiplies meanwhile, in ping-pong (H200: 1 us of a tile of 128 x 256).
-        power: arithmetic of all cores that run, at e_power of the chip's peak rate: with all of them busy, an H200
-          multiplied at 1.78 GHz, with a quarter of them at its highest clock.
-        smem: what tensor cores read from on-chip memory.
-        l2: what loads fill in a core, edges included, at its part of what the last-level cache delivers. A multicast
-          load still fills each core that it serves.
-        tma_rows: what the core's TMA issues, a row at a time: rows of 64 bytes take as long as rows of 128 (H200: one
-          in 1.9 clocks), and longer where they start within a sector. A multicast load is issued in parts.
-        oob_fill: rows beyond an array's edge, which are filled with zeros and stop all other loads of the
-          core meanwhile (H200: tiles of 64 rows over an array of one take 1.4 times as long as tiles of 8). A
-          multicast one stops every core that it serves.
+        mma: arithmetic of the busiest core at the highest clock, including padding and the last wave.
+        wgmma_bubble: idle time of tensor cores between one step's wgmma and the next, unless another consumer warpgroup
+          or a previously issued step keeps them busy (H200: 0.1 us; a step of 64 x 64 x 64 takes 0.07 us).
+        step_bubble, tile_bubble: idle time of tensor cores while FP32 lanes and MUFU process the products of a step or
+          of a whole tile. Zero with ping-pong warpgroups: one multiplies during the softmax or epilogue of the other.
+        tile_end: idle time of tensor cores while consumers round, store and zero accumulators between two tiles of a
+          core. Zero with ping-pong, as another consumer multiplies meanwhile (H200: 1 us per tile of 128 x 256).
+        power: arithmetic of all active cores, at e_power of the chip's peak rate. An H200 ran at 1.78 GHz with all
+          cores busy, and at its highest clock with a quarter of them busy.
+        smem: reads of tensor cores from on-chip memory.
+        l2: on-chip bytes that loads fill in a core, including edges, at the core's share of the last-level cache's
+          bandwidth. A multicast load counts in full for each core that it serves.
+        tma_rows: rows issued by the core's TMA. Rows of 64 bytes take as long as rows of 128 bytes (H200: one row per
+          1.9 clocks). Rows that start within a sector take longer. The CTAs of a multicast load issue one part each.
+        oob_fill: zero-filling of rows beyond an array's edge, during which all other loads of the core stall (H200: for
+          an array with one row, tiles of 64 rows take 1.4 times as long as tiles of 8 rows). A multicast load stalls
+          all cores that it serves.
         hbm: loads that miss the last-level cache, and results, at e_hbm of the device memory's bandwidth.
-        mufu, fp32: exponentials and plain lane operations, at the rates of their units; the latter with what each
-          iteration of a loop waits for its own instructions.
-        latency: what a pipeline of `stages` cannot hide: each is loaded after the latency, computed on, and only then
-          loaded again, so a step takes at least (latency + load + compute) / stages (Little's law). Where the loop that
-          computes also starts the loads, one stage is always that of the step at work: (latency + load) / (stages - 1).
+        mufu, fp32: exponentials and plain lane operations, at the rates of their units. `fp32` includes the latency of
+          dependent instructions in each loop iteration.
+        latency: the time that a pipeline of `stages` cannot hide. Each stage is loaded after the latency, then read by
+          the computation, and only then loaded again. A step takes at least (latency + load + compute) / stages
+          (Little's law). If the computing loop also starts the loads, the current step always occupies one stage. The
+          bound is then (latency + load) / (stages - 1).
 
-        step: the loop of each step.
-        pipeline_setup: of its stages.
-        prologue: latency until a block's first operands are there, and the shorter of a step's load and computing, as
-          the first load and the last computing overlap with nothing; of the first block alone where blocks are
+        step: loop overhead of each step.
+        pipeline_setup: setup of the pipeline's stages.
+        prologue: latency of a block's first operands, and the smaller of a step's load and compute time, because the
+          first load and the last computation overlap with nothing. Counts for the first block only if blocks are
           persistent or share a core.
-        epilogue: storing a block's result through the last-level cache; of the last block alone likewise, with what
-          lanes do after the last MMA where they hide behind it before.
-        copies: before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
-        cluster_sync: CTAs of a cluster that wait for each other, at their start and at their end.
-        dsmem: what such CTAs write into each other's on-chip memory, and wait for (H200: half a microsecond, and 25
-          bytes a nanosecond).
-        tail_reduction: what cores leave of the tiles of a last wave that is split, and one of them reads of the others,
-          at its part of what the last-level cache delivers, and what they wait for each other.
-        launch: empty launches, and the memory's latency in each after the first, which nothing was loaded ahead for.
+        epilogue: storing a block's result through the last-level cache. Counts for the last block only if blocks are
+          persistent or share a core. Includes lane operations after the last MMA that overlap with MMA before it.
+        copies: copies before or after the launch (padding, layouts), at e_hbm of the memory's bandwidth.
+        cluster_sync: CTAs of a cluster wait for each other at their start and end.
+        dsmem: the CTAs of a cluster write into each other's on-chip memory, and wait for these writes (H200: 0.5 us,
+          and 25 bytes per ns).
+        tail_reduction: in a split last wave, cores write partial tiles, one core per tile reads those of the others,
+          and the cores wait for each other. Bytes move at the core's share of the last-level cache's bandwidth.
+        launch: empty launches, and the memory latency of each launch after the first, which has no prefetched loads.
         """
         parts = self.breakdown(footprint)
         return {**parts.overlapped, **parts.serial}
 
     def breakdown(self, footprint: Footprint) -> Breakdown:
-        """The same by what overlaps and what adds up, with what the steps come to."""
+        """Returns the terms in two groups, overlapping and serial, and the time of all steps after overlap."""
         c = self.in_force
         overlapped, serial, steps = self._analyse(footprint)
         return Breakdown(
@@ -131,15 +131,20 @@ class CostModel:
         )
 
     def floor(self, footprint: Footprint) -> Array:
-        """Seconds below which these schedules cannot come, whatever the constants; 0 where figures are borrowed.
+        """Returns a lower bound on the time of each schedule, in seconds, independent of the constants.
 
-        The largest of three: the padded arithmetic of the busiest core at the highest clock; what all cores load, at
-        the bandwidth of the last-level cache (one that loads beside few others gets more than its share of that);
-        every byte moved once (bytes that fit into that cache may be there already, and count at its bandwidth).
+        The bound is the largest of three times. It is 0 if the chip's figures are borrowed.
+
+        - The padded arithmetic of the busiest core at the highest clock.
+        - The loads of all cores together, at the bandwidth of the last-level cache. A per-core bound would be wrong: a
+          core that loads while few others do gets more than its share of that bandwidth.
+        - Every byte moved once through device memory. Bytes that fit into the last-level cache may be there already,
+          and count at its bandwidth.
         """
         f, h = footprint, self.hardware
         each = block_count(f) / h.cores
-        # Of tiles that differ, a core has the mean number of steps or more, and so has the one with the longest tile.
+        # If tiles differ, the busiest core has at least the mean number of steps, and at least those of the longest
+        # tile.
         least = np.floor(each) + np.ceil(each % 1) / f.tail_parts
         flops = np.maximum(least * _tile_flops(f, f.shortest), each * _tile_flops(f, f.steps))
         flops = np.maximum(flops, _tile_flops(f, f.longest))
@@ -150,22 +155,23 @@ class CostModel:
         return np.maximum(np.maximum(arithmetic, loads), memory) * (not h.borrowed)
 
     def lower_bound(self, problem: Problem) -> float:
-        """``max(flops / peak, bytes / bandwidth)`` in seconds: the roofline, whatever computes it."""
+        """Returns the roofline time ``max(flops / peak, bytes / bandwidth)`` in seconds, for any implementation."""
         h = self.hardware
         return max(problem.flops / h.peak(problem.arithmetic), problem.bytes_moved / h.hbm_bytes_per_s)
 
     def library_floor(self, problem: Problem) -> float:
-        """Seconds below which XLA cannot come for what it writes between its kernels; 0 where a cache may hold that."""
+        """Returns a lower bound on XLA's time from its intermediate arrays, in seconds; 0 if a cache may hold them."""
         between = problem.library_bytes_moved - problem.bytes_moved
         if self.hardware.borrowed or between <= PASSES_BETWEEN * self.hardware.l2_bytes:
             return 0.0
         return problem.library_bytes_moved / self.hardware.hbm_bytes_per_s
 
     def library_seconds(self, problem: Problem) -> float:
-        """What XLA is expected to take, in seconds: its shares of both roofs, joined by a norm, and what is fixed.
+        """Returns the predicted time of XLA, in seconds.
 
-        A small result cannot keep all cores busy: arithmetic then runs at a share of the rate. What one kernel writes
-        for another to read overlaps with neither: XLA's kernels follow each other.
+        It is the p-norm of arithmetic and memory time, at XLA's fractions of the peaks, plus fixed overheads. A small
+        result cannot keep all cores busy, so its arithmetic runs at a lower rate. Intermediate arrays between two
+        kernels add to the time without overlap, because XLA's kernels run one after another.
         """
         h, c = self.hardware, self.in_force
         results = float(sum(np.prod(s.shape, dtype=np.float64) for s in problem.results()))
@@ -178,14 +184,16 @@ class CostModel:
         return c.library_scale * (overlapped + following + c.library_s)
 
     def library_spread(self, problem: Problem) -> float:
-        """How far, in log time, XLA may be off that for what it moves or does not (`Problem.library_bytes_unsure`)."""
+        """Returns the uncertainty of `library_seconds` in log time, from `Problem.library_bytes_unsure`."""
         unsure_s = problem.library_bytes_unsure / (self.in_force.library_e_hbm * self.hardware.hbm_bytes_per_s)
         return math.log1p(unsure_s / self.library_seconds(problem)) if unsure_s else 0.0
 
     def _analyse(self, footprint: Footprint) -> tuple[dict[str, Array], dict[str, Array], Array]:
-        """What overlaps in a step [full waves or the last, schedule], what adds up [schedule], and the steps of each.
+        """Returns overlapping terms, serial terms and step counts.
 
-        The first two in seconds; `terms` says what each name means.
+        Overlapping terms are in seconds per step, with shape ``[full waves or last wave, schedule]``. Serial terms are
+        in seconds, with shape ``[schedule]``. Step counts have the shape of overlapping terms. `terms` documents the
+        names.
         """
         f, h, c, demand = footprint, self.hardware, self.in_force, footprint.mean_step
         blocks, steps, at_once = block_count(f), column(f.steps), concurrent(f, h)
@@ -193,7 +201,8 @@ class CostModel:
         running = np.stack([np.where(full > 0, at_once, 0), (blocks - full * at_once) * parts])
         waves = np.stack([full, (np.ceil(blocks / at_once) - full) / parts])
         count, per_core = waves.sum(axis=0), np.ceil(running / h.cores)
-        # Cores that take one tile after another do a mean number of steps in each; what the longest has more is last.
+        # Cores process several tiles, with the mean number of steps in each. The additional steps of the longest tile
+        # count in the last wave.
         last = np.stack([waves[1] == 0, waves[1] > 0])
         paced = waves * steps + last * (column(f.longest) - steps)
         zero = np.zeros_like(count)
@@ -225,7 +234,7 @@ class CostModel:
 
         surrounded = h.sequential_grid | column(f.persistent).astype(bool) | (resident(f, h) > 1)
         alone = np.where(surrounded, 1.0, count)
-        # The first step loads all that it needs, whatever later ones find there.
+        # The first step loads all its operands. Later steps may find some of them on chip.
         first_load = np.where(
             load < compute, load + _kept_s(demand.loads, moved.fetched, core_rate) * per_core, compute
         )
@@ -245,7 +254,7 @@ class CostModel:
 
 
 def arithmetic_intensity(footprint: Footprint) -> Array:
-    """FLOP of one step over the bytes it loads, FLOP/B; for a matmul tile independent of tile_k.
+    """Returns the FLOP of one step per byte loaded, in FLOP/B. For a matmul tile, it is independent of tile_k.
 
     ``2 tile_m tile_n / (itemsize (tile_m + tile_n))``: 0.5 for a naive bfloat16 dot product, 64 for tiles of 128 x 128.
     """
@@ -255,23 +264,23 @@ def arithmetic_intensity(footprint: Footprint) -> Array:
 
 
 def _tile_flops(footprint: Footprint, steps: npt.ArrayLike) -> Array:
-    """Floating-point operations of MMA of a tile of so many steps."""
+    """Returns the floating-point operations of MMA in a tile with this number of steps."""
     return column(steps) * footprint.step.flops + footprint.tile.flops
 
 
 def _filled(operand: Operand) -> Array:
-    """On-chip bytes that a block fills with this operand in one step."""
+    """Returns the on-chip bytes that a block fills with this operand in one step."""
     return np.where(np.asarray(operand.filled_bytes) > 0, operand.filled_bytes, operand.bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lanes:
-    """What FP32 lanes and MUFU of a core do, in seconds.
+    """Times of a core's FP32 lanes and MUFU, in seconds.
 
     Attributes:
-      busy_s: in which they work, a step.
-      shown: those that show in a step: beside MMA by unit, and as the bubbles in which MMA waits for them.
-      last_s: of the whole launch, after MMA that nothing follows.
+      busy_s: busy time per step.
+      shown: terms per step: the time of each unit that overlaps with MMA, and the bubbles in which MMA waits.
+      last_s: time per launch after the last MMA, which overlaps with nothing.
     """
 
     busy_s: Array
@@ -280,19 +289,20 @@ class _Lanes:
 
 
 def _lanes(footprint: Footprint, hardware: Hardware, constants: Constants, per_core: Array, count: Array) -> _Lanes:
-    """Lanes and MUFU as they show, of `count` tiles that follow each other on a core.
+    """Returns the times of FP32 lanes and MUFU for `count` consecutive tiles on a core.
 
-    Where there is MMA, it waits for them unless another block of the core has MMA to issue, or they take turns with it:
-    consumers with each other, or in a step one consumer that has issued the next. Of those that take turns the last
-    shows: of the launch, or of each tile where no other consumer has the next one.
+    MMA waits for the lanes, with two exceptions. In the first, another block of the core has MMA to issue. In the
+    second, lanes and MMA alternate: between ping-pong consumers, or within one consumer that has issued the next step.
+    If they alternate, the last lane phase is not hidden. It occurs once per launch, or once per tile if no other
+    consumer has the next tile.
     """
     f = footprint
     steps, shared = column(f.steps), resident(f, hardware) > 1
-    # FP32 lanes compute float32 themselves.
+    # With float32 arithmetic, the FP32 lanes compute the products, so there is no MMA.
     multiplies = (column(f.mean_step.flops) > 0) & (f.arithmetic != "float32")
     ping_pong = column(f.ping_pong).astype(bool)
     runs = np.where(ping_pong & column(f.persistent).astype(bool), 1.0, count)
-    # Of each phase: its lanes in one step, whether they take turns with MMA, and how many of it a launch has.
+    # Per phase: lane seconds in one step, whether lanes and MMA alternate, and the number of phases per tile.
     phases = {
         "step_bubble": (
             _lane_seconds(f.step, hardware, constants, per_core),
@@ -314,7 +324,7 @@ def _lanes(footprint: Footprint, hardware: Hardware, constants: Constants, per_c
 
 
 def _lane_seconds(phase: Phase, hardware: Hardware, constants: Constants, per_core: Array) -> dict[str, Array]:
-    """Seconds of a core's MUFU and of its FP32 lanes for so many of this phase."""
+    """Returns the seconds of a core's MUFU and FP32 lanes for `per_core` repetitions of a phase."""
     h = hardware
     return {
         "mufu": per_core * phase.mufu_ops / (h.special_per_clock * h.clock_hz),
@@ -324,10 +334,10 @@ def _lane_seconds(phase: Phase, hardware: Hardware, constants: Constants, per_co
 
 
 def _wgmma_bubble(footprint: Footprint, per_core: Array, units: Array, bubble_s: float) -> Array:
-    """Seconds that a core's tensor cores wait in a step beyond the seconds in which they and their reads are busy.
+    """Returns the idle seconds of a core's tensor cores in a step.
 
-    A consumer warpgroup multiplies its part, waits `bubble_s`, and goes on; one that issues a step ahead does so for
-    two steps at a time. The units are busy as long as the others' parts last.
+    A consumer warpgroup multiplies its part, waits `bubble_s`, and continues. A warpgroup that issues a step ahead
+    waits once per two steps. The wait is hidden while the parts of other warpgroups keep the units busy.
     """
     groups = per_core * footprint.consumers
     cycle = (units / np.maximum(groups, 1) + bubble_s) / (1 + column(footprint.delay_release))
@@ -335,12 +345,15 @@ def _wgmma_bubble(footprint: Footprint, per_core: Array, units: Array, bubble_s:
 
 
 def _kept_s(loads: Sequence[Operand], fetched: Sequence[Array], core_rate: float) -> Any:
-    """Seconds of loads that a mean step of a core is spared: blocks that are on chip from the step before."""
+    """Returns the load seconds that an average step of a core saves, for blocks on chip from the previous step."""
     return sum((1 - share) * _filled(o) for share, o in zip(fetched, loads, strict=True)) / core_rate
 
 
 def _latency(latency_s: Any, load: Array, compute: Array, per_core: Array, stages: Any, *, in_order: bool) -> Array:
-    """Seconds of a step below which no pipeline of so many stages comes; in order where it starts its own loads."""
+    """Returns the minimum seconds of a step for a pipeline with `stages`.
+
+    `in_order` means that the computing loop also starts the loads.
+    """
     each = np.maximum(per_core, 1)
     if in_order:
         ahead = np.maximum(column(stages) - 1, 1)
@@ -349,7 +362,7 @@ def _latency(latency_s: Any, load: Array, compute: Array, per_core: Array, stage
 
 
 def _tma_s(operand: Operand, hardware: Hardware, constants: Constants) -> Array:
-    """Seconds in which a core's TMA issues what a block fills with this operand in one step."""
+    """Returns the seconds of a core's TMA to issue a block's loads of this operand in one step."""
     width, start = column(operand.tma_row_bytes), column(operand.start_bytes)
     filled = _filled(operand)
     rows = np.where(width > 0, filled / np.maximum(width, 1), 0.0)
@@ -359,11 +372,12 @@ def _tma_s(operand: Operand, hardware: Hardware, constants: Constants) -> Array:
 
 
 def _pace(parts: Mapping[str, Array], p: float) -> Array:
-    """Seconds of a step whose parts overlap.
+    """Returns the seconds of a step with overlapping parts.
 
-    A core's units and its loads show beside each other: the norm of order `p`. Beside what waits for device memory, its
-    bandwidth or its latency, they hardly show, as the norm of three times that order has it: products of few rows come
-    to 95 % of an H200's bandwidth with most tiles, and one stage more than the pipeline needs gains nothing.
+    Units and loads of a core are combined with the norm of order `p`. The result is combined with the bandwidth and
+    latency of device memory by a norm of order ``3 p``, because these two hide the core's work almost completely.
+    Evidence: matmuls with few rows reach 95 % of an H200's bandwidth with most tiles, and one stage more than necessary
+    gains nothing.
     """
     mma = parts["mma"] + parts["step_bubble"] + parts["tile_bubble"]
     units = np.maximum(np.maximum(mma, parts["power"]), parts["smem"]) + parts["wgmma_bubble"] + parts["tile_end"]
@@ -373,6 +387,6 @@ def _pace(parts: Mapping[str, Array], p: float) -> Array:
 
 
 def _norm(parts: Array, p: float) -> Array:
-    """The p-norm over the first axis; scaled, so that no power of seconds underflows."""
+    """Returns the p-norm over the first axis, scaled so that powers of seconds do not underflow."""
     largest = parts.max(axis=0)
     return largest * ((parts / np.maximum(largest, 1e-30)) ** p).sum(axis=0) ** (1 / p)

@@ -1,4 +1,4 @@
-"""What no data sheet tells, and the cost model takes as given: shares of peaks, and overheads."""
+"""Empirical constants of the cost model that no data sheet specifies: efficiencies and overheads."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ from scheduler.core.tpus import TPUS
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What no data sheet tells: shares of the peaks that kernels reach, and overheads.
+    """Empirical constants of the cost model: efficiencies and overheads.
 
-    The defaults are round numbers from 19 matmuls swept on one H200 and from XLA's times of 21. Refitted to other
-    shapes they rank no better, so a calibration sets the two scales and `library_s` alone (`calibration.py`).
+    The defaults are round numbers from sweeps of 19 matmuls on one H200, and from XLA's times of 21 matmuls. Constants
+    refitted to other shapes rank no better, so a calibration sets only the two scales and `library_s`
+    (`calibration.py`).
 
     Attributes:
-      scale: measured over predicted time of this kernel on this chip.
-      e_power: share of the chip's peak rate that all cores sustain together, at the clock that its power allows.
-      e_hbm: share of the device memory's bandwidth that a kernel reaches.
-      tma_row_s: seconds in which the TMA of a core delivers one row of a swizzled tile, however narrow.
-      fill_row_s: seconds for which a core gets nothing else while one row beyond an array's edge is filled with zeros.
-      sector_misalignment: time that a row takes longer where it starts within a sector of the last-level cache, over
-        what the cache takes to deliver its bytes.
-      l2_share: share of the last-level cache that holds operands until they are used again.
-      p: order of the norm that joins what overlaps in a step: 1 is no overlap at all, infinity the roofline.
-      step_s: one step's barriers and loop.
-      iteration_s: one iteration of a loop over what a step has, beyond its operations (`Phase.iterations`).
-      wgmma_bubble_s: seconds from the end of a step's wgmma until the next one runs, where it is issued only then.
-      accumulator_s: seconds for each accumulator of a tile between its last wgmma and the first one of the next tile,
-        where no other consumer multiplies meanwhile: it is rounded, stored and zeroed.
-      stage_s: seconds to set up the buffers and barriers of one stage of the pipeline.
-      cluster_sync_s: seconds for which CTAs of a cluster wait for each other at their start and at their end.
-      dsmem_s, dsmem_bytes_per_s: an exchange between CTAs of a cluster through DSMEM: what it takes beyond its bytes,
-        and the rate at which one core writes into the on-chip memory of another.
-      tail_reduction_s: a last wave that is split: seconds for which its CTAs wait for each other, beyond the bytes that
-        they leave (14 products on an H200 took 2 us longer than their bytes, against whole tiles).
-      launch_share: an empty launch, over that in `Hardware`.
-      library_scale, library_e_mma, library_e_hbm, library_p: the same for the library's kernels.
-      library_grain: results that each core must have for the library to reach half of its rate of arithmetic.
-      library_s: seconds of a library kernel beyond its work, its launch included.
+      scale: ratio of measured to predicted time of this kernel on this chip.
+      e_power: fraction of the chip's peak rate that all cores sustain together, at the clock that the power limit
+        allows.
+      e_hbm: fraction of the device memory's bandwidth that a kernel reaches.
+      tma_row_s: time of a core's TMA for one row of a swizzled tile, independent of the row's width, in seconds.
+      fill_row_s: time to fill one row beyond an array's edge with zeros, in seconds. All other loads of the core stall.
+      sector_misalignment: extra time of a row that starts within a sector of the last-level cache, relative to the
+        cache's time for the row's bytes.
+      l2_share: fraction of the last-level cache that keeps operands until their next use.
+      p: order of the norm over the overlapping terms of a step: 1 means no overlap, infinity means the roofline.
+      step_s: time of one step's barriers and loop, in seconds.
+      iteration_s: overhead of one iteration of a loop within a step, without its operations, in seconds
+        (`Phase.iterations`).
+      wgmma_bubble_s: time from the end of a step's wgmma until the next one runs, if the next one is issued only then,
+        in seconds.
+      accumulator_s: time per accumulator of a tile between its last wgmma and the first of the next tile, in seconds,
+        if no other consumer multiplies meanwhile. The accumulator is rounded, stored and zeroed.
+      stage_s: time to set up the buffers and barriers of one pipeline stage, in seconds.
+      cluster_sync_s: time that the CTAs of a cluster wait for each other, at their start and end, in seconds.
+      dsmem_s: fixed time of an exchange between the CTAs of a cluster through DSMEM, in seconds.
+      dsmem_bytes_per_s: rate at which one core writes into the on-chip memory of another.
+      tail_reduction_s: time that the CTAs of a split last wave wait for each other, in addition to the transfer of
+        their bytes, in seconds (H200: 14 matmuls took 2 us longer than their bytes, compared with whole tiles).
+      launch_share: time of an empty launch, relative to `Hardware.launch_s`.
+      library_scale, library_e_mma, library_e_hbm, library_p: scale, fraction of the peak arithmetic rate, fraction of
+        the memory bandwidth, and order of the norm for the library's kernels.
+      library_grain: result elements per core at which the library reaches half of its arithmetic rate.
+      library_s: fixed time of a library kernel, including its launch, in seconds.
     """
 
     scale: float = 1.0
@@ -85,13 +90,13 @@ SHARES = ("e_power", "e_hbm", "l2_share", "library_e_mma", "library_e_hbm")
 ORDERS = ("p", "library_p")
 FACTORS = ("scale", "library_scale", "dsmem_bytes_per_s")
 
-# In the interpreter on a CPU, nothing overlaps and a grid step costs about a millisecond whatever it computes.
+# In the interpreter on a CPU, nothing overlaps, and each grid step costs about a millisecond.
 _CPU = Constants(p=1, step_s=1e-3, stage_s=0, launch_share=1, library_grain=0, library_s=1e-3)
-# Those of steps, of their loops and of XLA's arithmetic are what libtpu's static schedules come to, as no TPU has been
-# measured (docs/search-and-model.md).
+# No TPU has been measured. The constants of steps, loops and XLA's arithmetic are from libtpu's static schedules
+# (docs/search-and-model.md).
 _TPU = Constants(
     e_power=1.0, step_s=2.5e-7, iteration_s=2e-8, wgmma_bubble_s=0, stage_s=0, library_e_mma=0.95, library_grain=0
 )
 
-# By architecture; others take the defaults.
+# Architecture -> constants; other architectures have the defaults.
 BY_ARCHITECTURE: Mapping[str, Constants] = MappingProxyType({"cpu": _CPU} | {row.architecture: _TPU for row in TPUS})

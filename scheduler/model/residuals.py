@@ -1,8 +1,8 @@
-"""What the model gets wrong about a kernel's times, learnt from measured problems: nothing far from all of them.
+"""Correction of the cost model's times for a kernel, learned from measured problems.
 
-A Gaussian process of ``log(measured / predicted)`` over problems (Rasmussen and Williams, Gaussian Processes for
-Machine Learning, 2006, chapters 2, 4.2 and 5.4.1). Physics predicts; what is learnt corrects it near its data, and says
-how far off the corrected time may still be.
+The correction is a Gaussian process of ``log(measured / predicted)`` over problems (Rasmussen and Williams, Gaussian
+Processes for Machine Learning, 2006, chapters 2, 4.2 and 5.4.1). It corrects the analytic prediction near measured
+problems, and tends to nearly zero far from all of them. It also estimates the uncertainty of the corrected time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from search_spaces.problem import Problem
 
 Array = npt.NDArray[np.float64]
 
-# Fewer problems do not tell how a model errs: the defaults are taken.
+# Minimum number of problems for a fit; with fewer, the defaults apply.
 LEAST = 8
-# A field that differs and is no size counts like so many lengths; so does a power of two of `ProblemPoint.alignment`.
+# Distances, in length scales: per non-size field that differs, and per power of two of `ProblemPoint.alignment`.
 _OTHER_FIELD, _ALIGNMENT = 0.25, 2.0
-# Standard deviation of what is the same for all problems, in log time.
+# Standard deviation of the error that all problems share, in log time.
 _LEVEL = 0.05
-# What is fixed in a launch varies by such a time from problem to problem.
+# The fixed time of a launch varies by this many seconds between problems; its fraction of a launch is capped.
 _SMALL_S, _SMALLEST = 1e-6, 0.5
 _ALIGNED = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Covariance:
-    """How errors vary with problems, in log time; `fitted` finds what makes measured ones most likely.
+    """Covariance of errors between problems, in log time; `fitted` selects the most likely one.
 
     Attributes:
-      deviation: standard deviation of what changes smoothly with the problem.
-      small_deviation: what this grows by where a launch takes a microsecond; in proportion where it takes longer.
-      noise, small_noise: the same of what differs between neighbours.
-      doublings: of one size, over which errors change.
+      deviation: standard deviation of the error component that changes smoothly with the problem.
+      small_deviation: increase of `deviation` for short launches, multiplied by 1 us over the predicted time (at most
+        0.5).
+      noise, small_noise: the same for the component that differs between neighboring problems. Its two parts add as
+        variances.
+      doublings: length scale of the smooth component, in doublings of one size.
     """
 
     deviation: float = 0.05
@@ -50,12 +52,12 @@ class Covariance:
 
     @classmethod
     def of(cls, constants: Mapping[str, float]) -> Covariance:
-        """That of a calibration; what it lacks or is out of range has its default."""
+        """Returns the covariance in a calibration's constants; missing or out-of-range values have their defaults."""
         found = {field.name: constants.get(f"residual_{field.name}", math.nan) for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in found.items() if 0 <= value < math.inf and _fits(name, value)})
 
     def named(self) -> dict[str, float]:
-        """As a calibration keeps it among its constants."""
+        """Returns the covariance as constants of a calibration."""
         return {f"residual_{name}": value for name, value in dataclasses.asdict(self).items()}
 
 
@@ -72,11 +74,11 @@ _GRID = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class ProblemPoint:
-    """Where a problem lies among others.
+    """A problem as an input of the Gaussian process.
 
     Attributes:
-      problem: which.
-      predicted_s: the model's time, seconds.
+      problem: the problem.
+      predicted_s: the predicted time, in seconds.
     """
 
     problem: Problem
@@ -84,7 +86,7 @@ class ProblemPoint:
 
     @functools.cached_property
     def sizes(self) -> Mapping[str, float]:
-        """Positive numbers among its coordinates, as powers of two."""
+        """The log2 of the positive integers among its coordinates."""
         return {n: math.log2(int(x)) for n, x in self.problem.coordinates().items() if _is_size(x)}
 
     @functools.cached_property
@@ -93,9 +95,9 @@ class ProblemPoint:
 
     @functools.cached_property
     def alignment(self) -> float:
-        """The least power of two, up to 16, that divides the bytes of a row of any array.
+        """The log2 of the largest power of two, up to 16, that divides the row bytes of all arrays.
 
-        Fast loads want 16 bytes (TMA, and what cuBLAS asks of its fast kernels).
+        Fast loads require 16 bytes (TMA, and cuBLAS for its fast kernels).
         """
         arrays = [s for s in (*self.problem.operands(), *self.problem.results()) if len(s.shape) > 1]
         return math.log2(min((math.gcd(s.shape[-1] * s.dtype.itemsize, _ALIGNED) for s in arrays), default=_ALIGNED))
@@ -110,9 +112,9 @@ class Residuals:
     """Measured errors of one kernel on one chip.
 
     Attributes:
-      places: what was measured.
-      errors: ``log(measured / predicted)`` of each.
-      covariance: how they vary.
+      places: the measured problems.
+      errors: ``log(measured / predicted)`` of each problem.
+      covariance: the covariance of the errors.
     """
 
     places: tuple[ProblemPoint, ...] = ()
@@ -120,7 +122,7 @@ class Residuals:
     covariance: Covariance = dataclasses.field(default_factory=Covariance)
 
     def at(self, place: ProblemPoint) -> tuple[float, float]:
-        """The expected error there, and the standard deviation of what it then is, both in log time."""
+        """Returns the expected error at `place` and its standard deviation, both in log time."""
         places = (*self.places, place)
         small = _small(places)
         signal, noise = _signal(_distances(places), small, self.covariance), _noise(small, self.covariance)
@@ -131,7 +133,7 @@ class Residuals:
 
 
 def fitted(places: Sequence[ProblemPoint], errors: Sequence[float]) -> Covariance:
-    """The covariance under which these errors are most likely (marginal likelihood, over a grid)."""
+    """Returns the covariance with the largest marginal likelihood of these errors, from a grid."""
     if len(places) < LEAST:
         return Covariance()
     distances, small, y = _distances(places), _small(places), np.array(errors)
@@ -145,7 +147,7 @@ def fitted(places: Sequence[ProblemPoint], errors: Sequence[float]) -> Covarianc
 
 
 def _distances(places: Sequence[ProblemPoint]) -> tuple[Array, Array]:
-    """Squared doublings of all sizes between any two, and the square of what else differs, in lengths."""
+    """Returns two squared distances between all pairs: of sizes in doublings, and of other fields in length scales."""
     names = sorted({name for place in places for name in (*place.sizes, *place.others)})
     sizes = np.array([[place.sizes.get(name, np.nan) for name in names] for place in places])
     codes: dict[object, int] = {}
@@ -162,12 +164,12 @@ def _distances(places: Sequence[ProblemPoint]) -> tuple[Array, Array]:
 
 
 def _small(places: Sequence[ProblemPoint]) -> Array:
-    """What is fixed in a launch, over its time."""
+    """Returns the variation of the fixed time of a launch, relative to the predicted time."""
     return np.minimum(_SMALL_S / np.array([place.predicted_s for place in places]), _SMALLEST)
 
 
 def _signal(distances: tuple[Array, Array], small: Array, c: Covariance) -> Array:
-    """Matern 5/2, of a deviation that depends on the time; and a level."""
+    """Returns a Matern 5/2 covariance with a time-dependent deviation, plus a constant level."""
     doublings, others = distances
     r = np.sqrt(5 * (doublings / c.doublings**2 + others))
     deviation = c.deviation + c.small_deviation * small

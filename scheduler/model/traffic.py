@@ -1,4 +1,4 @@
-"""Count the bytes that one launch of each schedule loads, from the blocks that run at the same time."""
+"""Counts the bytes that one launch of each schedule loads, from the blocks that run concurrently."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from search_spaces.footprint import Footprint
 
 Array = npt.NDArray[np.float64]
 
-# Operands of at most this share of the last-level cache, together, are L2-resident: whoever made them has just written
-# them, and a bench does not rotate through so many copies that it would lose them.
+# Operands that together take at most this fraction of the last-level cache count as L2-resident. Their producer has
+# just written them, and a benchmark does not rotate through enough copies to evict them.
 L2_RESIDENT = 1 / 32
 
 
@@ -23,11 +23,12 @@ class Traffic:
     """Bytes that one launch of each schedule loads.
 
     Attributes:
-      cache_bytes: from the last-level cache into the cores.
-      memory_bytes: from device memory into that cache.
-      compulsory_bytes: every operand loaded once and every result written once, what no schedule can avoid.
-      l2_resident: the operands are so small that they are in that cache already.
-      fetched: share of its steps in which a core loads each operand of a mean step; 1 where nothing stays on chip.
+      cache_bytes: bytes from the last-level cache into the cores.
+      memory_bytes: bytes from device memory into the last-level cache.
+      compulsory_bytes: minimum bytes for any schedule: every operand loaded once, every result written once.
+      l2_resident: whether the operands are small enough to be in the last-level cache already.
+      fetched: for each operand of an average step, the fraction of steps in which a core loads it; 1 if nothing stays
+        on chip.
     """
 
     cache_bytes: Array
@@ -38,11 +39,11 @@ class Traffic:
 
 
 def traffic(footprint: Footprint, hardware: Hardware, l2_share: float) -> Traffic:
-    """Loads of the whole launch, from the windows of blocks that run at the same time.
+    """Returns the loads of the whole launch, from the windows of concurrent blocks.
 
-    Blocks of one window load a common operand block at about the same time, so device memory delivers it once for each
-    window; between windows it stays in the cache as far as the operands fit into `l2_share` of it. Where a grid is a
-    loop of each core, a block that the step before had is there already.
+    Blocks of one window load a common operand block at about the same time, so device memory delivers it once per
+    window. Between windows, operands stay in the last-level cache to the extent that they fit into `l2_share` of it. If
+    each core runs the grid as a loop, an operand block of the previous step is already on chip.
     """
     f, demand = footprint, footprint.mean_step
     blocks, steps = block_count(f), column(f.steps)
@@ -76,10 +77,12 @@ def traffic(footprint: Footprint, hardware: Hardware, l2_share: float) -> Traffi
 
 
 def shares_fetched(footprint: Footprint) -> list[Array]:
-    """Share of its steps in which a core that goes on from tile to tile loads each operand of a mean step.
+    """Returns, for each operand of an average step, the fraction of steps in which a core loads it.
 
-    Others find the block of the step before. One that each step of a tile has anew is loaded in all of them; any other
-    wherever an axis that selects it advances: walking 2 x 3 tiles row by row, rows are loaded in 2 of 6, columns in 6.
+    Applies to a core that runs the grid as a loop. In the other steps, the core reuses the block of the previous step.
+    An operand that changes in each step of a tile is loaded in every step. Any other operand is loaded when an axis
+    that selects it advances. For example, a row-by-row walk over 2 x 3 tiles loads rows in 2 of 6 steps, and columns in
+    all 6.
     """
     f = footprint
     loops = _loops(f)
@@ -96,22 +99,23 @@ def shares_fetched(footprint: Footprint) -> list[Array]:
 
 
 def _loops(footprint: Footprint) -> list[tuple[npt.NDArray[np.int64], Array]]:
-    """The loops in which tiles are walked, the innermost first: axis and extent ``[schedule]`` of each."""
+    """Returns the loops of the walk over tiles, innermost first: axis and extent of each, ``[schedule]``."""
     axes, extents, group = _order(footprint)
     loops = [(axes[0], group), *zip(axes[1:2], extents[1:2], strict=True), (axes[0], np.ceil(extents[0] / group))]
     return [*loops, *zip(axes[2:], extents[2:], strict=True)]
 
 
 def concurrent(footprint: Footprint, hardware: Hardware) -> Array:
-    """Blocks that run at the same time on the whole chip; the cores that whole clusters leave over stay idle."""
+    """Returns the number of concurrent blocks on the whole chip. Cores left over by whole clusters stay idle."""
     clusters = np.maximum(hardware.cores // column(footprint.cluster), 1)
     return resident(footprint, hardware) * clusters * footprint.cluster
 
 
 def resident(footprint: Footprint, hardware: Hardware) -> Array:
-    """Occupancy: blocks that share one core, by on-chip memory, registers, threads and the limit of blocks; at least 1.
+    """Returns the occupancy: the number of blocks that share one core, at least 1.
 
-    A persistent kernel starts one block for each core.
+    The limits are on-chip memory, registers, threads, and blocks per core. A persistent kernel starts one block per
+    core.
     """
     f, h = footprint, hardware
     threads = np.maximum(column(f.threads), 1)
@@ -123,10 +127,11 @@ def resident(footprint: Footprint, hardware: Hardware) -> Array:
 
 
 def block_loads(footprint: Footprint, blocks: npt.ArrayLike) -> list[Array]:
-    """Distinct blocks of each load of a mean step that the first `blocks` output blocks need: one array per load.
+    """Returns the number of distinct blocks of each load that the first `blocks` output blocks need.
 
-    Walking 9 of 9 x 9 output blocks of a matmul row by row takes 1 + 9 (90 in 9 steps), in groups of three 3 + 3 (54):
-    the teaching example of grouped ordering (Triton's tutorial on matrix multiplication).
+    The result has one array per load of an average step. For example, the first 9 of 9 x 9 output blocks of a matmul
+    need 1 + 9 blocks row by row (90 in 9 steps), and 3 + 3 blocks in groups of three (54). This is the example of
+    grouped ordering in Triton's tutorial on matrix multiplication.
     """
     box = window(footprint, blocks)
     ones = np.ones(box.shape[1])
@@ -136,10 +141,11 @@ def block_loads(footprint: Footprint, blocks: npt.ArrayLike) -> list[Array]:
 
 
 def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
-    """Extents ``[axis of the grid, schedule]`` of the box of output blocks that `blocks` consecutive ones span.
+    """Returns the extents ``[axis of the grid, schedule]`` of the box that `blocks` consecutive output blocks span.
 
-    They advance along the minor axis for `group` blocks, then along the last of the other axes through its whole
-    extent, then to the next group of the minor axis; when that plane is full, along the other axes, the last first.
+    Output blocks advance along the minor axis for `group` blocks, then along the last of the other axes through its
+    whole extent, then to the next group of the minor axis. When that plane is full, they advance along the remaining
+    axes, the last one first.
     """
     order, extents, group = _order(footprint, blocks)
     left: Array = np.broadcast_to(np.atleast_1d(column(blocks)), extents.shape[1:])
@@ -161,9 +167,12 @@ def window(footprint: Footprint, blocks: npt.ArrayLike) -> Array:
 
 
 def _order(footprint: Footprint, blocks: npt.ArrayLike = 1.0) -> tuple[npt.NDArray[np.int64], Array, Array]:
-    """Axes of the grid, the minor one first, ``[axis, schedule]``; their extents in this order; tiles of a group."""
+    """Returns the axes of the grid, minor axis first; their extents in this order; and the group sizes.
+
+    Axes and extents have the shape ``[axis, schedule]``.
+    """
     f = footprint
-    # A scalar serves all schedules, also where no extent is anything else.
+    # A scalar applies to all schedules. All extents may be scalars.
     *extents_of, _ = np.broadcast_arrays(*(np.atleast_1d(column(x)) for x in (*f.grid, blocks)))
     grid = np.stack(extents_of)
     axes, count = grid.shape
@@ -174,7 +183,10 @@ def _order(footprint: Footprint, blocks: npt.ArrayLike = 1.0) -> tuple[npt.NDArr
 
 
 def walk(grid: Sequence[int], minor: int, group: int, *, snake: bool = False) -> npt.NDArray[np.int64]:
-    """The tiles of one schedule in the order in which blocks take them, as `window` has it: ``[tile, axis]``."""
+    """Returns the tiles of one schedule in execution order, ``[tile, axis]``, with the traversal of `window`.
+
+    With `snake`, every second group runs through the major axis in reverse.
+    """
     inner, *outer = (minor, *(axis for axis in reversed(range(len(grid))) if axis != minor))
     numbers = np.indices([grid[axis] for axis in (*reversed(outer[1:]), *outer[:1], inner)]).reshape(len(grid), -1)
     *planes, major, column = numbers if outer else (*numbers[:-1], np.zeros_like(numbers[-1]), numbers[-1])
@@ -188,10 +200,10 @@ def walk(grid: Sequence[int], minor: int, group: int, *, snake: bool = False) ->
 
 
 def block_count(footprint: Footprint) -> Array:
-    """Output blocks of one launch."""
+    """Returns the number of output blocks of one launch."""
     return np.prod(np.broadcast_arrays(*(column(extent) for extent in footprint.grid)), axis=0)
 
 
 def column(value: npt.ArrayLike) -> Array:
-    """A column of a footprint as numbers to compute with."""
+    """Converts a column of a footprint to float64."""
     return np.asarray(value, dtype=np.float64)
