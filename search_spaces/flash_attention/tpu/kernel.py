@@ -29,7 +29,7 @@ UNSEEN = -0.7 * float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """Scaling of products to logits: ``factor * x`` with ``x = product``, or ``x = tanh(inner * product)`` if capped."""
+    """Scaling of products to logits: ``factor * x``; x is the product, or ``tanh(inner * product)`` if capped."""
 
     factor: float
     inner: float | None = None

@@ -80,8 +80,8 @@ class MosaicTpuFlashAttention(Kernel[FlashAttentionProblem, TpuFlashAttentionSch
 def _launch(v: Visibility, softmax: Softmax, q: Any, keys: Any, values: Any, *lengths: Any) -> tuple[jax.Array, ...]:
     """Launches the kernel on operands and results in the layout of `Rows`, all constrained to HBM.
 
-    Otherwise XLA keeps small arrays in VMEM, in addition to the blocks. The profiler of libtpu 0.0.50 also aborts if all
-    operands of a kernel are in VMEM.
+    Otherwise XLA keeps small arrays in VMEM, in addition to the blocks. The profiler of libtpu 0.0.50 also aborts if
+    all operands of a kernel are in VMEM.
     """
     rows, s, p = v.rows, v.s, v.rows.p
     q, keys, values = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (q, keys, values))
