@@ -1,4 +1,4 @@
-"""Flash attention forward on Hopper: warp-specialized Mosaic GPU kernels for prefill and decode, and their schedules."""
+"""Flash attention forward on Hopper: warp-specialized Mosaic GPU kernels for prefill and decode."""
 
 from search_spaces.flash_attention.hopper.decode import MosaicGpuFlashDecoding
 from search_spaces.flash_attention.hopper.decode_schedule import FlashDecodingSchedule

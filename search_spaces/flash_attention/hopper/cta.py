@@ -80,8 +80,8 @@ class Cta:
 def results(t: Tiling) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the outputs of the kernel: the result, and the log-sum-exp with `return_lse`.
 
-    TMA clips the rows of a tile that lie beyond the result. The log-sum-exp is padded to whole tiles, because a bulk copy
-    of one axis is not clipped.
+    TMA clips the rows of a tile that lie beyond the result. The log-sum-exp is padded to whole tiles, because a bulk
+    copy of one axis is not clipped.
     """
     p = t.p
     out = p.array(p.batch, t.q_rows, p.heads, p.value_dim)

@@ -2,9 +2,9 @@
 
 A producer warpgroup loads blocks of keys and values by TMA into two pipelines of `stages` each. Each consumer computes
 64 rows of queries and overlaps its softmax with its own products, as in FlashAttention-3. At each step it issues
-``S = Q K^T`` of a block, then ``O += P V`` of the previous block, and computes the softmax of S while the second product
-runs. With `ping_pong`, consumers also take turns to issue products, so that the softmax of one overlaps the products of
-another.
+``S = Q K^T`` of a block, then ``O += P V`` of the previous block, and computes the softmax of S while the second
+product runs. With `ping_pong`, consumers also take turns to issue products, so that the softmax of one overlaps the
+products of another.
 
 Persistent consumers continue this overlap from one tile to the next (t, j: block j of tile t, three blocks per tile):
 

@@ -35,7 +35,8 @@ def shortest(p: FlashAttentionProblem, s: Any) -> Any:
 def longest_of_last(p: FlashAttentionProblem, s: Any, cores: int) -> Any:
     """Returns the number of steps of the longest tile among the last tiles, one per core; at least the mean.
 
-    A section ends with the shortest tiles of all of its heads. In a section of few heads, long tiles are among the last.
+    A section ends with the shortest tiles of all of its heads. With few heads per section, long tiles are among the
+    last.
     """
     heads = p.batch * p.heads
 
