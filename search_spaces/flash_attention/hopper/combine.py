@@ -35,7 +35,7 @@ RANK = "cluster_rank"  # the axis of CTAs in a cluster
 # Less than any logit, but finite, so that differences are finite.
 LOWEST = -1e30
 
-# Loads from the shared memory of the CTA with the given rank, at the address that $1 has in this CTA (PTX ISA: mapa, ld).
+# Loads from the shared memory of the CTA of rank $2, at the place that $1 addresses in this CTA (PTX ISA, mapa and ld).
 LOAD_FROM_RANK = """{
     .reg .b32 there;
     mapa.shared::cluster.u32 there, $1, $2;
@@ -208,7 +208,7 @@ def store_fragment(ref: Any, start: Any, value: jax.Array) -> None:
 
 
 def combine(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Combines partial results ``[splits, ...]`` and their base-2 log-sum-exps in a form that XLA fuses into one kernel.
+    """Combines partial results ``[splits, ...]`` and their base-2 log-sum-exps, in a form that XLA fuses.
 
     The splits are unrolled, and each element has its own log-sum-exp. XLA would compute reductions and their broadcast
     results in a separate kernel.

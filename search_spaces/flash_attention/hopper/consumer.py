@@ -77,7 +77,7 @@ class Consumer:
         plgpu.wait_smem_to_gmem(0)
 
     def tile_and_next_start(self, position: Any, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
-        """Runs the steps of a tile after the first, then its last product along with the first step of the next tile."""
+        """Runs the steps of a tile after the first, then its last product with the first step of the next tile."""
         order = self.cta.order
         carry, base = state
         tile, following = order.tile(position), order.tile(position + 1)
@@ -125,7 +125,7 @@ class Consumer:
         )
 
     def seen_values(self, tile: Tile, first: Any) -> Any:
-        """Returns the number of leading rows of values of a step that some query sees; None if the problem pads no keys.
+        """Returns the number of visible rows of values in a step; None if the problem pads no keys.
 
         Args:
           first: whether this is the first step of the tile, with the last block of keys.

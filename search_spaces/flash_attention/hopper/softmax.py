@@ -15,7 +15,7 @@ from search_spaces.hopper.limits import WGMMA_ROWS
 from search_spaces.jax_compat import plgpu
 
 LOG2_E = math.log2(math.e)
-# Columns of a partial sum that is spread over lanes: two for each of the four lanes of a row (PTX ISA, wgmma fragments).
+# Columns of a sum that is spread over lanes: two for each of the four lanes of a row (PTX ISA, wgmma fragments).
 COLUMNS = 8
 
 
