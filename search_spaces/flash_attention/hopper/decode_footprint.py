@@ -18,9 +18,9 @@ from search_spaces.space import Columns, cdiv, round_up
 
 # FP32 operations per logit: scale, maximum, difference, sum, conversion.
 LOGIT_OPERATIONS = 6
-# In a memory-bound launch, only a few CTAs still read at the end, for the longest sequences. Each of them is then faster
-# than when all CTAs read, as if LAST_CTAS CTAs per SM shared the memory (fitted on an H200 to eight schedules, 64
-# sequences of up to 16384 keys).
+# In a memory-bound launch, only a few CTAs still read at the end, for the longest sequences. Each of them then reads
+# faster than when all CTAs read, as if LAST_CTAS CTAs per SM shared the memory (H200, eight schedules, 64 sequences of
+# up to 16384 keys).
 LAST_CTAS = 0.8
 
 
