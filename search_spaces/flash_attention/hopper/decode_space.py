@@ -13,7 +13,7 @@ from search_spaces.hopper.limits import MAX_CLUSTER, WGMMA_ROWS
 from search_spaces.kernel import Target
 from search_spaces.space import Choice, Rule, cdiv
 
-# Maximum tiles of 64 packed rows. Each further tile reads all keys again, from L2; use the forward kernel for more rows.
+# Maximum tiles of 64 packed rows. Each further tile reads all keys again, from L2. The forward kernel supports more.
 MOST_TILES = 4
 # Bytes in flight per SM that hide the latency of device memory (H200: 4.3 TB/s for 1 us are 33 KB per SM, doubled).
 LEAST_IN_FLIGHT = 80 * 1024
@@ -30,9 +30,9 @@ LEAST_EVEN = 0.85
 # ...unless there is one split, or one cluster combines splits of at most SHORT_STEPS steps.
 LEAST_EVEN_ALONE, LEAST_EVEN_CLUSTER = 0.7, 0.3
 SHORT_STEPS = 16
-# With clusters of more than two CTAs, at most one in GPC_SHARE cores may have a CTA. H200, time relative to no clusters:
-# 0.9 for 64 CTAs in clusters of 8, 1.4 to 1.6 for 128, 1.35 for 256; 1.24 in clusters of 4, 0.95 to 0.98 in clusters
-# of 2.
+# With clusters of more than two CTAs, at most one in GPC_SHARE cores may have a CTA. Times on an H200 relative to no
+# clusters: 0.9 for 64 CTAs in clusters of 8, 1.4 to 1.6 for 128, 1.35 for 256; 1.24 in clusters of 4, 0.95 to 0.98 in
+# clusters of 2.
 GPC_SHARE = 2
 
 
