@@ -22,7 +22,7 @@ PAIR_OPERATIONS = 5
 
 
 def steps(p: FlashAttentionBackwardProblem, block_q: int, block_kv: int) -> Any:
-    """Returns the steps of each block of keys: the blocks of queries that see it, at least one, times the group size."""
+    """Returns the steps of each block of keys: blocks of queries that see it (at least one), times the group size."""
     first_key = np.arange(-(-p.kv_len // block_kv)) * block_kv
     blocks = -(-p.q_len // block_q)
     first, end = np.zeros_like(first_key), np.full_like(first_key, blocks)

@@ -87,8 +87,8 @@ def kernel(plan: Plan, *, scale: float, softcap: float, of: type[Cta]) -> Callab
     """Returns the kernel body, which runs the CTA class `of`.
 
     Its arguments in device memory are the lengths of queries and keys, ``[batch]``, if the problem has them, then q, k,
-    v, d_out, the base-2 log-sum-exp (infinite for queries without keys), delta, the float32 sums of dq (unless a separate
-    kernel computes dq), dk and dv.
+    v, d_out, the base-2 log-sum-exp (infinite for queries without keys), delta, the float32 sums of dq (unless a
+    separate kernel computes dq), dk and dv.
     """
     p = plan.problem
 
@@ -186,9 +186,7 @@ class Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _zero_keys(self, operand: str, rows: int, number: Any, first_key: Any) -> None:
-        """Zeros rows of k or v that no query sees. They may be NaN, which zeros in dS (for dq) or P (for dS) do not
-        cancel.
-        """
+        """Zeros rows of k or v that no query sees, which may be NaN: zeros in dS do not cancel NaN in dq, nor P in dS."""
         if self.plan.problem.pads_keys:
             tile = self.plan.tile(operand, rows)
             zero_rows_from(self.blocks.keys - first_key, tile, self.smem[operand].at[number])

@@ -9,8 +9,8 @@ import dataclasses
 class FlashAttentionBackwardSchedule:
     """How the gradients are divided among CTAs, warpgroups and pipeline steps.
 
-    A CTA owns `block_kv` rows of k and v, 64 per consumer warpgroup, and iterates over q and d_out. For heads wider than
-    128, it owns 64 rows, and each consumer computes half of the columns of their gradients.
+    A CTA owns `block_kv` rows of k and v, 64 per consumer warpgroup, and iterates over q and d_out. For heads wider
+    than 128, it owns 64 rows, and each consumer computes half of the columns of their gradients.
 
     Attributes:
       block_q: rows of q and d_out per step.

@@ -1,8 +1,8 @@
 """A separate deterministic kernel for dq on Hopper, with three products and no atomic additions.
 
-A CTA owns 128 queries of a head, 64 for each of two consumer warpgroups, and iterates over their keys. A consumer starts
-S = q k^T and dP = d_out v^T of the next step while dq += dS k, with dS in registers, is in flight. The consumers do not
-synchronize, so that the work of one outside the tensor cores overlaps the products of the other.
+A CTA owns 128 queries of a head, 64 for each of two consumer warpgroups, and iterates over their keys. A consumer
+starts S = q k^T and dP = d_out v^T of the next step while dq += dS k, with dS in registers, is in flight. The consumers
+do not synchronize, so that the work of one outside the tensor cores overlaps the products of the other.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ all columns, so each consumer computes them for half of the queries. The consume
 through SMEM. TMA adds dq to float32 sums, as for narrow heads.
 
 **Order of a step.** dv and the first part of dq are started. When dv is complete, d_out is released, and its next load
-overlaps the other products. With `overlap`, S^T of the next step is started before the last part of dq and dk, and its
-exponentials overlap these. Without `overlap`, S^T is started after them, which gives its q more time to arrive, and the
-exponentials overlap dP^T.
+overlaps the other products. With `overlap`, S^T of the next step is started before the remaining parts of dq and dk,
+and its exponentials overlap later products. Without `overlap`, S^T is started after dk, which gives its q more time to
+arrive, and the exponentials overlap dP^T.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class WideCta(Cta):
         self._meet()
 
     def _zero(self, own: Any) -> Any:
-        """Returns index 0, the stage of all rows of k or v, as a value opaque to LLVM; see `products.own_index`."""
+        """Returns index 0 of the array of k or v, in a form that LLVM cannot fold; see `products.own_index`."""
         return lax.div(own, jnp.int32(CONSUMERS))
 
     def _start_logits(self, left: str, right: str, own: Any, stage: Any) -> jax.Array:
