@@ -79,7 +79,7 @@ def bind(
 def answer(q: Any, k: Any, v: Any, of: Lengths, how: Options) -> Any:
     """Computes attention in plain JAX, in float64 for float64 operands.
 
-    Invalid operands raise the error of `jax.nn.dot_product_attention` where that function can check them.
+    Invalid operands raise the error of `jax.nn.dot_product_attention` if that function supports the options.
     """
     narrow = jax.nn.dot_product_attention
     if any(jnp.ndim(x) in (3, 4) and not jnp.shape(x)[-2] for x in (k, v)):

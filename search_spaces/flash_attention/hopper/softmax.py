@@ -59,7 +59,7 @@ class OnlineSoftmax:
         factor = self.scale * LOG2_E
         if self.cap is not None:
             s, factor = jnp.tanh(s * (self.scale / self.cap)), self.cap * LOG2_E
-        elif self.scale <= 0:  # The largest product does not give the largest logit.
+        elif self.scale <= 0:  # The maximum is taken before scaling, which requires a positive scale.
             s, factor = s * factor, 1.0
         if seen is not None:
             s = jnp.where(seen, s, -jnp.inf)

@@ -186,7 +186,10 @@ class Cta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _zero_keys(self, operand: str, rows: int, number: Any, first_key: Any) -> None:
-        """Zeros rows of k or v that no query sees, which may be NaN: zeros in dS do not cancel NaN in dq, nor P in dS."""
+        """Zeros rows of k or v that no query sees.
+
+        These rows may be NaN. Zeros in dS do not cancel NaN of k in dq, and zeros in P do not cancel NaN of v in dS.
+        """
         if self.plan.problem.pads_keys:
             tile = self.plan.tile(operand, rows)
             zero_rows_from(self.blocks.keys - first_key, tile, self.smem[operand].at[number])
